@@ -36,7 +36,11 @@ def adapted(app: object, name: str, source: list[str]) -> None:
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
     if name == "index":  # pages that an older or smaller checkout lacks
         for other in OPTIONAL:
-            source[0] = source[0] if (DOCS / f"{other}.md").is_file() else source[0].replace(f"\n{other}\n", "\n")
+            source[0] = (
+                source[0]
+                if (DOCS / f"{other}.md").is_file()
+                else source[0].replace(f"\n{other}\n", "\n")
+            )
 
 
 def setup(app: object) -> None:

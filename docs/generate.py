@@ -78,7 +78,9 @@ def read_option(file: Path) -> tuple[str, list[str], list[Key]]:
 def takes(keys: list[Key], key: Key) -> str:
     """The type of a key according to the signature; an empty string if no function of this file names the key."""
     parent, _, name = key.path.rpartition(".")
-    target = next((k.value for k in keys if k.path == (f"{parent}._target_" if parent else "_target_")), None)
+    target = next(
+        (k.value for k in keys if k.path == (f"{parent}._target_" if parent else "_target_")), None
+    )
     if target is None or target == "???":
         return ""
     function = resolve(target)
@@ -118,9 +120,18 @@ def group_page(group: Path) -> str:
 
 def inherited(file: Path, choices: list[str]) -> list[Key]:
     """The keys of the options that an option builds on. Their comments give the meaning of keys without one."""
-    named = [choice for choice in choices if ":" not in choice]  # an option in a folder of its group names others from the group on
-    parents = [next(p for folder in file.parents if (p := folder / f"{choice}.yaml").is_file()) for choice in named]
-    return [key for parent in parents for key in (read_option(parent)[2] + inherited(parent, read_option(parent)[1]))]
+    named = [
+        choice for choice in choices if ":" not in choice
+    ]  # an option in a folder of its group names others from the group on
+    parents = [
+        next(p for folder in file.parents if (p := folder / f"{choice}.yaml").is_file())
+        for choice in named
+    ]
+    return [
+        key
+        for parent in parents
+        for key in (read_option(parent)[2] + inherited(parent, read_option(parent)[1]))
+    ]
 
 
 def meaning(keys: list[Key], key: Key) -> str:
@@ -141,10 +152,17 @@ def cell(text: str) -> str:
 def index(groups: list[Path]) -> str:
     """The list of groups with their options, and the keys of the entry config itself."""
     lines = [MARK, "", "# Config groups", "", "| group | options |", "|---|---|"]
-    lines += [f"| [{g.name}]({g.name}.md) | {', '.join(f.stem for f in sorted(g.glob('*.yaml')))} |" for g in groups]
+    lines += [
+        f"| [{g.name}]({g.name}.md) | {', '.join(f.stem for f in sorted(g.glob('*.yaml')))} |"
+        for g in groups
+    ]
     title, _, keys = read_option(conf_dir() / "train.yaml")
     lines += ["", "## `train.yaml`", "", title, "", "| key | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{k.path}` | `{k.value}` | {cell(k.comment)} |" for k in keys if k.comment and "_target_" not in k.path]
+    lines += [
+        f"| `{k.path}` | `{k.value}` | {cell(k.comment)} |"
+        for k in keys
+        if k.comment and "_target_" not in k.path
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -186,7 +204,11 @@ class Point(NamedTuple):
 
 def protocols() -> dict[str, type]:
     """Name → Protocol for all Protocols of rlkit/types.py."""
-    return {n: v for n, v in vars(rlkit.types).items() if getattr(v, "_is_protocol", False) and v.__module__ == "rlkit.types"}
+    return {
+        n: v
+        for n, v in vars(rlkit.types).items()
+        if getattr(v, "_is_protocol", False) and v.__module__ == "rlkit.types"
+    }
 
 
 def points() -> list[Point]:
@@ -198,7 +220,9 @@ def points() -> list[Point]:
         for field, hint in written_hints(owner).items():
             if takes_function(hint) or hint in NAMED:
                 path = f"{place}.{field}" if place else field
-                out[path] = Point(path, hint, comments.get(field) or NAMED.get(hint) or first_line(hint))
+                out[path] = Point(
+                    path, hint, comments.get(field) or NAMED.get(hint) or first_line(hint)
+                )
     for path, target in targets():
         function = resolve(target)
         for name, hint in written_hints(function).items():
@@ -209,19 +233,31 @@ def points() -> list[Point]:
 
 def first_line(hint: str) -> str:
     """The first line of the docstring of the Protocol that an annotation names."""
-    return next((doc.splitlines()[0] for n, p in protocols().items() if n in hint and (doc := inspect.getdoc(p))), "")
+    return next(
+        (
+            doc.splitlines()[0]
+            for n, p in protocols().items()
+            if n in hint and (doc := inspect.getdoc(p))
+        ),
+        "",
+    )
 
 
 def positional(function: Callable[..., Any], name: str) -> bool:
     """Whether a parameter is passed when the part is called, instead of being set in a config."""
     p = inspect.signature(function).parameters.get(name)
-    return p is None or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty and not inspect.isclass(function))
+    return p is None or (
+        p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty and not inspect.isclass(function)
+    )
 
 
 def written_hints(owner: Any) -> dict[str, str]:
     """Annotations as written in the source."""
     own = owner.__annotations__ if inspect.isclass(owner) else getattr(owner, "__annotations__", {})
-    words = {name: hint if isinstance(hint, str) else getattr(hint, "__forward_arg__", str(hint)) for name, hint in own.items()}
+    words = {
+        name: hint if isinstance(hint, str) else getattr(hint, "__forward_arg__", str(hint))
+        for name, hint in own.items()
+    }
     return {name: hint for name, hint in words.items() if name != "return"}
 
 
@@ -258,15 +294,34 @@ def extension_points() -> str:
     """The page of all places, all Protocols and all quantities."""
     found = points()
     lines = [MARK, "", "# Extension points", ""]
-    lines += [f"{len(found)} places in a config accept a function of your own. Name it as `_target_: my_module.my_function`. Add"]
-    lines += ["`_partial_: true` if rlkit calls it later. Its keyword-only parameters are its keys. You need not register it.", ""]
+    lines += [
+        f"{len(found)} places in a config accept a function of your own. Name it as `_target_: my_module.my_function`. Add"
+    ]
+    lines += [
+        "`_partial_: true` if rlkit calls it later. Its keyword-only parameters are its keys. You need not register it.",
+        "",
+    ]
     lines += ["| place | takes | meaning |", "|---|---|---|"]
     lines += [f"| `{p.place}` | `{cell(p.signature)}` | {cell(p.meaning)} |" for p in found]
     lines += ["", "## Protocols", ""]
     for name, protocol in protocols().items():
-        lines += [f"### {name}", "", *(f"`{signature}`" for signature in signatures(protocol)), "", inspect.getdoc(protocol) or "", ""]
-        lines += [f"Shipped: {', '.join(f'`{s}`' for s in shipped(name))}.", ""] if shipped(name) else []
-    lines += ["## Quantities", "", "A part of an algorithm or of a KL gets these values by the names of its positional parameters:", ""]
+        lines += [
+            f"### {name}",
+            "",
+            *(f"`{signature}`" for signature in signatures(protocol)),
+            "",
+            inspect.getdoc(protocol) or "",
+            "",
+        ]
+        lines += (
+            [f"Shipped: {', '.join(f'`{s}`' for s in shipped(name))}.", ""] if shipped(name) else []
+        )
+    lines += [
+        "## Quantities",
+        "",
+        "A part of an algorithm or of a KL gets these values by the names of its positional parameters:",
+        "",
+    ]
     lines += [f"- `{name}` {meaning}" for name, meaning in rlkit.types.QUANTITIES.items()]
     return "\n".join([*lines, *MEASURING.splitlines(), *declarations_page()]) + "\n"
 
@@ -366,31 +421,64 @@ reward or an environment, because a second process would call it with a state of
 def declarations_page() -> list[str]:
     """The words that parts may declare, and the declarations of the shipped parts."""
     lines = [*DECLARING.splitlines(), ""]
-    lists = {"Of rewards": rlkit.types.GUARANTEES, "Assumed": rlkit.types.ASSUMPTIONS, "Of gradients": rlkit.types.VANISHING}
+    lists = {
+        "Of rewards": rlkit.types.GUARANTEES,
+        "Assumed": rlkit.types.ASSUMPTIONS,
+        "Of gradients": rlkit.types.VANISHING,
+    }
     for title, known in lists.items():
-        lines += [f"{title}:", "", *(f"- `{word}` {meaning}" for word, meaning in known.items()), ""]
+        lines += [
+            f"{title}:",
+            "",
+            *(f"- `{word}` {meaning}" for word, meaning in known.items()),
+            "",
+        ]
     lines += ["| shipped part | assumes | gives | keeps | vanishes |", "|---|---|---|---|---|"]
     for target in dict.fromkeys(target for _, target in targets()):
-        words = [rlkit.types.declarations(resolve(target), kind) for kind in ("assumes", "gives", "keeps", "vanishes")]
+        words = [
+            rlkit.types.declarations(resolve(target), kind)
+            for kind in ("assumes", "gives", "keeps", "vanishes")
+        ]
         if any(found is not None for found in words):
-            lines.append(f"| `{target}` | " + " | ".join("" if w is None else ", ".join(sorted(w)) or "nothing" for w in words) + " |")
+            lines.append(
+                f"| `{target}` | "
+                + " | ".join("" if w is None else ", ".join(sorted(w)) or "nothing" for w in words)
+                + " |"
+            )
     return lines
 
 
 def signatures(protocol: type) -> list[str]:
     """The signature of a Protocol: that of the function, or of each method of an object."""
-    methods = {n: f for n, f in inspect.getmembers(protocol, inspect.isfunction) if n == "__call__" or not n.startswith("_")}
-    kinds = {name: "async " if inspect.iscoroutinefunction(f) else "" for name, f in methods.items()}
-    shown = {
-        name: str(inspect.signature(f)).replace("(self, ", "(").replace("(self)", "()").replace("'", "") for name, f in methods.items()
+    methods = {
+        n: f
+        for n, f in inspect.getmembers(protocol, inspect.isfunction)
+        if n == "__call__" or not n.startswith("_")
     }
-    return [signature if name == "__call__" else f"{kinds[name]}{name}{signature}  " for name, signature in shown.items()]
+    kinds = {
+        name: "async " if inspect.iscoroutinefunction(f) else "" for name, f in methods.items()
+    }
+    shown = {
+        name: str(inspect.signature(f))
+        .replace("(self, ", "(")
+        .replace("(self)", "()")
+        .replace("'", "")
+        for name, f in methods.items()
+    }
+    return [
+        signature if name == "__call__" else f"{kinds[name]}{name}{signature}  "
+        for name, signature in shown.items()
+    ]
 
 
 def shipped(protocol: str) -> list[str]:
     """The functions in conf/ at the places that take this Protocol."""
     places = [p.place for p in points() if re.search(rf"\b{protocol}\b", p.signature)]
-    names = [target for path, target in targets() if path in places or re.sub(r"terms\.\w+", "terms.NAME", path) in places]
+    names = [
+        target
+        for path, target in targets()
+        if path in places or re.sub(r"terms\.\w+", "terms.NAME", path) in places
+    ]
     return list(dict.fromkeys(names))
 
 
@@ -408,11 +496,22 @@ def metrics_page() -> str:
     """The glossary, a table a section."""
     lines = [MARK, "", "# Metrics", *READING.splitlines(), ""]
     for section in glossary.sections():
-        lines += [f"## {section.title}", "", "| metric | meaning | healthy | otherwise |", "|---|---|---|---|"]
+        lines += [
+            f"## {section.title}",
+            "",
+            "| metric | meaning | healthy | otherwise |",
+            "|---|---|---|---|",
+        ]
         for entry in section.entries:
             names = ", ".join(f"`{name}`" for name in entry.names)
-            lines.append(f"| {names} | {cell(entry.means)} *In: {cell(entry.unit)}.* | {cell(entry.usual)} | {cell(entry.act)} |")
-        lines += ["", "Computed by " + ", ".join(f"`{name}`" for name in section.computed) + ".", ""]
+            lines.append(
+                f"| {names} | {cell(entry.means)} *In: {cell(entry.unit)}.* | {cell(entry.usual)} | {cell(entry.act)} |"
+            )
+        lines += [
+            "",
+            "Computed by " + ", ".join(f"`{name}`" for name in section.computed) + ".",
+            "",
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 

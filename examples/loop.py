@@ -22,11 +22,15 @@ RATE, CLIP, KL = 3e-4, 0.2, 0.05
 policy = rlkit.load_policy(path="tiny")
 problems = rlkit.tasks.arithmetic(split="train", max_samples=4096)
 environment = rlkit.environments.tool_use(
-    tools={"calculator": rlkit.environments.calculator}, parse_calls=rlkit.environments.hermes, max_turns=4
+    tools={"calculator": rlkit.environments.calculator},
+    parse_calls=rlkit.environments.hermes,
+    max_turns=4,
 )
 reward = rlkit.Reward("numeric", {"numeric": rlkit.Term(1.0, rlkit.rewards.numeric)})
 engine = rlkit.engines.Cached()
-optimizer = torch.optim.AdamW(policy.model.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)
+optimizer = torch.optim.AdamW(
+    policy.model.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.0
+)
 reference = copy.deepcopy(policy.model)
 
 
@@ -38,8 +42,12 @@ def logprobs_of(model, batch):
 def prepared(rollouts):
     """Scored rollouts as tensors, with what stays fixed during the updates: advantages, and log-probs of old policy and reference."""
     batch = rlkit.assemble(rollouts, pad_token_id=policy.pad_token_id)
-    advantages = F.group_mean(batch.rewards, batch.group_ids)  # [N], reward minus the mean of the prompt's samples
-    advantages = advantages[batch.rollout_ids][:, None].expand(batch.ids.shape)  # [B, T], the same for every token of a rollout
+    advantages = F.group_mean(
+        batch.rewards, batch.group_ids
+    )  # [N], reward minus the mean of the prompt's samples
+    advantages = advantages[batch.rollout_ids][:, None].expand(
+        batch.ids.shape
+    )  # [B, T], the same for every token of a rollout
     advantages = F.normalize_group(advantages, batch.rewards, batch.group_ids, batch.rollout_ids)
     with torch.no_grad():
         old, ref = logprobs_of(policy.model, batch), logprobs_of(reference, batch)
@@ -50,7 +58,9 @@ def loss_of(batch):
     """The clipped surrogate and the KL to the reference, each token weighted so that every rollout counts alike."""
     logprobs = logprobs_of(policy.model, batch)
     ratio = F.token_ratio(logprobs, batch.logprobs_old, batch.response_mask)
-    per_token = F.clipped(ratio, batch.advantages, clip_low=CLIP, clip_high=CLIP) + KL * F.k3(logprobs, batch.logprobs_ref)
+    per_token = F.clipped(ratio, batch.advantages, clip_low=CLIP, clip_high=CLIP) + KL * F.k3(
+        logprobs, batch.logprobs_ref
+    )
     return (F.sequence_mean(batch.response_mask, batch.rollout_ids) * per_token).sum()
 
 
@@ -68,14 +78,25 @@ def update(batch, rate):
 def accuracy():
     """Share of 256 test problems that greedy decoding solves."""
     test = rlkit.tasks.arithmetic(split="test")[:256]
-    return rlkit.greedy_accuracy(policy, test, environment, reward=reward, engine=engine, max_new_tokens=64)[0]["accuracy"]
+    return rlkit.greedy_accuracy(
+        policy, test, environment, reward=reward, engine=engine, max_new_tokens=64
+    )[0]["accuracy"]
 
 
 torch.manual_seed(0)
 before = accuracy()
 for step in range(STEPS):
     drawn = problems[step * PROMPTS : (step + 1) * PROMPTS]
-    rollouts = rlkit.collect(policy, drawn, environment, engine=engine, group_size=SAMPLES, step=step, version=step, max_new_tokens=64)
+    rollouts = rlkit.collect(
+        policy,
+        drawn,
+        environment,
+        engine=engine,
+        group_size=SAMPLES,
+        step=step,
+        version=step,
+        max_new_tokens=64,
+    )
     rollouts = rlkit.score(rollouts, reward)
     update(prepared(rollouts), rate=rlkit.schedules.decay(step, RATE, to=0.1, steps=STEPS))
     print(f"step {step + 1}: reward {sum(r.reward for r in rollouts) / len(rollouts):.2f}")

@@ -29,12 +29,19 @@ import yaml
 
 from rlkit.runs import comparing
 
-COMMON = ("trainer.threads=1", "evaluation.every=4", "logger=none", "callbacks.checkpoint.model=false")
+COMMON = (
+    "trainer.threads=1",
+    "evaluation.every=4",
+    "logger=none",
+    "callbacks.checkpoint.model=false",
+)
 
 Row = dict[str, str]
 
 
-def trained(overrides: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
+def trained(
+    overrides: Sequence[str],
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
     """`rlkit train` in an empty folder, on one thread: its summary, its rows, and the seconds of the process and of its processors.
 
     Raises:
@@ -45,22 +52,39 @@ def trained(overrides: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, An
         log = Path(folder) / "log.txt"
         begun = time.perf_counter()
         with log.open("w") as out:
-            process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdout=out,
+                stderr=out,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
             _, status, usage = os.wait4(process.pid, 0)  # the processor time of this run alone
         wall = time.perf_counter() - begun
         if status:
-            raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{log.read_text()[-4000:]}")
+            raise RuntimeError(
+                f"{' '.join(command)} ended with status {status}:\n{log.read_text()[-4000:]}"
+            )
         run = next(Path(folder).glob("outputs/*/*/summary.json")).parent
         summary = json.loads((run / "summary.json").read_text())
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return summary, rows, {"process_seconds": round(wall, 1), "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1)}
+    return (
+        summary,
+        rows,
+        {
+            "process_seconds": round(wall, 1),
+            "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        },
+    )
 
 
 def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
     """One run's row."""
     summary, rows, seconds = trained([*overrides, *COMMON, f"seed={seed}"])
     steps = [row for row in rows if "reward/mean" in row]
-    curve = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}  # of validation problems, first and last step too
+    curve = {
+        row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row
+    }  # of validation problems, first and last step too
     found = {
         "variant": name,
         "seed": seed,
@@ -105,9 +129,14 @@ def interval(values: Sequence[float], resolution: float = 0.0) -> tuple[float, f
 
 def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[float, float]:
     """Mean difference of a variant from the baseline over the seeds that both have, and half the width of its 95 % interval."""
-    values = {key: {row["seed"]: float(row[column]) for row in rows if row["variant"] == key} for key in (name, baseline)}
+    values = {
+        key: {row["seed"]: float(row[column]) for row in rows if row["variant"] == key}
+        for key in (name, baseline)
+    }
     shared = sorted(values[name].keys() & values[baseline].keys())
-    step = comparing.smallest_step([value for own in values.values() for value in own.values()], 2e-4)  # of four digits
+    step = comparing.smallest_step(
+        [value for own in values.values() for value in own.values()], 2e-4
+    )  # of four digits
     return interval([values[name][seed] - values[baseline][seed] for seed in shared], step)
 
 
@@ -123,13 +152,25 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
         if not mine:
             continue
         final, height, kl, seconds = (
-            [float(row[key]) for row in mine if row[key]] for key in ("final", "curve_mean", "final_kl", "cpu_seconds")
+            [float(row[key]) for row in mine if row[key]]
+            for key in ("final", "curve_mean", "final_kl", "cpu_seconds")
         )
         differences = [
-            "–" if name == names[0] else "{:+.3f} ± {:.3f}".format(*paired(rows, name, names[0], key)) for key in ("final", "curve_mean")
+            "–"
+            if name == names[0]
+            else "{:+.3f} ± {:.3f}".format(*paired(rows, name, names[0], key))
+            for key in ("final", "curve_mean")
         ]
-        columns = [name, f"{statistics.fmean(final):.3f} ({min(final):.3f} – {max(final):.3f})", differences[0]]
-        columns += [f"{statistics.fmean(height):.3f}", differences[1], f"{statistics.fmean(kl):.4f}" if kl else "–"]
+        columns = [
+            name,
+            f"{statistics.fmean(final):.3f} ({min(final):.3f} – {max(final):.3f})",
+            differences[0],
+        ]
+        columns += [
+            f"{statistics.fmean(height):.3f}",
+            differences[1],
+            f"{statistics.fmean(kl):.4f}" if kl else "–",
+        ]
         columns.append(f"{statistics.fmean(seconds):.0f}" if seconds else "–")
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
@@ -144,24 +185,49 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
     from matplotlib.ticker import MaxNLocator
 
     names = [name for name in names if any(row["variant"] == name for row in rows)]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, max(3.2, 0.34 * len(names) + 1.2)), layout="constrained")
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(10.5, max(3.2, 0.34 * len(names) + 1.2)), layout="constrained"
+    )
     shades = pyplot.colormaps["turbo" if len(names) > 10 else "tab10"]
-    colors = [shades(place / len(names) if len(names) > 10 else place) for place in range(len(names))]
+    colors = [
+        shades(place / len(names) if len(names) > 10 else place) for place in range(len(names))
+    ]
     for place, name in enumerate(names):
         mine = [row for row in rows if row["variant"] == name]
         curves = [dict(pair.split(":") for pair in row["curve"].split()) for row in mine]
         steps = sorted(set.intersection(*(set(map(int, curve)) for curve in curves)))
-        left.plot(steps, [statistics.fmean(float(curve[str(step)]) for curve in curves) for step in steps], color=colors[place], label=name)
+        left.plot(
+            steps,
+            [statistics.fmean(float(curve[str(step)]) for curve in curves) for step in steps],
+            color=colors[place],
+            label=name,
+        )
         for row in mine:
-            right.plot([float(row["final_low"]), float(row["final_high"])], [place, place], color=colors[place], alpha=0.25, linewidth=5)
+            right.plot(
+                [float(row["final_low"]), float(row["final_high"])],
+                [place, place],
+                color=colors[place],
+                alpha=0.25,
+                linewidth=5,
+            )
             right.plot(float(row["final"]), place, "o", color=colors[place], markersize=4)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.set(xlabel="RL step", ylabel="validation accuracy, greedy", ylim=(0, 1.02), title="mean of the seeds")
+    left.set(
+        xlabel="RL step",
+        ylabel="validation accuracy, greedy",
+        ylim=(0, 1.02),
+        title="mean of the seeds",
+    )
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.invert_yaxis()
     right.set(xlabel="test accuracy at the end", title="a dot a seed, bands 95 %")
     left.legend(fontsize=7, loc="lower right")
-    rates = {text for row in rows for text in row["overrides"].split() if text.startswith("optimizer.lr=")}
+    rates = {
+        text
+        for row in rows
+        for text in row["overrides"].split()
+        if text.startswith("optimizer.lr=")
+    }
     figure.suptitle(title if rates else f"{title}; every variant at one shared rate", fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -195,11 +261,24 @@ def main() -> None:
     path = arguments.folder / "results.csv"
     rows = read(path)
     known = {(row["variant"], int(row["seed"])) for row in rows}
-    wanted = [(name, seed) for seed in arguments.seeds for name in arguments.only or variants if (name, seed) not in known]
-    wanted = [(name, seed) for name, seed in wanted if name not in once or seed == arguments.seeds[0]]
+    wanted = [
+        (name, seed)
+        for seed in arguments.seeds
+        for name in arguments.only or variants
+        if (name, seed) not in known
+    ]
+    wanted = [
+        (name, seed) for name, seed in wanted if name not in once or seed == arguments.seeds[0]
+    ]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for row in pool.map(lambda pair: one_run(pair[0], variants[pair[0]], pair[1]), wanted):
-            print({key: row[key] for key in ("variant", "seed", "base", "final", "curve_mean", "cpu_seconds")}, flush=True)
+            print(
+                {
+                    key: row[key]
+                    for key in ("variant", "seed", "base", "final", "curve_mean", "cpu_seconds")
+                },
+                flush=True,
+            )
             rows.append(row)
             write(path, rows, list(variants))
     print(table(rows, list(variants)))

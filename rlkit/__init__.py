@@ -31,9 +31,22 @@ _HOMES = {
     "rlkit.runs.python": ("Run", "steps", "train"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_NAMESPACES = {"references": "rlkit.training.references", "schedules": "rlkit.training.schedules"} | {
+_NAMESPACES = {
+    "references": "rlkit.training.references",
+    "schedules": "rlkit.training.schedules",
+} | {
     name: f"rlkit.{name}"
-    for name in ("algorithm", "engines", "environments", "episodes", "functional", "models", "notebook", "rewards", "tasks")
+    for name in (
+        "algorithm",
+        "engines",
+        "environments",
+        "episodes",
+        "functional",
+        "models",
+        "notebook",
+        "rewards",
+        "tasks",
+    )
 }
 
 __all__ = sorted([*_HOME, *_NAMESPACES])

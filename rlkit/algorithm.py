@@ -42,7 +42,16 @@ from rlkit.types import (
 )
 
 # Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row dimension.
-PER_ROLLOUT = ("rewards", "group_ids", "truncated", "lengths", "reply_lengths", "greedy_rewards", "components", "metadata")
+PER_ROLLOUT = (
+    "rewards",
+    "group_ids",
+    "truncated",
+    "lengths",
+    "reply_lengths",
+    "greedy_rewards",
+    "components",
+    "metadata",
+)
 
 
 @safe("name", "optimizer")
@@ -89,7 +98,9 @@ class Stream(NamedTuple):
 
     def of(self, part: str) -> bool:
         """Whether prompts of this part of a mixture belong to it; that of a mixture within a mixture has both names, as a/b."""
-        return self.parts is None or any(part == own or part.startswith(f"{own}/") for own in self.parts)
+        return self.parts is None or any(
+            part == own or part.startswith(f"{own}/") for own in self.parts
+        )
 
 
 STREAMS = ("reward", "teacher", "imitation")
@@ -111,13 +122,23 @@ class Algorithm(NamedTuple):
     token_filter: TokenFilterFn = F.every_token
     correction: CorrectionFn = F.no_correction
     critic: Critic = Critic()
-    entropy_coef: float | Controller = 0.0  # weight of the entropy bonus, in units of reward per nat
+    entropy_coef: float | Controller = (
+        0.0  # weight of the entropy bonus, in units of reward per nat
+    )
     epochs: int = 1
     minibatches: int = 1
-    target_kl: float | None = None  # nats per token from the old policy at which the updates of a step end
-    old: Literal["trainer", "sampler", "loglinear"] = "trainer"  # what "old" is in the ratio: `place_old`
-    max_refills: int = 0  # rounds of further prompts where the group filter leaves fewer than batch.prompts
-    episodes: Callable[..., Any] | None = None  # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
+    target_kl: float | None = (
+        None  # nats per token from the old policy at which the updates of a step end
+    )
+    old: Literal["trainer", "sampler", "loglinear"] = (
+        "trainer"  # what "old" is in the ratio: `place_old`
+    )
+    max_refills: int = (
+        0  # rounds of further prompts where the group filter leaves fewer than batch.prompts
+    )
+    episodes: Callable[..., Any] | None = (
+        None  # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
+    )
     streams: Mapping[str, Stream] = {}  # of STREAMS; none is the reward alone
 
     @property
@@ -148,8 +169,12 @@ class KL(NamedTuple):
     estimator: KLFn | None = None
     placement: Literal["loss", "reward", "reward_sequence"] = "loss"
     coef: float | Controller = 0.0
-    importance_weight: bool = False  # loss: each token's estimate times its ratio, for the gradient of the sampling too
-    in_baseline: bool = False  # reward: subtracted before the baseline and the normalisation, not after
+    importance_weight: bool = (
+        False  # loss: each token's estimate times its ratio, for the gradient of the sampling too
+    )
+    in_baseline: bool = (
+        False  # reward: subtracted before the baseline and the normalisation, not after
+    )
 
     @property
     def active(self) -> bool:
@@ -171,7 +196,9 @@ class KL(NamedTuple):
 def inputs(function: Callable[..., Any]) -> tuple[str, ...]:
     """The quantities that a part asks for: its parameters that can be positional and have no default."""
     parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
+    return tuple(
+        p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+    )
 
 
 def asks(function: Callable[..., Any] | None, name: str) -> bool:
@@ -194,7 +221,9 @@ def applied(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     out = function(**given)
     for name, tensor in _tensors(given):
         if tensor._version != before.get(name):
-            raise PartError(f"{written(function)} changes '{name}' in place, which other parts read too; let it work on {name}.clone()")
+            raise PartError(
+                f"{written(function)} changes '{name}' in place, which other parts read too; let it work on {name}.clone()"
+            )
     return out
 
 
@@ -211,7 +240,11 @@ def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensors among quantities, those of a mapping too, by name."""
     flat = [(name, value) for name, value in given.items() if not isinstance(value, dict)]
     flat += [pair for value in given.values() if isinstance(value, dict) for pair in value.items()]
-    return [(name, value) for name, value in flat if isinstance(value, Tensor) and not value.is_inference()]
+    return [
+        (name, value)
+        for name, value in flat
+        if isinstance(value, Tensor) and not value.is_inference()
+    ]
 
 
 # Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in words what it gives, the tensors).
@@ -230,7 +263,9 @@ PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
 }
 
 
-def part(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+def part(
+    name: str, function: Callable[..., Any], given: Mapping[str, Any]
+) -> tuple[Any, dict[str, Tensor]]:
     """What a part gives for the quantities that it asks for, and its metrics as NAME/METRIC: [], [N] or [B, T], without gradient.
 
     Args:
@@ -249,28 +284,53 @@ def part(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> t
         key, terms = str(error.args[0]), given.get("components", {})
         if key in asked and key not in given:
             there = ", ".join(quantity for quantity in QUANTITIES if quantity in given)
-            raise refused(f"asks for '{key}', which there is not, or not yet, when it is called; there are: {there}") from error
+            raise refused(
+                f"asks for '{key}', which there is not, or not yet, when it is called; there are: {there}"
+            ) from error
         if "components" in asked and key not in terms:
-            raise refused(f"there is no reward term '{key}'.{nearest(key, terms)} There are: {', '.join(terms)}") from error
+            raise refused(
+                f"there is no reward term '{key}'.{nearest(key, terms)} There are: {', '.join(terms)}"
+            ) from error
         raise
-    sizes, device = {"[N]": given["rewards"].shape, "[B, T]": given["ids"].shape}, given["ids"].device
+    sizes, device = (
+        {"[N]": given["rewards"].shape, "[B, T]": given["ids"].shape},
+        given["ids"].device,
+    )
     values = value if isinstance(value, tuple) else (value,)
     if protocol is AdvantageFn and isinstance(value, Estimate):
         wanted = ("[B, T]", "[B, T]")
-    faults = [said for one, spec in zip(values, wanted, strict=False) if (said := _fault(one, spec, sizes, device))]
+    faults = [
+        said
+        for one, spec in zip(values, wanted, strict=False)
+        if (said := _fault(one, spec, sizes, device))
+    ]
     if len(values) != len(wanted):
-        faults = [f"a tuple of {len(values)}"] if isinstance(value, tuple) else [*faults, "one tensor"]
+        faults = (
+            [f"a tuple of {len(values)}"] if isinstance(value, tuple) else [*faults, "one tensor"]
+        )
     if faults:
-        expected = ", and ".join(spec if "bool" in spec else f"{spec} floating point" for spec in wanted)
+        expected = ", and ".join(
+            spec if "bool" in spec else f"{spec} floating point" for spec in wanted
+        )
         for size, shape in sizes.items():
             expected = expected.replace(size, f"{size} = {tuple(shape)}")
-        raise refused(f"gave {faults[0]}, expected {expected}. {protocol.__name__}: {protocol.__doc__.splitlines()[0]}")
+        raise refused(
+            f"gave {faults[0]}, expected {expected}. {protocol.__name__}: {protocol.__doc__.splitlines()[0]}"
+        )
     measured = {}
     for key, number in metrics.items():
-        tensor = torch.tensor(float(number), dtype=torch.float64) if isinstance(number, int | float) else number
+        tensor = (
+            torch.tensor(float(number), dtype=torch.float64)
+            if isinstance(number, int | float)
+            else number
+        )
         tensor = tensor.detach().float() if isinstance(number, Tensor) else tensor
-        if getattr(tensor, "shape", None) != () and (said := _fault(tensor, "[N] or [B, T]", sizes, device)):
-            raise refused(f"metric {key!r} is {said}; give a number, or a tensor of shape [N] or [B, T]")
+        if getattr(tensor, "shape", None) != () and (
+            said := _fault(tensor, "[N] or [B, T]", sizes, device)
+        ):
+            raise refused(
+                f"metric {key!r} is {said}; give a number, or a tensor of shape [N] or [B, T]"
+            )
         measured[f"{name}/{key}"] = tensor
     return value, measured
 
@@ -283,7 +343,11 @@ def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch
         return f"shape {tuple(value.shape)}"
     if value.dtype != torch.bool if "bool" in spec else not value.is_floating_point():
         return f"{value.dtype}"
-    return "" if value.device == device else f"a tensor on {value.device}, where the batch is on {device}"
+    return (
+        ""
+        if value.device == device
+        else f"a tensor on {value.device}, where the batch is on {device}"
+    )
 
 
 def counted(value: Tensor, batch: Batch) -> Tensor:
@@ -300,7 +364,11 @@ def counted(value: Tensor, batch: Batch) -> Tensor:
 def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
     """The keyword-only parameters of a part and their values."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    return {
+        p.name: p.default
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
+    }
 
 
 def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -311,7 +379,12 @@ def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> d
     numbers, none = hyperparameters(loss), torch.zeros_like(quantities["ratio"], dtype=torch.bool)
     rules = {f"clip_{name}": rule for name, rule in clip._asdict().items()}
     with torch.no_grad():
-        return {name: none if rule is None else rule(**{n: quantities[n] for n in inputs(rule)}, **numbers) for name, rule in rules.items()}
+        return {
+            name: none
+            if rule is None
+            else rule(**{n: quantities[n] for n in inputs(rule)}, **numbers)
+            for name, rule in rules.items()
+        }
 
 
 def quantities(batch: Batch) -> dict[str, Any]:
@@ -377,7 +450,11 @@ def token_scale(batch: Batch, algorithm: Algorithm) -> Batch:
     """
     with torch.no_grad():
         given = quantities(batch)
-        factor, corrected = part("correction", algorithm.correction, given) if batch.old_share is None else (1.0, {})
+        factor, corrected = (
+            part("correction", algorithm.correction, given)
+            if batch.old_share is None
+            else (1.0, {})
+        )
         kept, filtered = part("token_filter", algorithm.token_filter, given)
         scale = F.fill_masked(factor * kept, batch.response_mask, 0.0)
         return batch._replace(scale=scale, metrics=(batch.metrics or {}) | corrected | filtered)
@@ -395,26 +472,42 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
     with torch.no_grad():
         mask = batch.response_mask
         penalty = penalize(batch, kl)
-        batch = batch._replace(token_rewards=F.fill_masked(batch.token_rewards - penalty, mask, 0.0))
+        batch = batch._replace(
+            token_rewards=F.fill_masked(batch.token_rewards - penalty, mask, 0.0)
+        )
         if kl.in_baseline:
-            of_rollouts = F.segment_sum(penalize(whole(batch), kl), batch.rollout_ids, n=len(batch.rewards))
+            of_rollouts = F.segment_sum(
+                penalize(whole(batch), kl), batch.rollout_ids, n=len(batch.rewards)
+            )
             batch = batch._replace(rewards=batch.rewards - of_rollouts)
         given = quantities(batch)
         estimate, measured = part("advantage", algorithm.advantage, given)
         advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
         if algorithm.critic.active and returns is None:
             who = f"algorithm.advantage ({written(algorithm.advantage)})"
-            raise PartError(f"{who}: gave no returns, and the critic needs them; give rlkit.types.Estimate(advantages, returns)")
+            raise PartError(
+                f"{who}: gave no returns, and the critic needs them; give rlkit.types.Estimate(advantages, returns)"
+            )
         if advantages.dim() == 1:
             advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
-        scored = mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]  # what cannot be scored teaches neither policy nor critic
+        scored = (
+            mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
+        )  # what cannot be scored teaches neither policy nor critic
         given["advantages"] = F.fill_masked(advantages, scored, 0.0)
         advantages, normalized = part("normalization", algorithm.normalization, given)
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
             advantages = advantages - _reward_to_go(penalty, batch)
-        returns = None if returns is None else F.fill_masked(torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0)
+        returns = (
+            None
+            if returns is None
+            else F.fill_masked(
+                torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0
+            )
+        )
         metrics = (batch.metrics or {}) | measured | normalized
-        batch = batch._replace(advantages=F.fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics)
+        batch = batch._replace(
+            advantages=F.fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics
+        )
         if not asks(algorithm.policy_loss, "covariance_rank"):
             return batch
         return batch._replace(covariance_rank=call(F.covariance_rank, quantities(batch)))
@@ -431,9 +524,13 @@ def penalize(batch: Batch, kl: KL) -> Tensor:
         return torch.zeros_like(batch.token_rewards)
     mask = batch.response_mask
     given = quantities(batch)
-    given["logprobs"] = given["logprobs_old"] = F.fill_masked(_required(batch.logprobs_old, "logprobs_old"), mask, 0.0)
+    given["logprobs"] = given["logprobs_old"] = F.fill_masked(
+        _required(batch.logprobs_old, "logprobs_old"), mask, 0.0
+    )
     given["logprobs_ref"] = F.fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
-    divergence = F.fill_masked(part("kl_estimator", _required(kl.estimator, "estimator"), given)[0], mask, 0.0)
+    divergence = F.fill_masked(
+        part("kl_estimator", _required(kl.estimator, "estimator"), given)[0], mask, 0.0
+    )
     if kl.placement == "reward_sequence":
         divergence = F.rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
     return number(kl.coef) * divergence.to(batch.token_rewards.dtype)
@@ -456,7 +553,9 @@ def loss_weights(batch: Batch, algorithm: Algorithm) -> Batch:
 # ------------------------------------------------------------------------------------------------------ the loss
 
 
-def surrogate(batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL) -> tuple[Tensor, dict[str, Tensor]]:
+def surrogate(
+    batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef · KL - entropy_coef · entropy).
 
     Sums over rows, never means.
@@ -467,7 +566,11 @@ def surrogate(batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL)
     Returns: the loss, and the terms that the metrics are made of, detached: [B, T] per token, and what parts measure as PART/NAME.
     """
     mask = batch.response_mask
-    given = quantities(batch) | {name: F.fill_masked(value, mask, 0.0) for name, value in scores._asdict().items() if value is not None}
+    given = quantities(batch) | {
+        name: F.fill_masked(value, mask, 0.0)
+        for name, value in scores._asdict().items()
+        if value is not None
+    }
     if batch.old_share is not None:
         old = F.interpolated_old(scores.logprobs, batch.logprobs_sampler, batch.old_share, mask)
     else:
@@ -475,7 +578,12 @@ def surrogate(batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL)
     given["logprobs_old"] = F.fill_masked(old, mask, 0.0)
     given["ratio"], measured = part("ratio", algorithm.ratio, given)
     loss, of_loss = part("policy_loss", algorithm.policy_loss, given)
-    terms = {"policy_loss": loss, "ratio": given["ratio"]} | measured | of_loss | clipped_tokens(algorithm.policy_loss, given)
+    terms = (
+        {"policy_loss": loss, "ratio": given["ratio"]}
+        | measured
+        | of_loss
+        | clipped_tokens(algorithm.policy_loss, given)
+    )
     scale = batch.scale
     if batch.old_share is not None and scale is not None:
         factor, corrected = part("correction", algorithm.correction, given)
@@ -485,13 +593,19 @@ def surrogate(batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL)
     if algorithm.reward_coef != 1:
         per_token = algorithm.reward_coef * per_token
     if kl.active:
-        given["logprobs_ref"] = F.fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
+        given["logprobs_ref"] = F.fill_masked(
+            _required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0
+        )
         if asks(kl.estimator, "full_kl"):
             _required(scores.full_kl, "full_kl")
         terms["kl"], measured = part("kl_estimator", _required(kl.estimator, "estimator"), given)
         terms |= measured
     if kl.in_loss:
-        weight = F.token_ratio(given["logprobs"], given["logprobs_old"], mask) if kl.importance_weight else 1.0
+        weight = (
+            F.token_ratio(given["logprobs"], given["logprobs_old"], mask)
+            if kl.importance_weight
+            else 1.0
+        )
         per_token = per_token + number(kl.coef) * weight * terms["kl"]
     if algorithm.entropy_coef:
         per_token = per_token - number(algorithm.entropy_coef) * given["entropy"]
@@ -499,7 +613,9 @@ def surrogate(batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL)
     return loss, {name: term.detach() for name, term in terms.items()}
 
 
-def value_surrogate(batch: Batch, scores: TokenLogprobs, critic: Critic) -> tuple[Tensor, dict[str, Tensor]]:
+def value_surrogate(
+    batch: Batch, scores: TokenLogprobs, critic: Critic
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its terms, detached."""
     mask = batch.response_mask
     given = quantities(batch) | {
@@ -508,14 +624,19 @@ def value_surrogate(batch: Batch, scores: TokenLogprobs, critic: Critic) -> tupl
         "returns": _required(batch.returns, "returns"),
     }
     per_token, measured = part("value_loss", _required(critic.loss, "critic.loss"), given)
-    loss = critic.coef * (_required(batch.weights, "weights") * F.fill_masked(per_token, mask, 0.0)).sum()
+    loss = (
+        critic.coef
+        * (_required(batch.weights, "weights") * F.fill_masked(per_token, mask, 0.0)).sum()
+    )
     return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()} | measured
 
 
 def number(coefficient: float | Controller) -> float:
     """A coefficient in an experiment of a step, where every controller has become a number (rlkit.training.schedules.at)."""
     if isinstance(coefficient, Controller):
-        raise TypeError("a controller is no number; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)")
+        raise TypeError(
+            "a controller is no number; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)"
+        )
     return coefficient
 
 
@@ -529,25 +650,45 @@ def select(batch: Batch, rows: Tensor) -> Batch:
     """Some rows of a batch, cut to their longest. Quantities of the rollouts [N], and what is no tensor, stay whole."""
     width = int(batch.attention_mask[rows].sum(1).max())
     fields: dict[str, Any] = {
-        name: value for name, value in batch._asdict().items() if isinstance(value, Tensor) and name not in PER_ROLLOUT
+        name: value
+        for name, value in batch._asdict().items()
+        if isinstance(value, Tensor) and name not in PER_ROLLOUT
     }
-    per_row = {name: value[rows][:, :width] if value.dim() == 2 else value[rows] for name, value in fields.items()}
-    metrics = batch.metrics and {name: value[rows][:, :width] if value.dim() == 2 else value for name, value in batch.metrics.items()}
+    per_row = {
+        name: value[rows][:, :width] if value.dim() == 2 else value[rows]
+        for name, value in fields.items()
+    }
+    metrics = batch.metrics and {
+        name: value[rows][:, :width] if value.dim() == 2 else value
+        for name, value in batch.metrics.items()
+    }
     return batch._replace(**per_row, metrics=metrics)
 
 
 def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
     """Row numbers of every update: `epochs` passes over all rollouts, each split at random into `minibatches` parts of whole rollouts."""
     generator, owners = torch.Generator().manual_seed(seed % (1 << 63)), batch.rollout_ids.cpu()
-    orders = [torch.randperm(len(batch.rewards), generator=generator) for _ in range(algorithm.epochs)]
-    parts = [[torch.isin(owners, part).nonzero()[:, 0] for part in order.tensor_split(algorithm.minibatches)] for order in orders]
+    orders = [
+        torch.randperm(len(batch.rewards), generator=generator) for _ in range(algorithm.epochs)
+    ]
+    parts = [
+        [
+            torch.isin(owners, part).nonzero()[:, 0]
+            for part in order.tensor_split(algorithm.minibatches)
+        ]
+        for order in orders
+    ]
     # A part has no rows where each of its rollouts ended before its first reply.
     return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
 
 
 def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch]:
     """Every update's batch, with the weights of its tokens."""
-    return (loss_weights(select(batch, rows), algorithm) for epoch in minibatch_rows(batch, algorithm, seed) for rows in epoch)
+    return (
+        loss_weights(select(batch, rows), algorithm)
+        for epoch in minibatch_rows(batch, algorithm, seed)
+        for rows in epoch
+    )
 
 
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
@@ -557,7 +698,11 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
     at least one rollout, even if its rows alone exceed `max_tokens`. A row counts up to its last trained token; what it shares
     with others (`rlkit.models.packing`) counts each time. Rows without a trained token are left out: they add nothing to any sum.
     """
-    lengths = (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device)).amax(1).tolist()
+    lengths = (
+        (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device))
+        .amax(1)
+        .tolist()
+    )
     owners, groups = batch.rollout_ids.tolist(), batch.group_ids.tolist()
     rollouts: dict[int, list[int]] = {}
     for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):

@@ -8,7 +8,11 @@ from typing import Any
 
 from rlkit.errors import visible
 
-LINES, WIDTH, MESSAGE = 24, 100, 8  # of a text: lines in all, characters of a line, lines of one message
+LINES, WIDTH, MESSAGE = (
+    24,
+    100,
+    8,
+)  # of a text: lines in all, characters of a line, lines of one message
 ROWS = 12  # of a run's table
 COLUMNS = {  # metric → heading
     "reward/mean": "reward", "eval/accuracy": "validation", "test/accuracy": "test", "kl/ref_k3": "KL", "policy/entropy": "entropy",
@@ -23,12 +27,16 @@ CELL = "text-align:left;vertical-align:top;padding:.1em .8em .1em 0"
 
 def heading(rollout: Any) -> str:
     """The task, how the episode ended and what it is worth, in a line."""
-    ended = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else rollout.status
+    ended = (
+        f"truncated by {rollout.truncation}" if rollout.status == "truncated" else rollout.status
+    )
     parts = ", ".join(f"{name} {figure(score)}" for name, score in rollout.rewards.items())
     worth = f"reward {figure(rollout.total_reward)}{f' ({parts})' if parts else ''}"
     replies, tokens = len(rollout.steps), rollout.response_length
     size = f"{replies} {'reply' if replies == 1 else 'replies'}, {tokens} tokens"
-    return visible(f"Rollout {rollout.task.id} · sample {rollout.sample} · {ended} · {worth} · {size}")
+    return visible(
+        f"Rollout {rollout.task.id} · sample {rollout.sample} · {ended} · {worth} · {size}"
+    )
 
 
 def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
@@ -39,7 +47,9 @@ def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
         if content := message.get("content"):
             yield message.get("role", ""), content
         for call in message.get("tool_calls", ()):
-            arguments = ", ".join(f"{name}={value!r}" for name, value in call["function"]["arguments"].items())
+            arguments = ", ".join(
+                f"{name}={value!r}" for name, value in call["function"]["arguments"].items()
+            )
             yield "call", f"{call['function']['name']}({arguments})"
     if rollout.task.answer:
         yield "expected", rollout.task.answer
@@ -47,8 +57,13 @@ def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
 
 def rollout_text(rollout: Any) -> str:
     """At most a screen."""
-    lines = [f"{who:>9}  {line}" for who, text in spoken(rollout) for who, line in _indented(who, text)]
-    lines = [f"{line[: WIDTH - 1]}…" if len(line) > WIDTH else line for line in shortened(lines, LINES - 1)]
+    lines = [
+        f"{who:>9}  {line}" for who, text in spoken(rollout) for who, line in _indented(who, text)
+    ]
+    lines = [
+        f"{line[: WIDTH - 1]}…" if len(line) > WIDTH else line
+        for line in shortened(lines, LINES - 1)
+    ]
     return "\n".join([heading(rollout), *lines])
 
 
@@ -89,7 +104,9 @@ def figure(value: Any) -> str:
 def steps_table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Heading and rows of the figures that a run has; those in the middle left out where there are many."""
     columns = [name for name in COLUMNS if any(name in row for row in metrics)]
-    rows = [[figure(row.get("step")), *(figure(row.get(name)) for name in columns)] for row in metrics]
+    rows = [
+        [figure(row.get("step")), *(figure(row.get(name)) for name in columns)] for row in metrics
+    ]
     if len(rows) > ROWS:
         rows = [*rows[: ROWS // 3], ["…"] * (len(columns) + 1), *rows[-(ROWS - ROWS // 3 - 1) :]]
     return [["step", *(COLUMNS[name] for name in columns)], *rows]
@@ -98,19 +115,33 @@ def steps_table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def run_heading(run: Any) -> str:
     """How a run ended, and where it is."""
     before, after = run.summary.get("before"), run.summary.get("after")
-    accuracy = f" · test accuracy {figure(before['accuracy'])} → {figure(after['accuracy'])}" if before and after else ""
+    accuracy = (
+        f" · test accuracy {figure(before['accuracy'])} → {figure(after['accuracy'])}"
+        if before and after
+        else ""
+    )
     where = f" · {run.folder}" if run.folder else ""
-    return visible(f"Run {run.summary['name']} · {run.summary['ended']} after {run.summary['steps']} steps{accuracy}{where}")
+    return visible(
+        f"Run {run.summary['name']} · {run.summary['ended']} after {run.summary['steps']} steps{accuracy}{where}"
+    )
 
 
 def run_text(run: Any) -> str:
     """A line on the whole run, and a table of its steps."""
-    return "\n".join([run_heading(run), *("".join(f"{cell:>12}" for cell in row) for row in steps_table(run.metrics))])
+    return "\n".join(
+        [
+            run_heading(run),
+            *("".join(f"{cell:>12}" for cell in row) for row in steps_table(run.metrics)),
+        ]
+    )
 
 
 def run_html(run: Any) -> str:
     """The same as a table."""
     head, *rows = steps_table(run.metrics)
-    cells = "".join("<tr>" + "".join(f'<td style="{CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows)
+    cells = "".join(
+        "<tr>" + "".join(f'<td style="{CELL}">{escape(cell)}</td>' for cell in row) + "</tr>"
+        for row in rows
+    )
     names = "".join(f'<th style="{CELL}">{escape(name)}</th>' for name in head)
     return f'<div style="{STYLE}"><b>{escape(run_heading(run))}</b><table><tr>{names}</tr>{cells}</table></div>'

@@ -92,18 +92,26 @@ def raised_at(error: BaseException, *, back: int = 1) -> str:
 
     `back` counts frames from the innermost one, which is 1.
     """
-    while isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt | SystemExit):  # a framework's own exit
+    while isinstance(error, SystemExit) and isinstance(
+        error.__context__, KeyboardInterrupt | SystemExit
+    ):  # a framework's own exit
         error = error.__context__
     said = f"{type(error).__name__}({error!s})" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{said} at {frames[-back].filename}:{frames[-back].lineno}" if len(frames) >= back else said
+    return (
+        f"{said} at {frames[-back].filename}:{frames[-back].lineno}"
+        if len(frames) >= back
+        else said
+    )
 
 
 def written(function: Callable[..., Any]) -> str:
     """The name of a function as a config writes it, such as my_package.loss."""
     while isinstance(function, functools.partial):
         function = function.func
-    module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))  # a package exports what its private files hold
+    module = re.sub(
+        r"\._\w+$", "", getattr(function, "__module__", "")
+    )  # a package exports what its private files hold
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
@@ -113,17 +121,29 @@ def defined_at(function: Any) -> str:
         function = function.func
     try:
         inner = inspect.unwrap(function)
-        if not isinstance(inner, type) and not any(hasattr(inner, name) for name in ("__code__", "__func__", "cr_code")):
-            inner = type(inner).__call__ if "__call__" in vars(type(inner)) else type(inner)  # an object that is called, or a session
+        if not isinstance(inner, type) and not any(
+            hasattr(inner, name) for name in ("__code__", "__func__", "cr_code")
+        ):
+            inner = (
+                type(inner).__call__ if "__call__" in vars(type(inner)) else type(inner)
+            )  # an object that is called, or a session
         code = getattr(inner, "__code__", None) or getattr(inner, "cr_code", None)
-        place = f"{code.co_filename}:{code.co_firstlineno}" if code else inspect.getsourcefile(inner)
+        place = (
+            f"{code.co_filename}:{code.co_firstlineno}" if code else inspect.getsourcefile(inner)
+        )
         line = "" if code or not place else f":{inspect.getsourcelines(inner)[1]}"
     except (TypeError, OSError):  # a builtin, or a class of an interactive session
         place, line = None, ""
     if inspect.iscoroutine(inner):
-        name = f"{inner.cr_frame.f_globals['__name__']}.{inner.__qualname__}" if inner.cr_frame else inner.__qualname__
+        name = (
+            f"{inner.cr_frame.f_globals['__name__']}.{inner.__qualname__}"
+            if inner.cr_frame
+            else inner.__qualname__
+        )
     else:
-        name = written(inner if isinstance(inner, type) or hasattr(inner, "__qualname__") else function)
+        name = written(
+            inner if isinstance(inner, type) or hasattr(inner, "__qualname__") else function
+        )
     return f"{name} ({place}{line})" if place else name
 
 
@@ -140,7 +160,15 @@ def distribution() -> Distribution | None:
     may be installed in the same environment.
     """
     return next(
-        (d for d in distributions() if any(re.fullmatch(r"rlkit\.(commands\.)?cli:main", entry.value) for entry in d.entry_points)), None
+        (
+            d
+            for d in distributions()
+            if any(
+                re.fullmatch(r"rlkit\.(commands\.)?cli:main", entry.value)
+                for entry in d.entry_points
+            )
+        ),
+        None,
     )
 
 
@@ -150,9 +178,19 @@ def place(error: BaseException) -> str:
     This is the innermost frame of the user's own code, or the innermost frame of all if there is none.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+    others = (
+        str(Path(__file__).parent),
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        "<",
+    )
     own = [frame for frame in frames if not frame.filename.startswith(others)]
-    return f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else "an unknown place"
+    return (
+        f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
+        if frames
+        else "an unknown place"
+    )
 
 
 def not_yaml(error: Any, file: str) -> str:
@@ -170,14 +208,22 @@ def install(extra: str) -> str:
         here = "" if root == Path.cwd() else f"cd {root} && "
         return f"{here}pip install -c constraints.txt -e '.[{extra}]'"
     own = distribution()
-    return f"pip install '{own.name}[{extra}]'" if own else f"install the packages of the extra '{extra}' (pyproject.toml lists them)"
+    return (
+        f"pip install '{own.name}[{extra}]'"
+        if own
+        else f"install the packages of the extra '{extra}' (pyproject.toml lists them)"
+    )
 
 
 def announce(error: BaseException) -> None:
     """Print an error that ends a step, before anything else is waited for. `say` does not print the same lines again."""
     if not isinstance(error, Exception) or hasattr(error, "announced"):
         return
-    said = str(error) if isinstance(error, RLKitError) else f"{type(error).__name__}: {error} at {place(error)}"
+    said = (
+        str(error)
+        if isinstance(error, RLKitError)
+        else f"{type(error).__name__}: {error} at {place(error)}"
+    )
     lines = [f"rlkit: {line}" for line in said.splitlines()]
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.announced = lines  # type: ignore[attr-defined]

@@ -27,7 +27,9 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     (0.404, 0.596)
     """
     if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"wilson: successes={successes} must lie in 0 … n={n}, and n be at least 1")
+        raise ValueError(
+            f"wilson: successes={successes} must lie in 0 … n={n}, and n be at least 1"
+        )
     p, z2 = successes / n, Z95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
@@ -41,7 +43,11 @@ def share_interval(successes: float, n: float) -> tuple[float, float]:
     draws of 35). There the bound is Poisson's exact one: λ/n with P(Poisson(λ) ≥ failures) = 2.5 %.
     Source: Brown, Cai and DasGupta 2001, Statistical Science 16, section 4.1.1.
 
-    >>> share_interval(50, 100) == wilson(50, 100), round(share_interval(34, 35)[1], 4), round(wilson(34, 35)[1], 4)
+    >>> (
+    ...     share_interval(50, 100) == wilson(50, 100),
+    ...     round(share_interval(34, 35)[1], 4),
+    ...     round(wilson(34, 35)[1], 4),
+    ... )
     (True, 0.9993, 0.9949)
     """
     low, high = wilson(successes, n)
@@ -58,7 +64,10 @@ def _fewest_expected(count: float) -> float:
     low, high = 0.0, count
     for _ in range(60):
         middle = (low + high) / 2
-        terms = (math.exp((count + k) * math.log(middle) - middle - math.lgamma(count + k + 1)) for k in range(40))
+        terms = (
+            math.exp((count + k) * math.log(middle) - middle - math.lgamma(count + k + 1))
+            for k in range(40)
+        )
         if math.fsum(terms) < (1 - LEVEL) / 2:
             low = middle
         else:
@@ -96,7 +105,9 @@ def independent(weights: Sequence[float]) -> float:
     return math.fsum(weights) ** 2 / math.fsum(w * w for w in weights)
 
 
-def mean_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float, float]:
+def mean_interval(
+    values: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[float, float, float]:
     """Mean over distinct problems and its 95 % interval, within the bounds of the values and of 0 … 1.
 
     `bounded_interval` with the range [min(0, lowest), max(1, highest)]. A problem may fall
@@ -128,7 +139,9 @@ def mean_interval(values: Sequence[float], weights: Sequence[float] | None = Non
     return mean, *bounded_interval(mean, variance, t**2 / n, chance=1.0, bounds=(bottom, top))
 
 
-def bounded_interval(mean: float, variance: float, factor: float, *, chance: float, bounds: tuple[float, float]) -> tuple[float, float]:
+def bounded_interval(
+    mean: float, variance: float, factor: float, *, chance: float, bounds: tuple[float, float]
+) -> tuple[float, float]:
     """Interval of a mean of values between two bounds: all μ with (mean - μ)² ≤ factor · V(μ).
 
     Near a bound the variance depends on the mean, so V goes with it. With μ as a share of the

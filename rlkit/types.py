@@ -13,7 +13,17 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+)
 
 if TYPE_CHECKING:  # this page costs nothing to import
     import torch
@@ -108,10 +118,14 @@ class SamplingParams(NamedTuple):
     """
 
     max_new_tokens: int = 256  # of one completion, > 0
-    temperature: float = 1.0  # divides the logits, >= 0; 0 is greedy, with the log-probs of temperature 1
+    temperature: float = (
+        1.0  # divides the logits, >= 0; 0 is greedy, with the log-probs of temperature 1
+    )
     top_p: float = 1.0  # in (0, 1]; 1 cuts nothing
     top_k: int = 0  # >= 0; 0 cuts nothing
-    max_thinking_tokens: int | None = None  # >= 0, of one completion; then the closing tag is written. None: no limit
+    max_thinking_tokens: int | None = (
+        None  # >= 0, of one completion; then the closing tag is written. None: no limit
+    )
     admission: Literal["rounds", "barrier", "free"] = "rounds"
     admission_rounds: int = 16  # > 0, in decoded tokens per slot
 
@@ -127,16 +141,22 @@ class Generation(NamedTuple):
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     forced: tuple[int, ...] = ()
-    versions: tuple[tuple[int, int], ...] = ()  # spans: first position, version of the weights that sampled from there on
+    versions: tuple[
+        tuple[int, int], ...
+    ] = ()  # spans: first position, version of the weights that sampled from there on
 
 
 class Step(NamedTuple):
     """One turn of an episode: what was said to the policy, what it sampled, and what its tool calls gave."""
 
     prompt: tuple[Message, ...]  # the messages new in this turn
-    prompt_ids: tuple[int, ...]  # the context that the reply was sampled from, without the `kept` tokens at its start
+    prompt_ids: tuple[
+        int, ...
+    ]  # the context that the reply was sampled from, without the `kept` tokens at its start
     response_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of response_ids, by the sampler, after temperature; 0 where forced
+    logprobs: tuple[
+        float, ...
+    ]  # of response_ids, by the sampler, after temperature; 0 where forced
     finish_reason: FinishReason
     thinking: str = ""
     content: str = ""
@@ -144,9 +164,13 @@ class Step(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     reward: float | None = None
-    forced: tuple[int, ...] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
+    forced: tuple[
+        int, ...
+    ] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
     dropped: int = 0  # exchanges (a reply and what was said to it) at the episode's start that the context no longer holds
-    versions: tuple[tuple[int, int], ...] = ()  # spans: first position in response_ids, RL steps that the weights had done
+    versions: tuple[
+        tuple[int, int], ...
+    ] = ()  # spans: first position in response_ids, RL steps that the weights had done
     kept: int = 0  # tokens at the context's start that are those of the step before, its context and its reply; see Rollout.context
 
     @property
@@ -172,7 +196,9 @@ class Rollout(NamedTuple):
     reward: float | None = None
     rewards: Mapping[str, float | None] = {}  # named components
     metadata: Mapping[str, Any] = {}
-    statuses: Mapping[str, str] = {}  # component → how its score came about: ok, wrong, unparseable, timeout or error
+    statuses: Mapping[
+        str, str
+    ] = {}  # component → how its score came about: ok, wrong, unparseable, timeout or error
 
     def __repr__(self) -> str:
         from rlkit.display import rollout_text
@@ -207,7 +233,11 @@ class Rollout(NamedTuple):
     @property
     def total_reward(self) -> float | None:
         """`reward` plus those of the steps: what the episode is trained on."""
-        return None if self.reward is None else self.reward + sum(step.reward or 0.0 for step in self.steps)
+        return (
+            None
+            if self.reward is None
+            else self.reward + sum(step.reward or 0.0 for step in self.steps)
+        )
 
     @property
     def final_content(self) -> str:
@@ -239,10 +269,18 @@ class Rollout(NamedTuple):
                 reply["reasoning_content"] = step.thinking
             if step.tool_calls:
                 reply["tool_calls"] = [
-                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in step.tool_calls
+                    {
+                        "id": c.id,
+                        "type": "function",
+                        "function": {"name": c.name, "arguments": dict(c.arguments)},
+                    }
+                    for c in step.tool_calls
                 ]
             messages.append(reply)
-            messages += [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in step.tool_results]
+            messages += [
+                {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content}
+                for r in step.tool_results
+            ]
         return messages
 
 
@@ -250,7 +288,9 @@ def agreement(a: Sequence[int], b: Sequence[int]) -> int:
     """How many token ids two sequences of one type share from their start."""
     if a == b[: len(a)]:
         return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ tensors
@@ -271,24 +311,48 @@ class Batch(NamedTuple):
     token_rewards: Tensor  # [B, T] float, a step's reward at its last sampled token, the episode's at the last of all
     logprobs_sampler: Tensor  # [B, T] by the engine that sampled
     logprobs_old: Tensor | None = None  # [B, T] by the trainer, before the update
-    old_share: Tensor | None = None  # [B, T] in 0 … 1, where "old" lies between sampler (0) and policy (1); None: it is logprobs_old
+    old_share: Tensor | None = (
+        None  # [B, T] in 0 … 1, where "old" lies between sampler (0) and policy (1); None: it is logprobs_old
+    )
     entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer, before the update
     logprobs_ref: Tensor | None = None  # [B, T] by the reference
     full_kl: Tensor | None = None  # [B, T] in nats, exact over the vocabulary, policy to reference
-    values: Tensor | None = None  # [B, T] by the critic, before the update, of the state before each sampled token
+    values: Tensor | None = (
+        None  # [B, T] by the critic, before the update, of the state before each sampled token
+    )
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T] what the critic learns to predict
-    scale: Tensor | None = None  # [B, T] factor on each token's policy loss: off-policy correction × token filter
-    weights: Tensor | None = None  # [B, T] share of each token in the loss; sums to 1 over an update
+    scale: Tensor | None = (
+        None  # [B, T] factor on each token's policy loss: off-policy correction × token filter
+    )
+    weights: Tensor | None = (
+        None  # [B, T] share of each token in the loss; sums to 1 over an update
+    )
     reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
-    greedy_rewards: Tensor | None = None  # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was played
-    sampled_mask: Tensor | None = None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
-    versions: Tensor | None = None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
-    covariance_rank: Tensor | None = None  # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
-    observed_mask: Tensor | None = None  # [B, T] bool, what tools answered, without the template around it; None: no stream asks for it
-    components: Mapping[str, Tensor] | None = None  # reward component → [N] float, nan where it cannot be scored
-    metadata: tuple[Mapping[str, Any], ...] | None = None  # of each of the N rollouts: its task's, and its own on top
-    metrics: dict[str, Tensor] | None = None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
+    greedy_rewards: Tensor | None = (
+        None  # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was played
+    )
+    sampled_mask: Tensor | None = (
+        None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
+    )
+    versions: Tensor | None = (
+        None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+    )
+    covariance_rank: Tensor | None = (
+        None  # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
+    )
+    observed_mask: Tensor | None = (
+        None  # [B, T] bool, what tools answered, without the template around it; None: no stream asks for it
+    )
+    components: Mapping[str, Tensor] | None = (
+        None  # reward component → [N] float, nan where it cannot be scored
+    )
+    metadata: tuple[Mapping[str, Any], ...] | None = (
+        None  # of each of the N rollouts: its task's, and its own on top
+    )
+    metrics: dict[str, Tensor] | None = (
+        None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
+    )
 
 
 class TokenLogprobs(NamedTuple):
@@ -344,7 +408,14 @@ GUARANTEES: Mapping[str, str] = {
     "non_negative": "no score is below 0",
     "raw": "a score depends on its own rollout alone: no statistic of other rollouts has shifted or scaled it",
 }
-Assumption = Literal["binary_rewards", "non_negative_rewards", "raw_rewards", "reply_budget", "episode_budget", "same_vocabulary"]
+Assumption = Literal[
+    "binary_rewards",
+    "non_negative_rewards",
+    "raw_rewards",
+    "reply_budget",
+    "episode_budget",
+    "same_vocabulary",
+]
 ASSUMPTIONS: Mapping[str, str] = {
     "binary_rewards": "that rewards are 0 or 1",
     "non_negative_rewards": "that no reward is below 0",
@@ -404,7 +475,10 @@ def is_stateful(part: Any) -> bool:
     while isinstance(part, functools.partial):
         part = part.func
     plain = inspect.unwrap(part) if callable(part) else part
-    return any(getattr(own, "__stateful__", False) for own in (part, plain, getattr(part, "__self__", None)))
+    return any(
+        getattr(own, "__stateful__", False)
+        for own in (part, plain, getattr(part, "__self__", None))
+    )
 
 
 def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
@@ -415,7 +489,9 @@ def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part
 
     def mark(part: Part) -> Part:
         if unknown := limits.keys() - inspect.signature(part).parameters:
-            raise ValueError(f"@ranges({min(unknown)}=…): {getattr(part, '__name__', part)} has no such number")
+            raise ValueError(
+                f"@ranges({min(unknown)}=…): {getattr(part, '__name__', part)} has no such number"
+            )
         setattr(part, "__ranges__", limits)  # noqa: B010  where a NamedTuple has it too
         return part
 
@@ -441,7 +517,9 @@ def reaches(**what: str) -> Callable[[Part], Part]:
     A folder from a stranger may not set them without trust=true. The words are those of `REACHES`.
     """
     if unknown := [word for word in what.values() if word not in REACHES]:
-        raise ValueError(f"@reaches: there is no word '{unknown[0]}'; there are: {', '.join(REACHES)}")
+        raise ValueError(
+            f"@reaches: there is no word '{unknown[0]}'; there are: {', '.join(REACHES)}"
+        )
     return _with_verdicts("reaches", what)
 
 
@@ -456,7 +534,9 @@ def safe(*names: str) -> Callable[[Part], Part]:
 def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]:
     def mark(part: Part) -> Part:
         if unknown := what.keys() - inspect.signature(part).parameters:
-            raise ValueError(f"@{kind}: {getattr(part, '__name__', part)} has no parameter '{min(unknown)}'")
+            raise ValueError(
+                f"@{kind}: {getattr(part, '__name__', part)} has no parameter '{min(unknown)}'"
+            )
         known = {**vars(part).get("__verdicts__", {}), **what}
         setattr(part, "__verdicts__", known)  # noqa: B010  where a NamedTuple has it too
         return part
@@ -475,7 +555,9 @@ class Clip(NamedTuple):
     capped: Callable[..., Tensor] | None = None
 
 
-def clips(*, held: Callable[..., Tensor] | None = None, capped: Callable[..., Tensor] | None = None) -> Callable[[Any], Any]:
+def clips(
+    *, held: Callable[..., Tensor] | None = None, capped: Callable[..., Tensor] | None = None
+) -> Callable[[Any], Any]:
     """Declares what the clip of a policy loss does to a token, for the metrics clip/*: `loss.clip` is a `Clip`.
 
     Args:
@@ -495,9 +577,13 @@ def clips(*, held: Callable[..., Tensor] | None = None, capped: Callable[..., Te
     return mark
 
 
-def _declared(kind: str, words: Sequence[str], known: Mapping[str, str], where: Mapping[str, Any]) -> Callable[[Part], Part]:
+def _declared(
+    kind: str, words: Sequence[str], known: Mapping[str, str], where: Mapping[str, Any]
+) -> Callable[[Part], Part]:
     if unknown := [word for word in words if word not in known]:
-        raise ValueError(f"@{kind}('{unknown[0]}'): there is no such word; there are: {', '.join(known)}")
+        raise ValueError(
+            f"@{kind}('{unknown[0]}'): there is no such word; there are: {', '.join(known)}"
+        )
 
     def mark(part: Part) -> Part:
         name = f"__{kind}__"
@@ -515,7 +601,9 @@ def _copied(part: Any, name: str) -> bool:
     return getattr(part, name, None) is getattr(part.__wrapped__, name, None)
 
 
-def declarations(part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]) -> frozenset[str] | None:
+def declarations(
+    part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]
+) -> frozenset[str] | None:
     """The words that a part declares, with its hyperparameters as they are bound; None where it declares nothing of that kind.
 
     A `functools.partial` declares what it wraps declares. So does a wrapper made with
@@ -528,12 +616,20 @@ def declarations(part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes
     if kind == "vanishes":
         plain = None if _copied(part, "__vanishes__") else part
     else:
-        plain = inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__")) if callable(part) else part
+        plain = (
+            inspect.unwrap(part, stop=lambda f: hasattr(f, f"__{kind}__"))
+            if callable(part)
+            else part
+        )
     made = getattr(plain, f"__{kind}__", None)
     if made is None:
         return None
     defaults = {p.name: p.default for p in inspect.signature(plain).parameters.values()}
-    holds = [words for words, where in made if all((defaults | bound).get(key) == value for key, value in where.items())]
+    holds = [
+        words
+        for words, where in made
+        if all((defaults | bound).get(key) == value for key, value in where.items())
+    ]
     found = {word for words in holds for word in words}
     return frozenset(found | ({"non_negative", "raw"} if "binary" in found else set()))
 
@@ -550,7 +646,9 @@ class Estimate(NamedTuple):
 # checks that each of them exists, a dry run on fake data that it is there when the part is called, and every call the shape,
 # the kind of numbers and the device of what it returns (`rlkit.algorithm.part`).
 Q = ParamSpec("Q")
-Metrics = Mapping[str, "float | Tensor"]  # name → a number, or a tensor [N] or [B, T], of which the entries that count are averaged
+Metrics = Mapping[
+    str, "float | Tensor"
+]  # name → a number, or a tensor [N] or [B, T], of which the entries that count are averaged
 
 
 class Measured(NamedTuple):
@@ -573,13 +671,17 @@ class AdvantageFn(Protocol[Q]):
     subtracted from the normalised advantage.
     """
 
-    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerRollout | PerToken | Estimate]: ...
+    def __call__(
+        self, *quantities: Q.args, **numbers: Q.kwargs
+    ) -> OrMeasured[PerRollout | PerToken | Estimate]: ...
 
 
 class OverlongFn(Protocol[Q]):
     """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N] bool: trained on)."""
 
-    def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[tuple[PerRollout, RolloutMask]]: ...
+    def __call__(
+        self, *quantities: Q.args, **numbers: Q.kwargs
+    ) -> OrMeasured[tuple[PerRollout, RolloutMask]]: ...
 
 
 class GroupFilterFn(Protocol[Q]):
@@ -645,7 +747,9 @@ class RewardFn(Protocol[Q]):
 class AggregatorFn(Protocol[Q]):
     """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
 
-    def __call__(self, given: Any, weights: Mapping[str, float], /, *_: Q.args, **__: Q.kwargs) -> OrMeasured[float | Sequence[float]]: ...
+    def __call__(
+        self, given: Any, weights: Mapping[str, float], /, *_: Q.args, **__: Q.kwargs
+    ) -> OrMeasured[float | Sequence[float]]: ...
 
 
 class ToolParser(Protocol):
@@ -663,7 +767,9 @@ Tool = Callable[..., Any]  # plain or async; `bounded = True` on one that always
 class ToolExecutor(Protocol):
     """(call, name → function) → result, plain or async. Whatever goes wrong is a result that is not ok; only interruptions are raised."""
 
-    def __call__(self, call: ToolCall, tools: Mapping[str, Tool], /) -> ToolResult | Awaitable[ToolResult]: ...
+    def __call__(
+        self, call: ToolCall, tools: Mapping[str, Tool], /
+    ) -> ToolResult | Awaitable[ToolResult]: ...
 
 
 class Session(Protocol):
@@ -693,7 +799,9 @@ class Session(Protocol):
 class Ask(Protocol):
     """What a program's episode is given: a whole conversation → the policy's reply, sampled and recorded. Several may wait at once."""
 
-    async def __call__(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None) -> Step:
+    async def __call__(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
+    ) -> Step:
         """The reply to a conversation that extends a recorded one, or that starts a row of its own.
 
         Args:
@@ -719,16 +827,24 @@ class Environment(NamedTuple):
     """
 
     first_prompt: Callable[[Task], Any] | None = None  # → messages; None: the task's own
-    next_prompt: Callable[[Rollout, int], Any] | None = None  # after a reply without calls → messages, a text, or None: the end
+    next_prompt: Callable[[Rollout, int], Any] | None = (
+        None  # after a reply without calls → messages, a text, or None: the end
+    )
     tools: Callable[[Task], Mapping[str, Tool]] | None = None  # called once an episode
     stop: Callable[[Rollout, int], bool] | None = None  # True ends the episode as terminated
     parse_calls: ToolParser | None = None  # None: a reply holds no calls
     max_steps: int = 1
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
-    overflow: Literal["truncate", "drop_oldest"] = "truncate"  # what a context does that leaves no room for a reply
-    session: Callable[[Task], Any] | None = None  # (task) → Session, or a context manager of one, plain or async
-    execute: ToolExecutor | None = None  # answers a call; None: rlkit.environments.execute with its own limits
+    overflow: Literal["truncate", "drop_oldest"] = (
+        "truncate"  # what a context does that leaves no room for a reply
+    )
+    session: Callable[[Task], Any] | None = (
+        None  # (task) → Session, or a context manager of one, plain or async
+    )
+    execute: ToolExecutor | None = (
+        None  # answers a call; None: rlkit.environments.execute with its own limits
+    )
     # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled, and
     # abandoned 10 s later if it swallows that. A plain one that blocks cannot be cancelled: the episode is truncated once it returns.
     deadline: float | None = None
@@ -736,10 +852,14 @@ class Environment(NamedTuple):
     # each other in their sessions.
     table: Callable[[Task, int], Any] | None = None
     players: int = 2  # samples that share a table: 2, who take turns; or 0, all samples of the task, who act together
-    opponent: str | None = None  # path of the model that plays against the policy; None: the policy plays both
+    opponent: str | None = (
+        None  # path of the model that plays against the policy; None: the policy plays both
+    )
     # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a session (rlkit.gateway.program)
     program: Callable[[Task, Ask], Awaitable[Ended]] | None = None
-    strict_thinking: bool = True  # of a program: a reply that comes back without its thinking is another history
+    strict_thinking: bool = (
+        True  # of a program: a reply that comes back without its thinking is another history
+    )
     # A context manager around each episode, from before its session is opened. It may wait until others are over; then it calls what it is
     # given first, so that no other episode waits for this one's first reply (rlkit.system.loops.AtMost).
     at_once: Callable[[Callable[[], None]], AbstractAsyncContextManager[None]] | None = None
@@ -754,7 +874,9 @@ class Engine(Protocol):
 
     busy_s: float  # seconds spent on sampling so far
 
-    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+    async def generate(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> Generation:
         """One completion of these token ids."""
         ...
 
@@ -773,8 +895,12 @@ class Engine(Protocol):
 class Thinking(NamedTuple):
     """How a tokenizer writes THINK_TAGS."""
 
-    ids: tuple[int, int] | None  # of both tags, where each is an added token; None: they are spelled, and read in the text
-    close: tuple[int, ...]  # what writes the closing one, behind a text that interrupts (model.interruption)
+    ids: (
+        tuple[int, int] | None
+    )  # of both tags, where each is an added token; None: they are spelled, and read in the text
+    close: tuple[
+        int, ...
+    ]  # what writes the closing one, behind a text that interrupts (model.interruption)
     decode: Callable[[Sequence[int]], str]  # ids → their text
 
     def opened(self, context: Sequence[int]) -> bool:
@@ -804,7 +930,9 @@ class Controller(NamedTuple):
     """
 
     init: Callable[[], dict[str, float]]
-    update: Callable[[Mapping[str, float], Mapping[str, float]], dict[str, float]]  # (state, the step's metrics) → state
+    update: Callable[
+        [Mapping[str, float], Mapping[str, float]], dict[str, float]
+    ]  # (state, the step's metrics) → state
 
 
 class Reference(NamedTuple):
@@ -816,7 +944,11 @@ class Reference(NamedTuple):
 
     name: str
     init: Callable[..., Any]  # (policy_model, *, step: RL steps done) → state
-    update: Callable[..., Any]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state, or it Measured
+    update: Callable[
+        ..., Any
+    ]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state, or it Measured
     model: Callable[[Any, torch.nn.Module], Any]
     save: Callable[[Any], dict[str, Any]]
-    load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]  # (state, policy_model, what `save` gave) → state
+    load: Callable[
+        [Any, torch.nn.Module, Mapping[str, Any]], Any
+    ]  # (state, policy_model, what `save` gave) → state

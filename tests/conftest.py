@@ -21,7 +21,9 @@ from hypothesis import settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: torch's own threads would fight
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-_STATE = tempfile.TemporaryDirectory(prefix="rlkit_state_")  # where runs of the tests are noted as their own
+_STATE = tempfile.TemporaryDirectory(
+    prefix="rlkit_state_"
+)  # where runs of the tests are noted as their own
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # The same examples in each run, so that a failure belongs to the change at hand; `--hypothesis-profile=random` searches among others.
@@ -29,7 +31,9 @@ settings.register_profile("random", settings.default)
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
-os.fsync = lambda handle: None  # no test cuts the power; each run would wait for the disk some forty times
+os.fsync = lambda handle: (
+    None
+)  # no test cuts the power; each run would wait for the disk some forty times
 gc.disable()  # while files are imported: what they make stays, and looking through it again and again is a third of the time
 
 
@@ -60,7 +64,11 @@ def composing():
     from hydra.core.object_type import ObjectType
     from omegaconf.base import Box
 
-    load, interpolation_map, known = ConfigRepository.load_config, defaults_list._create_interpolation_map, {}
+    load, interpolation_map, known = (
+        ConfigRepository.load_config,
+        defaults_list._create_interpolation_map,
+        {},
+    )
     merge, adopt = ConfigLoaderImpl._compose_config_from_defaults_list, Box._re_parent
 
     def load_config(self, config_path):
@@ -79,7 +87,11 @@ def composing():
         return found
 
     def where_needed(overrides, defaults, self_added):
-        return interpolation_map(overrides, defaults, self_added) if any(d.is_interpolation() for d in defaults) else None
+        return (
+            interpolation_map(overrides, defaults, self_added)
+            if any(d.is_interpolation() for d in defaults)
+            else None
+        )
 
     def merge_all(self, defaults, repo):
         Box._re_parent = lambda self: None
@@ -175,7 +187,9 @@ def complete():
 
         async def all_of_them():
             await engine.load(policy, 0)
-            return await together(episode(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True)))
+            return await together(
+                episode(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))
+            )
 
         return run(all_of_them())
 
@@ -189,7 +203,9 @@ def reference():
     from rlkit.types import SamplingParams
 
     def reference(policy, prompts, seeds, *, max_rows=256, use_cache=True, **params):
-        return complete(policy, prompts, seeds, SamplingParams(**params), max_rows=max_rows, use_cache=use_cache)
+        return complete(
+            policy, prompts, seeds, SamplingParams(**params), max_rows=max_rows, use_cache=use_cache
+        )
 
     return reference
 
@@ -216,7 +232,9 @@ def timeless():
     def read(path: Path) -> list[dict]:
         with gzip.open(path, "rt") as lines:
             found = [json.loads(line) for line in lines]
-        for result in (r for rollout in found for step in rollout["steps"] for r in step["tool_results"]):
+        for result in (
+            r for rollout in found for step in rollout["steps"] for r in step["tool_results"]
+        ):
             del result["seconds"]
         return found
 
@@ -244,7 +262,9 @@ def forked():
     from rlkit.commands.cli import main
     from rlkit.config.compose import compose, experiment
 
-    experiment(compose(["debug=fast"]))  # imports what a run of shipped options does, and parses their files
+    experiment(
+        compose(["debug=fast"])
+    )  # imports what a run of shipped options does, and parses their files
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
     def start(words, log, before=None, call=main):
@@ -253,10 +273,15 @@ def forked():
             return child
         status = 99
         try:
-            torch.set_num_threads(1)  # makes the child's own pool before threads that load the model do so at once, and one finds none
+            torch.set_num_threads(
+                1
+            )  # makes the child's own pool before threads that load the model do so at once, and one finds none
             for stream in (1, 2):
                 os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+            sys.stdout, sys.stderr = (
+                os.fdopen(1, "w", 1, closefd=False),
+                os.fdopen(2, "w", 1, closefd=False),
+            )
             if before is not None:
                 before()
             status = call(words) or 0

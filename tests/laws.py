@@ -24,7 +24,12 @@ from rlkit.algorithm import KL
 from rlkit.config.compose import conf_dir
 
 
-def cases(table: Iterable[Any], fast: int | Collection[Any] | Callable[[Any], bool], *, unpack: bool = False) -> list[Any]:
+def cases(
+    table: Iterable[Any],
+    fast: int | Collection[Any] | Callable[[Any], bool],
+    *,
+    unpack: bool = False,
+) -> list[Any]:
     """Every case of a table, for `pytest.mark.parametrize`; all but the representatives are marked slow.
 
     Args:
@@ -34,7 +39,10 @@ def cases(table: Iterable[Any], fast: int | Collection[Any] | Callable[[Any], bo
       unpack: each value is a tuple with one value for each of several names.
     Returns: the same cases in the same order.
     """
-    params = [row if hasattr(row, "marks") else pytest.param(*row) if unpack else pytest.param(row) for row in table]
+    params = [
+        row if hasattr(row, "marks") else pytest.param(*row) if unpack else pytest.param(row)
+        for row in table
+    ]
     values = [param.values if unpack else param.values[0] for param in params]
     if isinstance(fast, int):
         step = (len(params) - 1) / max(fast - 1, 1)
@@ -56,14 +64,18 @@ def count_threads() -> int:
     return sum(thread.name != "rlkit watcher" for thread in threading.enumerate())
 
 
-def each(names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each(
+    names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As `pytest.mark.parametrize`, all cases in one test: for large tables of cheap cases, where a test for each costs more than it does.
 
     The first case that fails ends the test and is named. No fixture of a single test (tmp_path, monkeypatch) is made again for a case.
     """
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = list(table)
-    assert not any(getattr(row, "marks", ()) for row in rows), "a case with a mark of its own needs a test of its own"
+    assert not any(getattr(row, "marks", ()) for row in rows), (
+        "a case with a mark of its own needs a test of its own"
+    )
 
     def loop(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -79,17 +91,24 @@ def each(names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None)
                     raise
 
         signature = inspect.signature(test)
-        every.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name not in keys])  # type: ignore[attr-defined]
+        every.__signature__ = signature.replace(
+            parameters=[p for p in signature.parameters.values() if p.name not in keys]
+        )  # type: ignore[attr-defined]
         return every
 
     return loop
 
 
-def examples(*strategies: Any, fast: int, slow: int, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def examples(
+    *strategies: Any, fast: int, slow: int, **more: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As hypothesis' `given`: so many examples with the fast tests, and so many with the slow ones. `more` goes to hypothesis' settings."""
 
     def loop(test: Callable[..., None]) -> Callable[..., None]:
-        runs = {n: settings(max_examples=n, deadline=None, **more)(given(*strategies)(test)) for n in (fast, slow)}
+        runs = {
+            n: settings(max_examples=n, deadline=None, **more)(given(*strategies)(test))
+            for n in (fast, slow)
+        }
 
         @pytest.mark.parametrize("examples", [fast, pytest.param(slow, marks=pytest.mark.slow)])
         def some(examples: int) -> None:
@@ -109,7 +128,9 @@ def product(*tables: Iterable[Any]) -> list[tuple]:
 def diagonal(*tables: Collection[Any]) -> list[tuple]:
     """The fewest combinations in which every option of every table occurs: the tables side by side, shorter ones repeated."""
     longest = max(map(len, tables))
-    return list(zip(*(itertools.islice(itertools.cycle(table), longest) for table in tables), strict=True))
+    return list(
+        zip(*(itertools.islice(itertools.cycle(table), longest) for table in tables), strict=True)
+    )
 
 
 def combinations(*tables: Collection[Any]) -> list[Any]:
@@ -132,7 +153,20 @@ POLICY_LOSSES: dict[str, Callable[..., Any]] = {
     "sapo": f.sapo,
     "vespo": f.vespo,
 }
-KLS = {name: getattr(f, name) for name in ("confident", "forward", "full", "k1", "k2", "k3", "k3_straight_through", "reverse", "truncated")}
+KLS = {
+    name: getattr(f, name)
+    for name in (
+        "confident",
+        "forward",
+        "full",
+        "k1",
+        "k2",
+        "k3",
+        "k3_straight_through",
+        "reverse",
+        "truncated",
+    )
+}
 AGGREGATIONS: dict[str, Callable[..., Any]] = {
     "token_mean": f.token_mean,
     "sequence_mean": f.sequence_mean,
@@ -187,11 +221,18 @@ def options(group: str) -> list[str]:
 
 
 ALGORITHMS = [(f"algorithm={name}",) for name in options("algorithm")]
-PARTS = [(f"{file.parent.relative_to(conf_dir())}={file.stem}",) for file in sorted((conf_dir() / "algorithm").glob("*/**/*.yaml"))]
+PARTS = [
+    (f"{file.parent.relative_to(conf_dir())}={file.stem}",)
+    for file in sorted((conf_dir() / "algorithm").glob("*/**/*.yaml"))
+]
 PLACED_KLS = [
     (f"kl={name}", f"kl.placement={placement}", *more)
     for name in options("kl")
-    for placement, switch in (("loss", "importance_weight"), ("reward", "in_baseline"), ("reward_sequence", "in_baseline"))
+    for placement, switch in (
+        ("loss", "importance_weight"),
+        ("reward", "in_baseline"),
+        ("reward_sequence", "in_baseline"),
+    )
     for more in ((), (f"kl.{switch}=true",))
     if name != "none"
 ]

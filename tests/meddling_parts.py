@@ -43,7 +43,13 @@ def look(value: int) -> str:
 
 def tools(**settings):
     """tool_use with one tool, called by every reply."""
-    return tool_use(**settings | {"tools": {"look": look}, "parse_calls": lambda content: (content, [ToolCall("", "look", {"value": 1})])})
+    return tool_use(
+        **settings
+        | {
+            "tools": {"look": look},
+            "parse_calls": lambda content: (content, [ToolCall("", "look", {"value": 1})]),
+        }
+    )
 
 
 def after(rollout, step):

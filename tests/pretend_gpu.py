@@ -83,7 +83,9 @@ class Pretend(torch.Tensor):
             raise RuntimeError("a pretend CUDA tensor outlived its PretendGPU")
         return gpu.run(func, args, kwargs or {})
 
-    def __tensor_flatten__(self) -> Any:  # lets nn.Module.to keep the Parameter object, as it does for CUDA
+    def __tensor_flatten__(
+        self,
+    ) -> Any:  # lets nn.Module.to keep the Parameter object, as it does for CUDA
         return ["elem"], None
 
     @staticmethod
@@ -95,7 +97,11 @@ class Pretend(torch.Tensor):
 
     def __reduce_ex__(self, protocol: int) -> Any:  # a checkpoint holds plain tensors
         plain = self.elem.detach().clone()
-        return (torch.nn.Parameter(plain, self.requires_grad) if isinstance(self, torch.nn.Parameter) else plain).__reduce_ex__(protocol)
+        return (
+            torch.nn.Parameter(plain, self.requires_grad)
+            if isinstance(self, torch.nn.Parameter)
+            else plain
+        ).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) not in memo:
@@ -147,7 +153,9 @@ class Pretend(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         if not force:
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            )
         return self.cpu().numpy()
 
 
@@ -167,8 +175,16 @@ def inner(x: Any) -> Any:
 
 def is_view(out: Any, given: Any) -> bool:
     """True where every tensor of `out` lies in the memory of one of `given`."""
-    memories = {g.untyped_storage().data_ptr() for g in tree_flatten(given)[0] if isinstance(g, torch.Tensor)}
-    return all(o.untyped_storage().data_ptr() in memories for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor))
+    memories = {
+        g.untyped_storage().data_ptr()
+        for g in tree_flatten(given)[0]
+        if isinstance(g, torch.Tensor)
+    }
+    return all(
+        o.untyped_storage().data_ptr() in memories
+        for o in tree_flatten(out)[0]
+        if isinstance(o, torch.Tensor)
+    )
 
 
 class Graph:
@@ -191,7 +207,9 @@ class Graph:
         gpu.captures += 1
         if gpu.capture_broken:
             self.ops.clear()
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
 
     def replay(self) -> None:
         gpu = PretendGPU.active
@@ -200,7 +218,9 @@ class Graph:
         with gpu.below():
             for func, args, kwargs, outs in self.ops:
                 result = func(*args, **kwargs)
-                for kept, new in zip(outs, tree_flatten(result)[0], strict=True) if outs is not None else ():
+                for kept, new in (
+                    zip(outs, tree_flatten(result)[0], strict=True) if outs is not None else ()
+                ):
                     if isinstance(kept, torch.Tensor) and kept.data_ptr() != new.data_ptr():
                         kept.copy_(new)
 
@@ -208,7 +228,13 @@ class Graph:
 class PretendGPU(TorchDispatchMode):
     active: PretendGPU | None = None
 
-    def __init__(self, *, roots: tuple[str, ...] = ("/rlkit/",), capability: tuple[int, int] = (9, 0), memory: int = 141 << 30):
+    def __init__(
+        self,
+        *,
+        roots: tuple[str, ...] = ("/rlkit/",),
+        capability: tuple[int, int] = (9, 0),
+        memory: int = 141 << 30,
+    ):
         super().__init__()
         self.roots, self.capability, self.memory = roots, capability, memory
         self.syncs: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -219,7 +245,9 @@ class PretendGPU(TorchDispatchMode):
         self.capturing: Graph | None = None
         self.capture_broken, self.on_side_stream = False, False
         self.sync_mode = "default"
-        self.to_host = False  # Python asks for a copy on the host; C++ asks for the device that it believes in
+        self.to_host = (
+            False  # Python asks for a copy on the host; C++ asks for the device that it believes in
+        )
         self.lenient = False  # inside of one call of attention
         self.captures = self.replays = 0
         self.oom_at: int | None = None  # raises at the so-many-th allocation above `oom_bytes`
@@ -253,7 +281,11 @@ class PretendGPU(TorchDispatchMode):
         library = ""
         while frame is not None:
             file = frame.f_code.co_filename
-            if any(root in file for root in self.roots) and "pretend_gpu" not in file and "site-packages" not in file:
+            if (
+                any(root in file for root in self.roots)
+                and "pretend_gpu" not in file
+                and "site-packages" not in file
+            ):
                 return f"{file[file.rindex('/rlkit/') + 1 if '/rlkit/' in file else 0 :]}:{frame.f_lineno} {frame.f_code.co_name}{library}"
             if not library and "site-packages" in file and "/torch/" not in file:
                 library = f"  [in {file.split('site-packages/')[1]}:{frame.f_lineno}]"
@@ -279,11 +311,24 @@ class PretendGPU(TorchDispatchMode):
         if not pretend and (asked is None or torch.device(asked).type != "cuda"):
             with self.below():
                 out = func(*args, **kwargs)
-            return tree_map(lambda o: Pretend(o) if isinstance(o, torch.Tensor) else o, out) if self.lenient else out
+            return (
+                tree_map(lambda o: Pretend(o) if isinstance(o, torch.Tensor) else o, out)
+                if self.lenient
+                else out
+            )
         if asked is not None and (self.lenient or (pretend and not self.to_host)):
-            kwargs = kwargs | {"device": CUDA}  # C++ asks for the device that it believes in, the CPU
+            kwargs = kwargs | {
+                "device": CUDA
+            }  # C++ asks for the device that it believes in, the CPU
         name = func._schema.name.split("::")[1]
-        on_cuda = self.devices(func, name, args, pretend, [x for x in flat if not isinstance(x, Pretend)], kwargs.get("device"))
+        on_cuda = self.devices(
+            func,
+            name,
+            args,
+            pretend,
+            [x for x in flat if not isinstance(x, Pretend)],
+            kwargs.get("device"),
+        )
         self.count_host_reads(name, args, kwargs)
         self.kernels += 1
         given, named = tree_map(inner, args), tree_map(inner, kwargs)
@@ -304,23 +349,44 @@ class PretendGPU(TorchDispatchMode):
         masked = name in ("index", "index_put", "index_put_") and any(
             i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         )
-        if name in HOST or masked or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        if (
+            name in HOST
+            or masked
+            or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+        ):
             self.sync("boolean mask" if masked else name)
         if name in ("_to_copy", "copy_"):
             self.copies(name, args, kwargs)
 
     def written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What an operation in place gives where it is recorded and not carried out: the tensors that it writes."""
-        out = [a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info is not None and s.alias_info.is_write]
+        out = [
+            a
+            for a, s in zip(args, func._schema.arguments, strict=False)
+            if s.alias_info is not None and s.alias_info.is_write
+        ]
         out += [kwargs["out"]] if "out" in kwargs else []
-        return None if not func._schema.returns else out[0] if len(func._schema.returns) == 1 else tuple(out)
+        return (
+            None
+            if not func._schema.returns
+            else out[0]
+            if len(func._schema.returns) == 1
+            else tuple(out)
+        )
 
     def wrapped(self, out: Any, pretend: list[Any], mutable: bool) -> Any:
         originals = {id(x.elem): x for x in pretend} if mutable else {}
         # A view of a normal tensor is normal, even in inference mode.
         normal = torch.is_inference_mode_enabled() and any(not x.is_inference() for x in pretend)
         with torch.inference_mode(False) if normal else contextlib.nullcontext():
-            return tree_map(lambda o: (originals[id(o)] if id(o) in originals else Pretend(o)) if isinstance(o, torch.Tensor) else o, out)
+            return tree_map(
+                lambda o: (
+                    (originals[id(o)] if id(o) in originals else Pretend(o))
+                    if isinstance(o, torch.Tensor)
+                    else o
+                ),
+                out,
+            )
 
     def allocated(self, out: Any, name: str) -> None:
         for o in tree_flatten(out)[0]:
@@ -332,32 +398,59 @@ class PretendGPU(TorchDispatchMode):
                     self.large += 1
                     if self.oom_at is not None and self.large >= self.oom_at:
                         self.oom_at = None
-                        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (pretended).")
+                        raise torch.OutOfMemoryError(
+                            "CUDA out of memory. Tried to allocate 2.00 GiB (pretended)."
+                        )
 
-    def devices(self, func: Any, name: str, args: Any, pretend: list[Any], plain: list[Any], device: Any) -> bool:
+    def devices(
+        self, func: Any, name: str, args: Any, pretend: list[Any], plain: list[Any], device: Any
+    ) -> bool:
         """Raises torch's error where an operation mixes devices; whether what comes out is on CUDA."""
         if device is not None:
             return torch.device(device).type == "cuda"
         if name in MIXED:
             return not args or isinstance(args[0], Pretend)
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
+        if name in (
+            "index",
+            "index_put",
+            "index_put_",
+            "_index_put_impl_",
+            "_unsafe_index",
+            "_unsafe_index_put",
+        ):
             source = args[0]
             if not isinstance(source, Pretend) and any(isinstance(i, Pretend) for i in args[1]):
-                raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-            if name.startswith("index_put") and len(args) > 2 and not isinstance(args[2], Pretend) and args[2].dim():
+                raise RuntimeError(
+                    "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+                )
+            if (
+                name.startswith("index_put")
+                and len(args) > 2
+                and not isinstance(args[2], Pretend)
+                and args[2].dim()
+            ):
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but got values is on cpu, different from other tensors on cuda:0"
                 )
-            if isinstance(source, Pretend) and any(i is not None and not isinstance(i, Pretend) for i in args[1]):
+            if isinstance(source, Pretend) and any(
+                i is not None and not isinstance(i, Pretend) for i in args[1]
+            ):
                 self.sync("index from the host")
             return isinstance(source, Pretend)
         odd = (
             []
             if self.lenient
-            else [x for x in plain if x.dim() > 0 or name in ("cat", "stack", "gather", "scatter", "embedding", "masked_scatter")]
+            else [
+                x
+                for x in plain
+                if x.dim() > 0
+                or name in ("cat", "stack", "gather", "scatter", "embedding", "masked_scatter")
+            ]
         )
         if pretend and odd:
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({func})")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({func})"
+            )
         return bool(pretend)
 
     def copies(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -365,7 +458,10 @@ class PretendGPU(TorchDispatchMode):
         source, target = (args[0], None) if name == "_to_copy" else (args[1], args[0])
         from_cuda = isinstance(source, Pretend)
         if name == "copy_":
-            to, blocking = isinstance(target, Pretend), not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            to, blocking = (
+                isinstance(target, Pretend),
+                not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)),
+            )
         else:
             to = from_cuda if asked is None else torch.device(asked).type == "cuda"
             blocking = not kwargs.get("non_blocking", False)
@@ -389,7 +485,9 @@ class PretendGPU(TorchDispatchMode):
         enable_gqa: bool = False,
     ) -> None:
         """Record the kernel that torch 2.13 would choose on Hopper or Ada (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled() else query.dtype  # attention is on the list that is cast
+        dtype = (
+            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled() else query.dtype
+        )  # attention is on the list that is cast
         half = dtype in (torch.float16, torch.bfloat16)
         grad = any(t.requires_grad for t in (query, key, value))
         heads = query.shape[1] != key.shape[1]
@@ -403,10 +501,14 @@ class PretendGPU(TorchDispatchMode):
             "math": True,
         }  # fmt: skip
         hopper = self.capability[0] in (9, 10)  # with cuDNN above 9.15, which torch 2.13 brings
-        order = ("cudnn", "flash", "efficient", "math") if hopper else ("flash", "efficient", "math")
+        order = (
+            ("cudnn", "flash", "efficient", "math") if hopper else ("flash", "efficient", "math")
+        )
         kernel = next(name for name in order if able[name])
         if kernel == "cudnn":
-            self.plans.add((tuple(query.shape), tuple(key.shape), attn_mask is not None, is_causal, grad))
+            self.plans.add(
+                (tuple(query.shape), tuple(key.shape), attn_mask is not None, is_causal, grad)
+            )
         scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
         self.attention[
             kernel,
@@ -420,8 +522,12 @@ class PretendGPU(TorchDispatchMode):
             self.largest.append((scores, f"{tuple(query.shape)} × {tuple(key.shape)}", self.site()))
 
     def report(self, top: int = 40) -> str:
-        lines = [f"kernels {self.kernels}, captures {self.captures}, replays {self.replays}, syncs {sum(self.syncs.values())}"]
-        lines += [f"  sync {n:6d}  {what:22s} {site}" for (what, site), n in self.syncs.most_common(top)]
+        lines = [
+            f"kernels {self.kernels}, captures {self.captures}, replays {self.replays}, syncs {sum(self.syncs.values())}"
+        ]
+        lines += [
+            f"  sync {n:6d}  {what:22s} {site}" for (what, site), n in self.syncs.most_common(top)
+        ]
         lines.append(f"  cuDNN plans: {len(self.plans)}")
         lines += [f"  attention {n:6d}  {k}" for k, n in self.attention.most_common(top)]
         lines += [f"  float64 {n:6d}  {k}" for k, n in self.float64.most_common(top)]
@@ -447,8 +553,12 @@ def segments_by_rows(
     parts = []
     for q0, q1, k0, k1 in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
         q, k, v = (x.transpose(0, 1)[None] for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
-        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device).tril(k1 - k0 - q1 + q0)
-        parts.append(attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device).tril(
+            k1 - k0 - q1 + q0
+        )
+        parts.append(
+            attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        )
     return torch.cat(parts)
 
 
@@ -494,7 +604,9 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
 
     def making(make: Any) -> Any:  # these copy below the dispatcher
         @functools.wraps(make)
-        def made(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+        def made(
+            data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any
+        ) -> Any:
             if device is None and isinstance(data, Pretend):
                 device = CUDA
             if device is None or torch.device(device).type != "cuda":
@@ -504,7 +616,9 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
                     else make(data, *args, device=device, **kwargs)
                 )
             if isinstance(data, Pretend):
-                return data.to(**kwargs) if make is as_tensor else data.detach().clone().to(**kwargs)
+                return (
+                    data.to(**kwargs) if make is as_tensor else data.detach().clone().to(**kwargs)
+                )
             new = to(make(data, *args, **kwargs), CUDA)
             return new.requires_grad_(requires_grad) if requires_grad else new
 
@@ -524,7 +638,9 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         finally:
             gpu.lenient = before
 
-    def varlen_attn(query: Any, key: Any, value: Any, ends_q: Any, ends_k: Any, *_: Any, **settings: Any) -> Any:
+    def varlen_attn(
+        query: Any, key: Any, value: Any, ends_q: Any, ends_k: Any, *_: Any, **settings: Any
+    ) -> Any:
         gpu.attention["varlen", str(query.dtype).removeprefix("torch."), gpu.site()] += 1
         ends = [end.elem.tolist() for end in (ends_q, ends_k)]
         before, gpu.lenient = gpu.lenient, True
@@ -541,7 +657,9 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
     plain_to = torch._C.TensorBase.to
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, Pretend) or (args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], Pretend)):
+        if isinstance(self, Pretend) or (
+            args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], Pretend)
+        ):
             return plain_to(self, *args, **kwargs)
         if args and isinstance(args[0], Pretend):
             args, kwargs = (CUDA, args[0].dtype), kwargs
@@ -571,7 +689,10 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
     }  # fmt: skip
     nothing = ("set_device", "_lazy_init", "init", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_rng_state",
                "set_rng_state_all", "manual_seed", "manual_seed_all")  # fmt: skip
-    made = {name: lambda *_, value=value, **__: value for name, value in (fixed | dict.fromkeys(nothing)).items()} | {
+    made = {
+        name: lambda *_, value=value, **__: value
+        for name, value in (fixed | dict.fromkeys(nothing)).items()
+    } | {
         "synchronize": synchronize,
         "memory_stats": lambda *_: {},
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
@@ -585,9 +706,19 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         "set_sync_debug_mode": set_mode,
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
     }
-    others = [(torch, "tensor", making(torch.tensor)), (torch, "as_tensor", making(as_tensor)), (torch.version, "cuda", "13.0")]
-    others += [(torch.nn.functional, "scaled_dot_product_attention", sdpa), (torch, "autocast", Autocast)]
+    others = [
+        (torch, "tensor", making(torch.tensor)),
+        (torch, "as_tensor", making(as_tensor)),
+        (torch.version, "cuda", "13.0"),
+    ]
+    others += [
+        (torch.nn.functional, "scaled_dot_product_attention", sdpa),
+        (torch, "autocast", Autocast),
+    ]
     others += [(torch.nn.attention.varlen, "varlen_attn", varlen_attn)]
-    others += [(torch.Tensor, "to", to), (torch.Tensor, "cuda", lambda self, *_, **__: to(self, CUDA))]
+    others += [
+        (torch.Tensor, "to", to),
+        (torch.Tensor, "cuda", lambda self, *_, **__: to(self, CUDA)),
+    ]
     others += [(torch, "is_autocast_enabled", lambda kind="cpu": enabled("cpu"))]
     return [(cuda, name, value) for name, value in made.items()] + others

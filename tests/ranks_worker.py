@@ -36,7 +36,12 @@ def double(**settings: Any) -> Policy:
 
 def draws(rollout) -> float:
     """A reward that draws from every generator that a user's may draw from."""
-    return len(rollout.steps[-1].response_ids) + random.random() + float(np.random.rand()) + float(torch.rand(()))
+    return (
+        len(rollout.steps[-1].response_ids)
+        + random.random()
+        + float(np.random.rand())
+        + float(torch.rand(()))
+    )
 
 
 def half(response_mask: torch.Tensor) -> torch.Tensor:
@@ -44,7 +49,9 @@ def half(response_mask: torch.Tensor) -> torch.Tensor:
     return response_mask & (torch.rand(response_mask.shape) < 0.5)
 
 
-def bad(ratio: torch.Tensor, advantages: torch.Tensor, rollout_ids: torch.Tensor | None = None) -> torch.Tensor:
+def bad(
+    ratio: torch.Tensor, advantages: torch.Tensor, rollout_ids: torch.Tensor | None = None
+) -> torch.Tensor:
     """A policy loss whose gradient at 1 is infinite; the start-up check would refuse it."""
     return (ratio - 1).sqrt() * advantages
 
@@ -75,8 +82,14 @@ def main(root: Path) -> None:
         if source:
             ranks.broadcast(lambda source=root / source, target=folder: begun(source, target))
         resume = folder / "checkpoints" if source else None
-        ranks.broadcast(lambda folder=folder, composed=composed: note_start(folder, composed, read_identity(folder)))
-        status = run_in_folder(x, composed.config, load_tasks(x), folder, started=0.0, resume=resume)
+        ranks.broadcast(
+            lambda folder=folder, composed=composed: note_start(
+                folder, composed, read_identity(folder)
+            )
+        )
+        status = run_in_folder(
+            x, composed.config, load_tasks(x), folder, started=0.0, resume=resume
+        )
         if ranks.rank() == 0:
             (root / f"{name}.status").write_text(str(status))
             torch.save(seen, root / f"{name}.grads")

@@ -67,7 +67,9 @@ TOKENS = ("logprobs_sampler", "logprobs_old", "logprobs_ref")
 
 
 def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
-    scale = {} if "advantage" in more else {"normalization": normalize_group}  # GRPO's, unless a test brings an advantage
+    scale = (
+        {} if "advantage" in more else {"normalization": normalize_group}
+    )  # GRPO's, unless a test brings an advantage
     parts = {"advantage": group_mean, "ratio": token_ratio, "group_filter": keep_all} | scale | more
     return Algorithm("test", policy_loss=policy_loss, aggregation=aggregation, **parts)
 
@@ -83,19 +85,28 @@ def make_batch(seed: int = 0) -> Batch:
     response[:, 0] = False
     response[:, 2] = True
     response[4] = False  # a row without a trained token
-    tokens = {name: (-2 * torch.rand(b, t, generator=generator, dtype=torch.float64)).masked_fill(~response, 0) for name in TOKENS}
+    tokens = {
+        name: (-2 * torch.rand(b, t, generator=generator, dtype=torch.float64)).masked_fill(
+            ~response, 0
+        )
+        for name in TOKENS
+    }
     return Batch(
         ids=torch.randint(1, 50, (b, t), generator=generator),
         attention_mask=attention,
         response_mask=response,
         rollout_ids=ROLLOUTS,
         step_ids=torch.zeros(b, t, dtype=torch.int64),
-        rewards=torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, float("nan"), 1.0], dtype=torch.float64),  # the second prompt's are equal
+        rewards=torch.tensor(
+            [1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, float("nan"), 1.0], dtype=torch.float64
+        ),  # the second prompt's are equal
         group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
         truncated=torch.arange(9) % 4 == 0,
         lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)),
         greedy_rewards=torch.linspace(0, 1, 9),
-        reply_lengths=torch.tensor([max(response.sum(1)[i == ROLLOUTS].tolist(), default=0) for i in range(9)]),
+        reply_lengths=torch.tensor(
+            [max(response.sum(1)[i == ROLLOUTS].tolist(), default=0) for i in range(9)]
+        ),
         token_rewards=torch.zeros(b, t, dtype=torch.float64),
         versions=torch.randint(5, (b, t), generator=generator) * response,
         components={"right": torch.arange(9.0) % 2, "form": torch.arange(9.0) % 3},
@@ -186,7 +197,12 @@ def test_every_promised_quantity_reaches_a_loss():
     batch = prepared(algorithm())
     zeros = torch.zeros(batch.ids.shape)
     batch = batch._replace(entropy_old=zeros, returns=zeros, covariance_rank=zeros)
-    surrogate(batch, TokenLogprobs(policy_logprobs(batch), zeros, zeros, zeros), algorithm(policy_loss=scope["everything"]), KLS["k3"])
+    surrogate(
+        batch,
+        TokenLogprobs(policy_logprobs(batch), zeros, zeros, zeros),
+        algorithm(policy_loss=scope["everything"]),
+        KLS["k3"],
+    )
     assert promised <= set(seen)
 
 
@@ -215,7 +231,10 @@ def test_token_advantages_are_taken_as_they_are_inside_the_mask():
 @pytest.mark.parametrize("shape", [(12,), (9, 1), (12, 8), (), (9, 9)])
 def test_another_shape_is_refused(shape):
     """[B] in place of [N] would broadcast or index without a word."""
-    with pytest.raises(ValueError, match=r"algorithm.advantage \(.*\): gave shape .*\[N\] = \(9,\) or \[B, T\] = \(12, 9\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"algorithm.advantage \(.*\): gave shape .*\[N\] = \(9,\) or \[B, T\] = \(12, 9\)",
+    ):
         estimated(make_batch(), algorithm(advantage=lambda rewards: torch.zeros(shape)))
 
 
@@ -233,14 +252,25 @@ def test_the_group_filter_masks_whole_prompts():
 
 def test_baselines_see_the_rollouts_that_the_filter_drops():
     """Filtering is of the update, not of the statistics: the advantage is the same, masked or not."""
-    kept = estimated(make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean()))
-    cut = estimated(make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean(), group_filter=mixed_groups))
+    kept = estimated(
+        make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean())
+    )
+    cut = estimated(
+        make_batch(),
+        algorithm(
+            advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean(),
+            group_filter=mixed_groups,
+        ),
+    )
     assert torch.equal(cut.advantages, kept.advantages * cut.response_mask)
 
 
 def test_an_unscored_rollout_has_advantage_zero_not_nan():
     batch = estimated(make_batch(), algorithm())
-    assert batch.advantages.isfinite().all() and batch.advantages[batch.rollout_ids == 7].count_nonzero() == 0
+    assert (
+        batch.advantages.isfinite().all()
+        and batch.advantages[batch.rollout_ids == 7].count_nonzero() == 0
+    )
 
 
 def test_advantages_and_weights_carry_no_gradient():
@@ -265,7 +295,9 @@ def test_the_loss_by_hand():
         advantages=torch.tensor([[0.0, 1.0, -2.0]]).double(),
     )  # fmt: skip
     a = algorithm()
-    loss, terms = surrogate(loss_weights(batch, a), TokenLogprobs(log, torch.zeros_like(log)), a, KLS["k3"])
+    loss, terms = surrogate(
+        loss_weights(batch, a), TokenLogprobs(log, torch.zeros_like(log)), a, KLS["k3"]
+    )
     k = torch.tensor(0.5).double().exp() - 1.5
     assert float(loss) == pytest.approx(0.5 + 0.3 * float(k) / 2, abs=1e-12)  # double rounding
     assert terms["kl"][0].tolist() == pytest.approx([0.0, float(k), 0.0], abs=1e-12)
@@ -280,14 +312,21 @@ def test_without_old_log_probs_the_policy_is_its_own_old():
     leaf = logprobs.clone().requires_grad_()
     _, terms = surrogate(alone, TokenLogprobs(leaf, torch.zeros_like(leaf)), a, KLS["none"])
     assert torch.equal(terms["ratio"], torch.ones_like(logprobs))
-    assert torch.equal(whole(alone, logprobs, a, KLS["none"])[1], whole(given, logprobs, a, KLS["none"])[1])
+    assert torch.equal(
+        whole(alone, logprobs, a, KLS["none"])[1], whole(given, logprobs, a, KLS["none"])[1]
+    )
 
 
 @pytest.mark.parametrize("missing, kl", [("weights", "none"), ("logprobs_ref", "k3")])
 def test_an_unprepared_batch_is_refused_by_name(missing, kl):
     batch = prepared(algorithm())._replace(**{missing: None})
     with pytest.raises(ValueError, match=missing):
-        surrogate(batch, TokenLogprobs(policy_logprobs(batch), torch.zeros(batch.ids.shape)), algorithm(), KLS[kl])
+        surrogate(
+            batch,
+            TokenLogprobs(policy_logprobs(batch), torch.zeros(batch.ids.shape)),
+            algorithm(),
+            KLS[kl],
+        )
 
 
 def test_an_inactive_kl_needs_no_reference_and_adds_nothing():
@@ -307,7 +346,9 @@ def test_garbage_under_the_mask_changes_no_bit(names):
     loss, gradient = whole(batch, logprobs, a, kl)
     assert gradient[~mask].count_nonzero() == 0 and gradient[mask].count_nonzero() > 0
     for garbage in (float("nan"), float("inf"), -float("inf"), 1e300):
-        dirty = batch._replace(**{name: getattr(batch, name).where(mask, garbage) for name in TOKENS})
+        dirty = batch._replace(
+            **{name: getattr(batch, name).where(mask, garbage) for name in TOKENS}
+        )
         got_loss, got_gradient = whole(dirty, logprobs.where(mask, garbage), a, kl)
         assert torch.equal(got_loss, loss) and torch.equal(got_gradient, gradient)
 
@@ -324,7 +365,10 @@ def test_a_users_own_part_is_safe_from_garbage_without_clamping(dirty):
 
     a, kl = algorithm(policy_loss=loss), KL("mine", estimator, coef=0.3)
     batch = prepared(a)
-    given = {name: policy_logprobs(batch, seed) for seed, name in enumerate(("logprobs", "logprobs_old", "logprobs_ref", "entropy"))}
+    given = {
+        name: policy_logprobs(batch, seed)
+        for seed, name in enumerate(("logprobs", "logprobs_old", "logprobs_ref", "entropy"))
+    }
     gradients = []
     for garbage in (0.0, float("nan"), float("inf"), -float("inf")):
         q = given | {dirty: given[dirty].where(batch.response_mask, garbage)}
@@ -339,7 +383,11 @@ def test_a_users_own_part_is_safe_from_garbage_without_clamping(dirty):
 def test_garbage_in_token_advantages_is_masked_where_they_are_made():
     """A return computed over whole rows has anything outside the replies; 0 × nan must not come of it."""
     batch = make_batch()
-    a = algorithm(advantage=lambda response_mask: torch.ones(response_mask.shape).double().where(response_mask, float("nan")))
+    a = algorithm(
+        advantage=lambda response_mask: (
+            torch.ones(response_mask.shape).double().where(response_mask, float("nan"))
+        )
+    )
     loss, gradient = whole(prepared(a, batch), policy_logprobs(batch), a, KLS["none"])
     assert loss.isfinite() and gradient.isfinite().all()
 
@@ -349,12 +397,18 @@ def test_only_the_policy_gets_a_gradient(names):
     """Old, reference and sampler log-probs, advantages and weights are constants."""
     a, kl = algorithm(AGGREGATIONS[names[0]], POLICY_LOSSES[names[1]]), KLS[names[2]]
     batch = prepared(a)
-    constants = {name: getattr(batch, name).clone().requires_grad_() for name in (*TOKENS, "advantages")}
+    constants = {
+        name: getattr(batch, name).clone().requires_grad_() for name in (*TOKENS, "advantages")
+    }
     leaf = policy_logprobs(batch).requires_grad_()
-    loss, terms = surrogate(batch._replace(**constants), TokenLogprobs(leaf, torch.zeros_like(leaf)), a, kl)
+    loss, terms = surrogate(
+        batch._replace(**constants), TokenLogprobs(leaf, torch.zeros_like(leaf)), a, kl
+    )
     loss.backward()
     assert leaf.grad.count_nonzero() > 0
-    assert {name: tensor.grad for name, tensor in constants.items() if tensor.grad is not None} == {}
+    assert {
+        name: tensor.grad for name, tensor in constants.items() if tensor.grad is not None
+    } == {}
     assert not any(term.requires_grad for term in terms.values())
 
 
@@ -375,7 +429,9 @@ def test_micro_batches_cover_every_trained_row_once_within_the_budget(budget):
 
 def needed(batch):
     """Tokens of each row from which something is predicted."""
-    return torch.stack([row.nonzero().max() if row.any() else torch.tensor(0) for row in batch.response_mask])
+    return torch.stack(
+        [row.nonzero().max() if row.any() else torch.tensor(0) for row in batch.response_mask]
+    )
 
 
 @pytest.mark.parametrize("budget", [1, 9, 20, 45, 10**6])
@@ -415,7 +471,9 @@ def test_no_budget_changes_what_is_made_of_whole_rollouts(part, aggregation):
     loss, gradient = whole(batch, logprobs, a, KLS["k3"])
     for budget in (1, 9, 20, 45, 10**6):
         got_loss, got = in_portions(batch, logprobs, a, KLS["k3"], micro_batches(batch, budget))
-        assert distance(got, gradient) < 1e-10 and got_loss == pytest.approx(float(loss), rel=1e-10)  # float64 sums reordered
+        assert distance(got, gradient) < 1e-10 and got_loss == pytest.approx(
+            float(loss), rel=1e-10
+        )  # float64 sums reordered
     for garbage in (float("nan"), float("inf")):
         got_loss, got = whole(batch, logprobs.where(batch.response_mask, garbage), a, KLS["k3"])
         assert torch.equal(got_loss, loss) and torch.equal(got, gradient)
@@ -423,7 +481,12 @@ def test_no_budget_changes_what_is_made_of_whole_rollouts(part, aggregation):
 
 def test_a_batch_without_a_trained_token_has_no_portions():
     batch = make_batch()
-    assert list(micro_batches(batch._replace(response_mask=torch.zeros_like(batch.response_mask)), 100)) == []
+    assert (
+        list(
+            micro_batches(batch._replace(response_mask=torch.zeros_like(batch.response_mask)), 100)
+        )
+        == []
+    )
 
 
 def test_selected_rows_lose_padding_only():
@@ -449,11 +512,16 @@ def test_no_split_changes_loss_or_gradient(names):
     loss, gradient = whole(batch, logprobs, a, kl)
     for budget in (1, 9, 20, 45, 10**6):
         got_loss, got = in_portions(batch, logprobs, a, kl, micro_batches(batch, budget))
-        assert distance(got, gradient) < tolerance and got_loss == pytest.approx(float(loss), rel=1e-10)
+        assert distance(got, gradient) < tolerance and got_loss == pytest.approx(
+            float(loss), rel=1e-10
+        )
     generator = torch.Generator().manual_seed(3)
     for sizes in ((1, 11), (5, 4, 3), (12,)):  # whatever rows come together, rollouts cut apart too
         order = torch.randperm(12, generator=generator)
-        assert distance(in_portions(batch, logprobs, a, kl, order.split(list(sizes)))[1], gradient) < tolerance
+        assert (
+            distance(in_portions(batch, logprobs, a, kl, order.split(list(sizes)))[1], gradient)
+            < tolerance
+        )
 
 
 @pytest.mark.parametrize("names", TABLE, ids="-".join)
@@ -464,20 +532,30 @@ def test_neither_padding_nor_the_order_of_rows_changes_the_gradient(names):
     _, gradient = whole(prepared(a, batch), logprobs, a, kl)
 
     def changed(change):
-        return batch._replace(**{n: change(t) for n, t in batch._asdict().items() if torch.is_tensor(t) and n not in PER_ROLLOUT})
+        return batch._replace(
+            **{
+                n: change(t)
+                for n, t in batch._asdict().items()
+                if torch.is_tensor(t) and n not in PER_ROLLOUT
+            }
+        )
 
     def pad(tensor, fill=0):
         return torch.nn.functional.pad(tensor, (0, 6), value=fill) if tensor.dim() == 2 else tensor
 
     padded = prepared(a, changed(pad))
     _, got = in_portions(padded, pad(logprobs, float("nan")), a, kl, micro_batches(padded, 20))
-    assert distance(got[:, :9], gradient) < 1e-10 and got[:, 9:].count_nonzero() == 0  # float64 sums in another order
+    assert (
+        distance(got[:, :9], gradient) < 1e-10 and got[:, 9:].count_nonzero() == 0
+    )  # float64 sums in another order
     order = torch.randperm(12, generator=torch.Generator().manual_seed(4))
     _, got = whole(prepared(a, changed(lambda t: t[order])), logprobs[order], a, kl)
     assert distance(got, gradient[order]) < 1e-10
 
 
-@pytest.mark.parametrize("quantity", [n for n, text in QUANTITIES.items() if text.startswith("[N]")])
+@pytest.mark.parametrize(
+    "quantity", [n for n, text in QUANTITIES.items() if text.startswith("[N]")]
+)
 def test_a_loss_may_ask_for_any_figure_of_a_rollout_and_no_split_changes_it(quantity):
     """Figures per rollout must be those of the whole update also where a micro-batch holds only some rows of a rollout."""
 
@@ -489,7 +567,10 @@ def test_a_loss_may_ask_for_any_figure_of_a_rollout_and_no_split_changes_it(quan
         return loss(logprobs, advantages, rollout_ids, **{quantity: figure})
 
     scope = {"loss": by_figure}
-    exec(f"def asks(logprobs, advantages, rollout_ids, {quantity}):\n    return loss(logprobs, advantages, rollout_ids, {quantity})", scope)
+    exec(
+        f"def asks(logprobs, advantages, rollout_ids, {quantity}):\n    return loss(logprobs, advantages, rollout_ids, {quantity})",
+        scope,
+    )
     a = algorithm(policy_loss=scope["asks"])
     batch = prepared(a)
     logprobs = policy_logprobs(batch)
@@ -512,7 +593,9 @@ def test_minibatches_cover_every_rollout_once_an_epoch_and_split_none(count):
     parts = list(minibatches(batch, a, seed=1))
     assert len(parts) == 2 * count
     for epoch in (parts[:count], parts[count:]):
-        assert sorted(i for part in epoch for i in members(part)) == list(range(8))  # rollout 8 has no row
+        assert sorted(i for part in epoch for i in members(part)) == list(
+            range(8)
+        )  # rollout 8 has no row
         assert sum(len(part.ids) for part in epoch) == 12
     for part in parts:
         assert all((part.rollout_ids == i).sum() == (i == ROLLOUTS).sum() for i in members(part))
@@ -547,7 +630,10 @@ def test_advantages_are_not_estimated_again_in_a_minibatch():
     batch = estimated(make_batch(), a)
     for part in minibatches(batch, a, seed=0):
         for i in members(part):
-            ours, theirs = part.advantages[part.rollout_ids == i], batch.advantages[batch.rollout_ids == i]
+            ours, theirs = (
+                part.advantages[part.rollout_ids == i],
+                batch.advantages[batch.rollout_ids == i],
+            )
             assert torch.equal(ours, theirs[:, : ours.shape[1]])
 
 
@@ -570,15 +656,26 @@ def test_as_many_parts_as_asked_for_where_they_do_not_divide_evenly():
 
 @pytest.mark.parametrize("group_filter", [keep_all, mixed_groups])
 @pytest.mark.parametrize("length_normalise", [False, True])
-def test_the_update_of_pairwise_is_the_gradient_of_the_preference_loss(length_normalise, group_filter):
+def test_the_update_of_pairwise_is_the_gradient_of_the_preference_loss(
+    length_normalise, group_filter
+):
     """Through every stage, at the old policy (ratio 1), with rollouts of several rows, one unscored and one without a row."""
     numbers = {"beta": 0.7, "length_normalise": length_normalise}
     preference = functools.partial(pairwise, **numbers)
-    a = algorithm(functools.partial(sequence_sum, constant=1.0), reinforce, advantage=preference, group_filter=group_filter)
+    a = algorithm(
+        functools.partial(sequence_sum, constant=1.0),
+        reinforce,
+        advantage=preference,
+        group_filter=group_filter,
+    )
     batch = prepared(a)
-    pairs = torch.tensor([[0, 1], [0, 2], [2, 1]])  # the second prompt's are all alike, of the third only one is scored and has a row
+    pairs = torch.tensor(
+        [[0, 1], [0, 2], [2, 1]]
+    )  # the second prompt's are all alike, of the third only one is scored and has a row
     leaf = batch.logprobs_old.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(pairwise_loss(leaf, batch.response_mask, batch.rollout_ids, pairs, **numbers).mean(), leaf)
+    (expected,) = torch.autograd.grad(
+        pairwise_loss(leaf, batch.response_mask, batch.rollout_ids, pairs, **numbers).mean(), leaf
+    )
     _, gradient = whole(batch, batch.logprobs_old, a, KLS["none"])
     assert (gradient - expected).norm() <= 1e-7 * expected.norm()  # the weights are float32
 
@@ -588,7 +685,9 @@ def test_the_update_of_pairwise_is_the_gradient_of_the_preference_loss(length_no
 
 def at_the_end(batch: Batch) -> Batch:
     """The same batch with each scored rollout's reward at its last trained token, as `assemble` places it."""
-    return batch._replace(token_rewards=batch.rewards.nan_to_num(0.0)[batch.rollout_ids][:, None] * last_tokens(batch))
+    return batch._replace(
+        token_rewards=batch.rewards.nan_to_num(0.0)[batch.rollout_ids][:, None] * last_tokens(batch)
+    )
 
 
 def test_a_kl_in_the_reward_is_the_same_taken_from_tokens_or_subtracted_afterwards():
@@ -596,7 +695,9 @@ def test_a_kl_in_the_reward_is_the_same_taken_from_tokens_or_subtracted_afterwar
     kl = KL("k3", k3, placement="reward", coef=0.3)
     batch = at_the_end(make_batch())
     tokens = estimated(batch, algorithm(advantage=reward_to_go), kl).advantages
-    torch.testing.assert_close(tokens, estimated(batch, algorithm(advantage=raw), kl).advantages, rtol=0, atol=1e-12)  # float64 rounding
+    torch.testing.assert_close(
+        tokens, estimated(batch, algorithm(advantage=raw), kl).advantages, rtol=0, atol=1e-12
+    )  # float64 rounding
     assert not torch.equal(tokens, estimated(batch, algorithm(advantage=raw)).advantages)
 
 
@@ -604,12 +705,24 @@ def test_a_kl_in_the_reward_is_the_same_taken_from_tokens_or_subtracted_afterwar
 def test_an_estimate_gives_the_critic_its_returns(advantage):
     """Without decay they are the return to go, whatever the critic says; the advantages are whitened, the returns are not."""
     batch = at_the_end(make_batch())
-    values = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    a = algorithm(advantage=functools.partial(advantage, lam=1.0), normalization=whiten, critic=Critic("head", squared_error))
+    values = torch.randn(
+        batch.ids.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    a = algorithm(
+        advantage=functools.partial(advantage, lam=1.0),
+        normalization=whiten,
+        critic=Critic("head", squared_error),
+    )
     got = estimated(batch._replace(values=values), a)
     returns = estimated(batch, algorithm(advantage=reward_to_go)).advantages
-    torch.testing.assert_close(got.returns * scored(batch), returns, rtol=0, atol=1e-12)  # float64 rounding
+    torch.testing.assert_close(
+        got.returns * scored(batch), returns, rtol=0, atol=1e-12
+    )  # float64 rounding
     unscored = batch.response_mask & ~scored(batch)
-    assert unscored.any() and torch.equal(got.returns[unscored], values[unscored])  # the critic has nothing to learn there
+    assert unscored.any() and torch.equal(
+        got.returns[unscored], values[unscored]
+    )  # the critic has nothing to learn there
     counted = got.advantages[scored(batch)]
-    assert counted.mean().item() == pytest.approx(0, abs=1e-12) and counted.var().item() == pytest.approx(1, abs=1e-6)  # eps is 1e-8
+    assert counted.mean().item() == pytest.approx(
+        0, abs=1e-12
+    ) and counted.var().item() == pytest.approx(1, abs=1e-6)  # eps is 1e-8

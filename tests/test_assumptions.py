@@ -30,17 +30,24 @@ def test_only_words_of_the_lists_can_be_declared():
 def test_a_declaration_is_seen_through_wrappers_and_depends_on_numbers():
     assert declarations(rewards.numeric, "gives") == {"binary", "non_negative", "raw"}
     assert declarations(functools.partial(rewards.numeric, wrong=-1.0), "gives") == {"raw"}
-    assert declarations(functools.partial(functools.partial(rewards.numeric, wrong=-1.0), wrong=0.0), "gives") >= {"binary"}
+    assert declarations(
+        functools.partial(functools.partial(rewards.numeric, wrong=-1.0), wrong=0.0), "gives"
+    ) >= {"binary"}
 
     @functools.wraps(rewards.code_exec)
     def timed(*args, **kwargs):
         return rewards.code_exec(*args, **kwargs)
 
-    assert declarations(timed, "gives") >= {"binary"} and declarations(functools.partial(timed, credit="share"), "gives") == {
+    assert declarations(timed, "gives") >= {"binary"} and declarations(
+        functools.partial(timed, credit="share"), "gives"
+    ) == {
         "non_negative",
         "raw",
     }
-    assert declarations(lambda rollout: 1.0, "gives") is None and declarations(rewards.group_normalised, "keeps") == set()
+    assert (
+        declarations(lambda rollout: 1.0, "gives") is None
+        and declarations(rewards.group_normalised, "keeps") == set()
+    )
 
 
 REPLIES = ["#### 4", "#### 5", "", "four", "call it #### 4 or 4"]
@@ -57,7 +64,12 @@ REPLIES = ["#### 4", "#### 5", "", "four", "call it #### 4 or 4"]
 def test_scores_are_what_their_function_gives(part):
     words = declarations(part, "gives")
     for reply in REPLIES:
-        score = part(Rollout(Task("t", (), answer="4"), (Step((), (), (1,) * 500, (0.0,) * 500, "stop", content=reply),)))
+        score = part(
+            Rollout(
+                Task("t", (), answer="4"),
+                (Step((), (), (1,) * 500, (0.0,) * 500, "stop", content=reply),),
+            )
+        )
         assert score in (None, 0.0, 1.0) or "binary" not in words
         assert score is None or score >= 0 or "non_negative" not in words
 
@@ -78,7 +90,10 @@ def test_every_shipped_part_that_changes_or_gives_rewards_declares_it():
 
     own = {rewards.environment, rewards.verifiers, rewards.reasoning_gym, rewards.by_task}
     assert {part for part in targets("reward") if declarations(part, "gives") is None} <= own
-    assert all(declarations(part, "keeps") is not None for part in [*targets("reward/aggregator"), *targets("algorithm/overlong")])
+    assert all(
+        declarations(part, "keeps") is not None
+        for part in [*targets("reward/aggregator"), *targets("algorithm/overlong")]
+    )
     assert declarations(functional.max_rl, "assumes") == {"non_negative_rewards"}
 
 
@@ -138,8 +153,20 @@ def test_rows_that_name_their_reward_are_checked_when_they_are_there():
     """The config leaves open what by_task scores with; the rows of guess_number name a reward that is not 0 or 1."""
     x = experiment(compose(["algorithm=pass_at_k", "task.max_samples=8", "evaluation.n=0"]))
     assert load_tasks(x)[0]
-    other = experiment(compose(["algorithm=pass_at_k", "task=guess_number", "environment=guess_number", "evaluation.n=0"]))
-    with pytest.raises(ConfigError, match=r"algorithm.advantage \(.*pass_at_k_advantage\) assumes that rewards are 0 or 1.*few_turns"):
+    other = experiment(
+        compose(
+            [
+                "algorithm=pass_at_k",
+                "task=guess_number",
+                "environment=guess_number",
+                "evaluation.n=0",
+            ]
+        )
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm.advantage \(.*pass_at_k_advantage\) assumes that rewards are 0 or 1.*few_turns",
+    ):
         load_tasks(other)
 
 
@@ -158,14 +185,24 @@ def test_a_part_from_outside_is_taken_and_named():
     assert problems_of(own) == []
     (text,) = assumption_warnings(own)
     assert "reward.terms.numeric does not say" in text and "gives('non_negative')" in text
-    marked = own._replace(reward=own.reward._replace(terms={"numeric": term._replace(fn=gives("binary")(mine))}))
+    marked = own._replace(
+        reward=own.reward._replace(terms={"numeric": term._replace(fn=gives("binary")(mine))})
+    )
     assert assumption_warnings(marked) == []
     assert assumption_warnings(own._replace(algorithm=x.algorithm._replace(advantage=strict))) == []
 
 
 def test_a_limit_of_episodes_below_one_reply_is_a_warning():
     (text,) = assumption_warnings(
-        experiment(compose(["reward=[numeric,soft_length]", "environment=tool_use", "generation.max_new_tokens=513"]))
+        experiment(
+            compose(
+                [
+                    "reward=[numeric,soft_length]",
+                    "environment=tool_use",
+                    "generation.max_new_tokens=513",
+                ]
+            )
+        )
     )
     assert "soft_length.fn.limit=512" in text and "overlong=penalty" in text
 
@@ -177,10 +214,23 @@ def test_the_penalty_of_length_is_of_a_reply_and_a_right_answer_after_ten_turns_
     x = experiment(compose(["algorithm=dapo", "generation.max_new_tokens=100"]))
 
     def played(turns: int, tokens: int, group: int) -> Rollout:
-        step = Step(({"role": "user", "content": "?"},), (1,), (2,) * tokens, (-1.0,) * tokens, "stop", content="4")
+        step = Step(
+            ({"role": "user", "content": "?"},),
+            (1,),
+            (2,) * tokens,
+            (-1.0,) * tokens,
+            "stop",
+            content="4",
+        )
         steps = [step._replace(prompt_ids=(1, *(2,) * tokens * i)) for i in range(turns)]
         return Rollout(Task("t", ()), tuple(steps), reward=1.0, group=group)
 
     batch = assemble([played(10, 50, 0), played(1, 90, 0), played(2, 100, 0)], pad_token_id=0)
-    assert batch.lengths.tolist() == [500, 90, 200] and batch.reply_lengths.tolist() == [50, 90, 100]
-    torch.testing.assert_close(filter_rollouts(batch, x.algorithm).rewards, torch.tensor([1.0, 0.5, 0.0]))
+    assert batch.lengths.tolist() == [500, 90, 200] and batch.reply_lengths.tolist() == [
+        50,
+        90,
+        100,
+    ]
+    torch.testing.assert_close(
+        filter_rollouts(batch, x.algorithm).rewards, torch.tensor([1.0, 0.5, 0.0])
+    )

@@ -39,7 +39,11 @@ TURNS = [
 ]  # fmt: skip
 TOOLS = ["environment=tool_use", "generation.max_new_tokens=32"]
 LORA = ["model.lora.rank=2", "reference=ema", "reference.decay=0.5"]
-PHASES = ["schedule=grpo_to_dapo", "schedule.phases.explore.until=2", "schedule.phases.refine.algorithm.max_refills=0"]
+PHASES = [
+    "schedule=grpo_to_dapo",
+    "schedule.phases.explore.until=2",
+    "schedule.phases.refine.algorithm.max_refills=0",
+]
 KINDS = {
     "grpo": [], "refills": REFILLS, "turns": TURNS, "tools": TOOLS, "lora": LORA, "ppo": ["algorithm=ppo"], "gspo": ["algorithm=gspo"],
     "pairwise": ["algorithm=pairwise"], "one update": ["algorithm=reinforce"],
@@ -66,7 +70,9 @@ def trained(*overrides):
     for _ in range(4):
         groups, flight = next_groups(learner, tasks, flight)
         row = learner.step(groups.sampled, groups.trained)
-        out.append((groups, {k: v for k, v in row.items() if not k.startswith("perf/")}, learner.batch))
+        out.append(
+            (groups, {k: v for k, v in row.items() if not k.startswith("perf/")}, learner.batch)
+        )
     return learner, out
 
 
@@ -76,11 +82,15 @@ def test_a_staleness_of_zero_is_the_synchronous_run(kind, same):
     lag, others = trained(*KINDS[kind], "asynchrony=lag", "asynchrony.staleness=0")
     assert same(plain.state_dict(), lag.state_dict())
     for (_, row, _), (_, other, _) in zip(rows, others, strict=True):
-        assert same(row, {key: value for key, value in other.items() if not key.startswith("staleness/")})
+        assert same(
+            row, {key: value for key, value in other.items() if not key.startswith("staleness/")}
+        )
         assert not other["staleness/steps_max"] > 0 and other["staleness/in_flight_groups"] == 0
 
 
-@pytest.mark.parametrize("kind", cases([kind for kind in KINDS if kind not in ("refills", "sampler", "reuse")], ["grpo"]))
+@pytest.mark.parametrize(
+    "kind", cases([kind for kind in KINDS if kind not in ("refills", "sampler", "reuse")], ["grpo"])
+)
 def test_a_lag_samples_with_the_weights_of_then(kind, same):
     """Against a loop that keeps a copy of the weights of every version, and puts the one that is due back to sample with it."""
     _, tasks, learner = begun(*KINDS[kind], *LAG)
@@ -109,14 +119,24 @@ def test_every_token_knows_its_version_and_nothing_is_dropped(same):
     updates = [0]
     for step, ((groups, row, batch), (others, _, _)) in enumerate(zip(lag, plain, strict=True)):
         assert (groups.step, groups.version) == (step, versions[step])
-        assert (batch.versions == versions[step] * batch.response_mask).all() and batch.response_mask.any()
-        assert [(r.task.id, r.group, r.sample) for r in groups.sampled] == [(r.task.id, r.group, r.sample) for r in others.sampled]
-        assert all(reply.versions == ((0, versions[step]),) for r in groups.sampled for reply in r.steps)
+        assert (
+            batch.versions == versions[step] * batch.response_mask
+        ).all() and batch.response_mask.any()
+        assert [(r.task.id, r.group, r.sample) for r in groups.sampled] == [
+            (r.task.id, r.group, r.sample) for r in others.sampled
+        ]
+        assert all(
+            reply.versions == ((0, versions[step]),) for r in groups.sampled for reply in r.steps
+        )
         assert row["staleness/steps_mean"] == row["staleness/steps_max"] == step - versions[step]
         assert row["staleness/updates_mean"] == updates[step] - updates[versions[step]]
         assert row["staleness/in_flight_groups"] == [4, 4, 2, 0][step]
         fresh = step == 0  # later all tokens are old, and say nothing of the engine
-        assert (row["mismatch/kl"] < 1e-6) if fresh else (row["mismatch/kl"] != row["mismatch/kl"] and row["staleness/kl"] > 1e-6)
+        assert (
+            (row["mismatch/kl"] < 1e-6)
+            if fresh
+            else (row["mismatch/kl"] != row["mismatch/kl"] and row["staleness/kl"] > 1e-6)
+        )
         updates.append(updates[-1] + row["optim/updates"])
     assert lag[3][1]["staleness/ess_seq"] < 1 and lag[3][1]["scale/mean"] != 1  # corrected
 
@@ -144,34 +164,63 @@ def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
         restored(state, tasks[::-1], seed=3)
 
 
-RESUMED = [("turns", (2,)), ("turns", (1, 3)), *((kind, (1, 3)) for kind in ("refills", "lora", "tools", "sampler", "reuse", "fused"))]
+RESUMED = [
+    ("turns", (2,)),
+    ("turns", (1, 3)),
+    *((kind, (1, 3)) for kind in ("refills", "lora", "tools", "sampler", "reuse", "fused")),
+]
 
 
 @pytest.mark.parametrize("kind, steps", cases(RESUMED, RESUMED[:1], unpack=True))
 def test_a_resumed_run_goes_on_bit_for_bit(kind, steps, tmp_path, same):
     """From the checkpoints of these steps, with evaluations between; rows, files and weights."""
-    words = [*KINDS[kind], *LAG, "callbacks.checkpoint.every=1", "callbacks.checkpoint.keep=9", "evaluation.n=2", "evaluation.every=2"]
+    words = [
+        *KINDS[kind],
+        *LAG,
+        "callbacks.checkpoint.every=1",
+        "callbacks.checkpoint.keep=9",
+        "evaluation.n=2",
+        "evaluation.every=2",
+    ]
     x = experiment(compose([*COMMON, *words]))
     tasks, whole = load_tasks(x), tmp_path / "whole"
     train_in(x, tasks, whole, started=0.0, resume=None)
     for step in steps:
         folder = tmp_path / f"from_{step}"
         shutil.copytree(whole, folder)
-        train_in(experiment(compose([*COMMON, *words])), tasks, folder, started=0.0, resume=folder / f"checkpoints/step_{step:06d}.ckpt")
-        (then, now) = (torch.load(f / "checkpoints/step_000004.ckpt", weights_only=True) for f in (whole, folder))
+        train_in(
+            experiment(compose([*COMMON, *words])),
+            tasks,
+            folder,
+            started=0.0,
+            resume=folder / f"checkpoints/step_{step:06d}.ckpt",
+        )
+        (then, now) = (
+            torch.load(f / "checkpoints/step_000004.ckpt", weights_only=True)
+            for f in (whole, folder)
+        )
         for key in ("state_dict", "optimizer_states"):
             assert same(now[key], then[key])
         assert same(
-            {k: v for k, v in now["rlkit"].items() if k != "generators"}, {k: v for k, v in then["rlkit"].items() if k != "generators"}
+            {k: v for k, v in now["rlkit"].items() if k != "generators"},
+            {k: v for k, v in then["rlkit"].items() if k != "generators"},
         )
         assert rows_of(folder) == rows_of(whole)
     steps = [load_rollouts(whole / "rollouts", step=step) for step in range(1, 5)]
-    assert [{v for r in own for reply in r.steps for _, v in reply.versions} for own in steps] == [{0}, {0}, {0}, {1}]
+    assert [{v for r in own for reply in r.steps for _, v in reply.versions} for own in steps] == [
+        {0},
+        {0},
+        {0},
+        {1},
+    ]
 
 
 def rows_of(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [json.dumps({k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"}) for row in rows]
+    return [
+        json.dumps({k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"})
+        for row in rows
+    ]
 
 
 SWITCHES = [
@@ -184,7 +233,9 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize("then, now, version, said", cases(SWITCHES, SWITCHES[:1], unpack=True))
-def test_asynchrony_may_change_where_a_run_is_resumed(then, now, version, said, tmp_path, capsys, same):
+def test_asynchrony_may_change_where_a_run_is_resumed(
+    then, now, version, said, tmp_path, capsys, same
+):
     """From the next step on. Groups that are too old for it, or sampled otherwise, are sampled again; the prompts go on."""
     _, tasks, learner = begun(*then)
     flight = Flight()
@@ -200,7 +251,9 @@ def test_asynchrony_may_change_where_a_run_is_resumed(then, now, version, said, 
     assert said in out if said else not out
     groups, flight = next_groups(resumed, tasks, flight)
     assert groups.version == version and groups.step == 2
-    assert [r.task.id for r in groups.sampled][::4] == [task.id for task in take(tasks, Flight().consumed, 6, seed=3)[0][4:]]
+    assert [r.task.id for r in groups.sampled][::4] == [
+        task.id for task in take(tasks, Flight().consumed, 6, seed=3)[0][4:]
+    ]
 
 
 REFUSED = {
@@ -231,28 +284,65 @@ def test_what_cannot_be_sampled_ahead_is_refused(case):
 @pytest.mark.slow
 def test_what_is_known_ahead_is_not_refused():
     """A phase whose end is open, before one that samples alike; a phase that ends after steps; a controller of the update."""
-    experiment(compose([*COMMON, *LAG, "schedule=reinforce_to_ppo", "schedule.phases.explore.until='reward/mean > 0.5'"]))
-    experiment(compose([*COMMON, *LAG, "schedule=grpo_to_dapo", "+reward@schedule.phases.refine.reward=format"]))
+    experiment(
+        compose(
+            [
+                *COMMON,
+                *LAG,
+                "schedule=reinforce_to_ppo",
+                "schedule.phases.explore.until='reward/mean > 0.5'",
+            ]
+        )
+    )
+    experiment(
+        compose(
+            [*COMMON, *LAG, "schedule=grpo_to_dapo", "+reward@schedule.phases.refine.reward=format"]
+        )
+    )
     experiment(compose([*COMMON, *LAG, "kl/coef=adaptive"]))
     experiment(compose([*COMMON, "asynchrony=lag", "asynchrony.staleness=0", *GIVEN["reward"][2:]]))
 
 
 def test_stale_groups_without_a_correction_are_warned_of():
     def said(*words):
-        return [line for line in warnings(experiment(compose([*COMMON, *words]))) if "asynchrony" in line]
+        return [
+            line
+            for line in warnings(experiment(compose([*COMMON, *words])))
+            if "asynchrony" in line
+        ]
 
-    assert "algorithm/correction=none: nothing corrects" in said(*LAG, "algorithm/correction=none")[0]
+    assert (
+        "algorithm/correction=none: nothing corrects" in said(*LAG, "algorithm/correction=none")[0]
+    )
     assert said(*LAG) == said("asynchrony=lag", "algorithm/correction=none") == []
-    assert "every step samples with the weights of the start" in said("asynchrony=lag", "asynchrony.staleness=4")[0]
+    assert (
+        "every step samples with the weights of the start"
+        in said("asynchrony=lag", "asynchrony.staleness=4")[0]
+    )
 
 
 def test_the_experiment_of_a_later_step_is_foreseen():
     """Phases that end after steps, their numbers and those of the run are as they will be."""
     numbers = "{generation.temperature: {_target_: rlkit.training.schedules.linear, _partial_: true, start: 1.0, end: 0.5, steps: 4}}"
-    x = experiment(compose([*COMMON, "schedule=grpo_to_dapo", "schedule.phases.explore.until=2", f"+schedule.numbers={numbers}"]))
+    x = experiment(
+        compose(
+            [
+                *COMMON,
+                "schedule=grpo_to_dapo",
+                "schedule.phases.explore.until=2",
+                f"+schedule.numbers={numbers}",
+            ]
+        )
+    )
     progress = first = schedules.start(x)
     for step in range(4):
         seen, now = foreseen(x, first, step), schedules.at(x, progress)
-        assert (seen.algorithm.name, seen.generation.temperature) == (now.algorithm.name, now.generation.temperature)
-        assert seen.algorithm.name == ("grpo" if step < 2 else "dapo") and seen.generation.temperature == 1 - step / 8
+        assert (seen.algorithm.name, seen.generation.temperature) == (
+            now.algorithm.name,
+            now.generation.temperature,
+        )
+        assert (
+            seen.algorithm.name == ("grpo" if step < 2 else "dapo")
+            and seen.generation.temperature == 1 - step / 8
+        )
         progress = schedules.advance(x, progress, {})

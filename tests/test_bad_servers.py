@@ -17,7 +17,15 @@ from test_asynchrony import COMMON
 from test_journal import SMALL
 from vllm_protocol import sampling
 
-WORDS = ["train", *COMMON, *SMALL, "asynchrony=lag", "trainer.steps=6", "callbacks.checkpoint.every=1", "generation.engine.restart_wait=0"]
+WORDS = [
+    "train",
+    *COMMON,
+    *SMALL,
+    "asynchrony=lag",
+    "trainer.steps=6",
+    "callbacks.checkpoint.every=1",
+    "generation.engine.restart_wait=0",
+]
 FAULTS = {  # what happens before weights are pushed → what is said
     "away": "no answer for 0 s (generation.engine.restart_wait)",
     "another model": "serves 'another' and",
@@ -43,7 +51,11 @@ def test_what_fails_is_said_in_a_sentence_and_nothing_is_lost(tmp_path, monkeypa
             patch.setattr(pool, "PUSH", 0.3)
             servers[0].holds = lambda handler: released.wait(30)
         else:
-            patch.setattr(pool, "save_weights", lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+            patch.setattr(
+                pool,
+                "save_weights",
+                lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"),
+            )
 
     with ExitStack() as stack:
         servers = [stack.enter_context(sampling()) for _ in range(2)]
@@ -62,13 +74,22 @@ def test_what_fails_is_said_in_a_sentence_and_nothing_is_lost(tmp_path, monkeypa
                 capfd.readouterr()
                 status = main(["train", "resume=run"] if broken else [*words, "hydra.run.dir=run"])
                 error = capfd.readouterr().err
-            assert status == 1 and sum(said in line for line in error.splitlines()) == 1, (fault, error)
+            assert status == 1 and sum(said in line for line in error.splitlines()) == 1, (
+                fault,
+                error,
+            )
             assert broken[-1] == fault and "Traceback" not in error
             released.set()  # what was held ends with its connection
             for own in servers:
                 own.absences, own.model, own.holds = 0, "base", None
         assert main(["train", "resume=run"]) == 0
-    states = [torch.load(f"{run}/checkpoints/step_000006.ckpt", weights_only=True) for run in ("whole", "run")]
+    states = [
+        torch.load(f"{run}/checkpoints/step_000006.ckpt", weights_only=True)
+        for run in ("whole", "run")
+    ]
     assert same(states[0]["state_dict"], states[1]["state_dict"])
-    rows = [[json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("whole", "run")]
+    rows = [
+        [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", "run")
+    ]
     assert [r["tokens/sampled"] for r in rows[0]] == [r["tokens/sampled"] for r in rows[1]]

@@ -28,13 +28,24 @@ COLUMNS = {  # benchmark → columns whose every value is a number > 0
 
 def table(folder: Path, name: str, *words: str) -> list[dict[str, str]]:
     """The rows that a benchmark writes with --quick."""
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--threads", "1", "--out", str(folder), *words]
+    command = [
+        sys.executable,
+        str(FOLDER / f"{name}.py"),
+        "--quick",
+        "--threads",
+        "1",
+        "--out",
+        str(folder),
+        *words,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     with (folder / f"{name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows and all(row["machine"] and row["date"] and row["torch"] for row in rows)
-    assert all(None not in row and None not in row.values() for row in rows)  # no row longer or shorter than the header
+    assert all(
+        None not in row and None not in row.values() for row in rows
+    )  # no row longer or shorter than the header
     return rows
 
 
@@ -52,35 +63,59 @@ def test_a_benchmark_writes_a_table(name, tmp_path):
 def test_bytes_of_an_episode_grow_with_its_tokens(tmp_path):
     """With whole contexts in every step the exponents were 1.4 and more."""
     fits = [row for row in table(tmp_path, "growth") if not row["turns"]]
-    assert all(0.8 < float(value) < 1.1 for row in fits for name, value in row.items() if name.endswith("_exponent")) and len(fits) == 2
+    assert (
+        all(
+            0.8 < float(value) < 1.1
+            for row in fits
+            for name, value in row.items()
+            if name.endswith("_exponent")
+        )
+        and len(fits) == 2
+    )
 
 
 @pytest.mark.slow
 def test_tokens_grow_with_what_is_scaled(tmp_path):
     """An axis that changed nothing would have the exponent 0, whatever it cost."""
-    fits = {row["axis"]: row for row in table(tmp_path, "scaling", "--axes", "batch", "turns") if not row["size"]}
+    fits = {
+        row["axis"]: row
+        for row in table(tmp_path, "scaling", "--axes", "batch", "turns")
+        if not row["size"]
+    }
     assert float(fits["batch"]["tokens_exponent"]) > 0.9
     assert float(fits["turns"]["tokens_exponent"]) > 0.3  # the prompt stands before all of them
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("PEERS_PYTHON" not in os.environ, reason="PEERS_PYTHON names the interpreter of peers_env.sh's environment")
+@pytest.mark.skipif(
+    "PEERS_PYTHON" not in os.environ,
+    reason="PEERS_PYTHON names the interpreter of peers_env.sh's environment",
+)
 def test_peers_draw_the_same_tokens(tmp_path):
     ours, theirs = table(tmp_path, "peers")
-    assert ours["sampled_per_step"] == theirs["sampled_per_step"] == "32"  # 2 prompts × 2 samples × 8 tokens
+    assert (
+        ours["sampled_per_step"] == theirs["sampled_per_step"] == "32"
+    )  # 2 prompts × 2 samples × 8 tokens
 
 
 @pytest.mark.slow
 def test_the_command_for_a_gpu_machine_runs_its_plumbing_on_a_cpu(tmp_path):
     """A part without what it needs is skipped with a reason; the steps have every figure."""
-    rows = table(tmp_path, "gpu", "--device", "cpu", "--parts", "step", "peers", "--python", sys.executable)
+    rows = table(
+        tmp_path, "gpu", "--device", "cpu", "--parts", "step", "peers", "--python", sys.executable
+    )
     by_part = {row["part"]: row for row in rows}
     assert by_part["peers"]["status"] == "skipped" and "peers_env.sh" in by_part["peers"]["reason"]
     for part in ("step, adapters", "step, all weights"):
         found = by_part[part]
         assert found["status"] == "done", found["reason"]
-        assert all(float(found[name]) > 0 for name in ("measured_s", "expected_s", "probed_gb", "measured_gb", "expected_gb"))
-        assert float(found["mismatch_mean"]) < 1e-3 and int(found["updates"]) > 0  # float32 on a CPU
+        assert all(
+            float(found[name]) > 0
+            for name in ("measured_s", "expected_s", "probed_gb", "measured_gb", "expected_gb")
+        )
+        assert (
+            float(found["mismatch_mean"]) < 1e-3 and int(found["updates"]) > 0
+        )  # float32 on a CPU
 
 
 @pytest.fixture
@@ -96,11 +131,16 @@ def test_rows_of_other_devices_stay_in_a_table(benchmarks, tmp_path, capsys):
     for device, value in (("cpu", 1), ("NVIDIA H200", 2), ("cpu", 3)):
         bench.write(tmp_path, "t", [{"value": value, "device": device}])
     with (tmp_path / "t.csv").open(newline="") as file:
-        assert {row["device"]: row["value"] for row in csv.DictReader(file)} == {"cpu": "3", "NVIDIA H200": "2"}
+        assert {row["device"]: row["value"] for row in csv.DictReader(file)} == {
+            "cpu": "3",
+            "NVIDIA H200": "2",
+        }
     assert "NVIDIA" not in capsys.readouterr().out.splitlines()[-2]
 
 
-@pytest.mark.parametrize("python, expected", [("/nowhere/python", "no such interpreter"), (sys.executable, "has no trl")])
+@pytest.mark.parametrize(
+    "python, expected", [("/nowhere/python", "no such interpreter"), (sys.executable, "has no trl")]
+)
 def test_the_table_is_refused_at_once_without_its_peers(benchmarks, python, expected, monkeypatch):
     import table
 
@@ -109,29 +149,62 @@ def test_the_table_is_refused_at_once_without_its_peers(benchmarks, python, expe
         table.main()
 
 
-def test_the_table_has_every_figure_of_the_steps_and_the_table_before(benchmarks, monkeypatch, tmp_path):
+def test_the_table_has_every_figure_of_the_steps_and_the_table_before(
+    benchmarks, monkeypatch, tmp_path
+):
     """Four ratios of time and memory by hand, and the ratio of the table before beside the new one."""
     import peers
     import table
 
     def compare(given, python, rounds):
-        own = {"lengths": given["lengths"], "beta": given["beta"], "micro_batches": given["micro_batches"], "time_of_trl": 0.25}
+        own = {
+            "lengths": given["lengths"],
+            "beta": given["beta"],
+            "micro_batches": given["micro_batches"],
+            "time_of_trl": 0.25,
+        }
         peaks = {"rlkit": 500, "trl": 1200 // given["micro_batches"]}
-        return [own | {"side": side, "seconds_per_step": 1.0 + (side == "trl") * 3, "peak_mib": peak} for side, peak in peaks.items()]
+        return [
+            own | {"side": side, "seconds_per_step": 1.0 + (side == "trl") * 3, "peak_mib": peak}
+            for side, peak in peaks.items()
+        ]
 
     monkeypatch.setattr(peers, "compare", compare)
     monkeypatch.setattr(peers, "need_peers", lambda *_: None)
     monkeypatch.setattr(peers, "peer_version", lambda python: "1")
     for _ in range(2):
-        monkeypatch.setattr(sys, "argv", ["table.py", "--python", "python", "--without", "vllm", "--quick", "--out", str(tmp_path)])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            [
+                "table.py",
+                "--python",
+                "python",
+                "--without",
+                "vllm",
+                "--quick",
+                "--out",
+                str(tmp_path),
+            ],
+        )
         table.main()
     with (tmp_path / "table.csv").open(newline="") as file:
         rows = {row["figure"]: row for row in csv.DictReader(file)}
     assert {*table.STEPS} < {*rows}
     best = rows["memory, MiB resident, each at its best micro-batch"]
-    assert (best["rlkit"], best["theirs"], best["ratio"], best["reached"]) == ("500", "600", "0.833", "False")
+    assert (best["rlkit"], best["theirs"], best["ratio"], best["reached"]) == (
+        "500",
+        "600",
+        "0.833",
+        "False",
+    )
     step = rows["step, natural replies, beta 0.04"]
-    assert (step["ratio"], step["before"], step["reached"], step["left_out"]) == ("0.25", "0.25", "True", "vllm")
+    assert (step["ratio"], step["before"], step["reached"], step["left_out"]) == (
+        "0.25",
+        "0.25",
+        "True",
+        "vllm",
+    )
 
 
 def test_goals_of_the_table(benchmarks):
@@ -146,11 +219,23 @@ def test_the_share_outside_the_model_is_made_up_of_its_parts(benchmarks):
     """perf/outside_model_frac and the parts of overhead.csv are one definition: by hand, 10 s of which 6 are the model's."""
     import overhead
 
-    row = {"perf/generate_s": 5.0, "perf/environment_s": 1.0, "perf/reward_s": 0.5, "perf/update_s": 3.0, "perf/model_s": 6.0}
+    row = {
+        "perf/generate_s": 5.0,
+        "perf/environment_s": 1.0,
+        "perf/reward_s": 0.5,
+        "perf/update_s": 3.0,
+        "perf/model_s": 6.0,
+    }
     row |= {"perf/step_s": 9.0, "perf/outside_model_frac": 0.4}
     parts = overhead.parts_of(row, 10.0)
-    outside = sum(value for name, value in parts.items() if name not in (*overhead.MODEL, "total", "outside"))
-    assert (parts["decode"], parts["train"], outside / parts["total"]) == (4.0, 2.0, pytest.approx(parts["outside"]))
+    outside = sum(
+        value for name, value in parts.items() if name not in (*overhead.MODEL, "total", "outside")
+    )
+    assert (parts["decode"], parts["train"], outside / parts["total"]) == (
+        4.0,
+        2.0,
+        pytest.approx(parts["outside"]),
+    )
 
 
 def test_an_exponent_and_its_interval():
@@ -163,4 +248,8 @@ def test_an_exponent_and_its_interval():
         sys.path.remove(str(FOLDER))
     slope, low, high = bench.exponent([1, 2, 4, 8], [1, 2, 4, 16])
     half = 4.303 * 0.03**0.5
-    assert (slope, low, high) == (pytest.approx(1.3), pytest.approx(1.3 - half), pytest.approx(1.3 + half))
+    assert (slope, low, high) == (
+        pytest.approx(1.3),
+        pytest.approx(1.3 - half),
+        pytest.approx(1.3 + half),
+    )

@@ -39,7 +39,12 @@ ALWAYS = ("trainer.steps=1",)
 CRITIC = ("algorithm/critic=head",)
 
 # The whole table, in which parts and placed KLs are slow but for a representative of each kind.
-TABLE = [*cases(ALGORITHMS, KINDS_OF_ALGORITHM), *cases(PARTS, 1), *cases(PLACED_KLS, KINDS_OF_KL), *cases(OTHERS, 1)]
+TABLE = [
+    *cases(ALGORITHMS, KINDS_OF_ALGORITHM),
+    *cases(PARTS, 1),
+    *cases(PLACED_KLS, KINDS_OF_KL),
+    *cases(OTHERS, 1),
+]
 BOUNDS = [*cases(ALGORITHMS, KINDS_OF_ALGORITHM), *cases(PLACED_KLS, KINDS_OF_KL)]
 
 
@@ -50,7 +55,12 @@ def composed(overrides: tuple[str, ...]):
         x = composed(overrides[:1])
         fields = dict(text.removeprefix("kl.").split("=") for text in overrides[1:])
         x = x._replace(
-            kl=x.kl._replace(**{name: value == "true" if value in ("true", "false") else value for name, value in fields.items()})
+            kl=x.kl._replace(
+                **{
+                    name: value == "true" if value in ("true", "false") else value
+                    for name, value in fields.items()
+                }
+            )
         )
         if problems_of(x):
             return None
@@ -58,9 +68,18 @@ def composed(overrides: tuple[str, ...]):
         return x
     alone = {"algorithm=sft": ("batch.group_size=1",)}  # a row is one episode
     needs = (
-        alone | {"algorithm/advantage=gae": CRITIC, "algorithm/advantage=turn_gae": CRITIC, "algorithm/advantage=adaptive_gae": CRITIC}
+        alone
+        | {
+            "algorithm/advantage=gae": CRITIC,
+            "algorithm/advantage=turn_gae": CRITIC,
+            "algorithm/advantage=adaptive_gae": CRITIC,
+        }
     ).get(overrides[0], ())
-    needs = ("algorithm=ppo",) if overrides[0].startswith("algorithm/critic") and overrides[0] != "algorithm/critic=none" else needs
+    needs = (
+        ("algorithm=ppo",)
+        if overrides[0].startswith("algorithm/critic") and overrides[0] != "algorithm/critic=none"
+        else needs
+    )
     needs = ("algorithm=pairwise",) if "pair_selector" in overrides[0] else needs
     try:
         x = built(compose([*needs, *overrides]))
@@ -105,8 +124,10 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         rewards=rewards,
         group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
         truncated=torch.arange(9) % 4 == 1,
-        lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)) * 9,  # near generation.max_new_tokens
-        reply_lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1)) * 9,
+        lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1))
+        * 9,  # near generation.max_new_tokens
+        reply_lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROLLOUTS, response.sum(1))
+        * 9,
         token_rewards=zeros.where(~last, rewards.nan_to_num()[ROLLOUTS][:, None]),
         logprobs_sampler=-random(B, T, scale=2.0) * response,
         logprobs_old=-random(B, T, scale=2.0) * response,
@@ -121,8 +142,14 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
 
 def make_policy(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    logits, ref = (torch.randn(B, T, V, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
-    return {"logits": logits, "ref": ref, "values": torch.rand(B, T, generator=generator, dtype=torch.float64).to(dtype)}
+    logits, ref = (
+        torch.randn(B, T, V, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)
+    )
+    return {
+        "logits": logits,
+        "ref": ref,
+        "values": torch.rand(B, T, generator=generator, dtype=torch.float64).to(dtype),
+    }
 
 
 def prepared(x, batch: Batch) -> Batch:
@@ -156,17 +183,30 @@ def gradient_of(x, batch: Batch, policy: dict[str, Tensor], portions=None) -> tu
     given, total = leaves(policy), policy["logits"].new_zeros(())
     for rows in portions if portions is not None else [None]:
         part = batch if rows is None else select(batch, rows)
-        mine = given if rows is None else {name: t[rows][:, : part.ids.shape[1]] for name, t in given.items()}
+        mine = (
+            given
+            if rows is None
+            else {name: t[rows][:, : part.ids.shape[1]] for name, t in given.items()}
+        )
         loss = loss_of(x, part, mine)
         if loss.requires_grad:
             loss.backward()
         total = total + loss.detach()
-    flat = [torch.zeros_like(t).flatten() if t.grad is None else t.grad.flatten() for t in (given["logits"], given["values"])]
+    flat = [
+        torch.zeros_like(t).flatten() if t.grad is None else t.grad.flatten()
+        for t in (given["logits"], given["values"])
+    ]
     return total, torch.cat(flat)
 
 
 def changed(batch: Batch, change) -> Batch:
-    return batch._replace(**{n: change(t) for n, t in batch._asdict().items() if torch.is_tensor(t) and n not in PER_ROLLOUT})
+    return batch._replace(
+        **{
+            n: change(t)
+            for n, t in batch._asdict().items()
+            if torch.is_tensor(t) and n not in PER_ROLLOUT
+        }
+    )
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
@@ -182,7 +222,10 @@ def ids(overrides):
 def test_no_split_into_micro_batches_changes_the_gradient(overrides):
     """Policy, KL, entropy and value terms: whatever the budget, the sum is the same."""
     x = experiment(overrides)
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):  # rounding of sums in another order
+    for dtype, tolerance in (
+        (torch.float64, 1e-10),
+        (torch.float32, 1e-5),
+    ):  # rounding of sums in another order
         batch, policy = prepared(x, make_batch(dtype)), make_policy(dtype)
         loss, whole = gradient_of(x, batch, policy)
         assert whole.isfinite().all() and whole.norm() > 0
@@ -205,9 +248,14 @@ def test_neither_padding_nor_order_changes_the_gradient(overrides):
 
     given = {name: pad(t) for name, t in policy.items()}
     _, padded = gradient_of(x, prepared(x, changed(batch, pad)), given)
-    logits, values = padded[: B * (T + 4) * V].view(B, T + 4, V), padded[B * (T + 4) * V :].view(B, T + 4)
+    logits, values = (
+        padded[: B * (T + 4) * V].view(B, T + 4, V),
+        padded[B * (T + 4) * V :].view(B, T + 4),
+    )
     assert logits[:, T:].count_nonzero() == 0 and values[:, T:].count_nonzero() == 0
-    assert close(torch.cat([logits[:, :T].flatten(), values[:, :T].flatten()]), whole, 1e-10)  # sums over other widths
+    assert close(
+        torch.cat([logits[:, :T].flatten(), values[:, :T].flatten()]), whole, 1e-10
+    )  # sums over other widths
     order = torch.randperm(B, generator=torch.Generator().manual_seed(4))
     shuffled = {name: t[order] for name, t in policy.items()}
     _, got = gradient_of(x, prepared(x, changed(batch, lambda t: t[order])), shuffled)
@@ -221,11 +269,23 @@ def test_garbage_under_the_mask_changes_no_bit(overrides):
     x = experiment(overrides)
     batch, policy = make_batch(), make_policy()
     mask = batch.response_mask
-    names = ("logprobs_sampler", "logprobs_old", "entropy_old", "logprobs_ref", "values", "token_rewards")
+    names = (
+        "logprobs_sampler",
+        "logprobs_old",
+        "entropy_old",
+        "logprobs_ref",
+        "values",
+        "token_rewards",
+    )
     loss, clean = gradient_of(x, prepared(x, batch), policy)
     for garbage in (float("nan"), float("inf"), -1e300):
-        dirty = batch._replace(**{name: getattr(batch, name).where(mask, garbage) for name in names})
-        soiled = policy | {"logits": policy["logits"].where(mask[:, :, None], 1e300), "values": policy["values"].where(mask, garbage)}
+        dirty = batch._replace(
+            **{name: getattr(batch, name).where(mask, garbage) for name in names}
+        )
+        soiled = policy | {
+            "logits": policy["logits"].where(mask[:, :, None], 1e300),
+            "values": policy["values"].where(mask, garbage),
+        }
         got, gradient = gradient_of(x, prepared(x, dirty), soiled)
         assert torch.equal(got, loss) and torch.equal(gradient, clean)
 
@@ -235,12 +295,28 @@ def test_only_policy_and_critic_get_a_gradient(overrides):
     """Sampler, old and reference log-probs, old values, rewards, advantages, returns, scales and weights are constants."""
     x = experiment(overrides)
     batch, policy = make_batch(), leaves(make_policy())
-    names = ("rewards", "token_rewards", "logprobs_sampler", "logprobs_old", "entropy_old", "logprobs_ref", "values")
+    names = (
+        "rewards",
+        "token_rewards",
+        "logprobs_sampler",
+        "logprobs_old",
+        "entropy_old",
+        "logprobs_ref",
+        "values",
+    )
     constants = {name: getattr(batch, name).clone().requires_grad_() for name in names}
     ready = prepared(x, batch._replace(**constants))
-    made = {n: getattr(ready, n) for n in ("advantages", "returns", "scale", "weights") if getattr(ready, n) is not None}
+    made = {
+        n: getattr(ready, n)
+        for n in ("advantages", "returns", "scale", "weights")
+        if getattr(ready, n) is not None
+    }
     assert not any(tensor.requires_grad for tensor in made.values())
-    later = {name: made[name].clone().requires_grad_() for name in ("advantages", "returns") if name in made}
+    later = {
+        name: made[name].clone().requires_grad_()
+        for name in ("advantages", "returns")
+        if name in made
+    }
     loss_of(x, ready._replace(**later), policy).backward()
     assert policy["logits"].grad.count_nonzero() > 0 and policy["ref"].grad is None
     assert (policy["values"].grad is not None) == x.algorithm.critic.active
@@ -271,8 +347,21 @@ def test_huge_log_ratios_stay_finite(overrides):
 @pytest.mark.slow
 def test_only_these_combinations_are_refused():
     """So that a combination is not lost without a word."""
-    refused = {ids(overrides) for overrides in ALGORITHMS + PARTS + PLACED_KLS + OTHERS if composed(overrides) is None}
-    carry_the_ratio = {f"kl={name},kl.placement=loss,kl.importance_weight=true" for name in ("forward", "k1", "reverse")}
-    exact = {ids(overrides) for overrides in PLACED_KLS if overrides[0] == "kl=full" and overrides[1] != "kl.placement=loss"}
-    need_a_teacher = {f"algorithm={name}" for name in ("opd", "gkd", "mopd", "sdft", "sdpo", "opsd")}
+    refused = {
+        ids(overrides)
+        for overrides in ALGORITHMS + PARTS + PLACED_KLS + OTHERS
+        if composed(overrides) is None
+    }
+    carry_the_ratio = {
+        f"kl={name},kl.placement=loss,kl.importance_weight=true"
+        for name in ("forward", "k1", "reverse")
+    }
+    exact = {
+        ids(overrides)
+        for overrides in PLACED_KLS
+        if overrides[0] == "kl=full" and overrides[1] != "kl.placement=loss"
+    }
+    need_a_teacher = {
+        f"algorithm={name}" for name in ("opd", "gkd", "mopd", "sdft", "sdpo", "opsd")
+    }
     assert refused == carry_the_ratio | exact | need_a_teacher

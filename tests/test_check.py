@@ -17,12 +17,17 @@ from rlkit.config.problems.schedules import first_steps
 
 @pytest.fixture(scope="module")
 def report():
-    x = experiment(compose(["algorithm=ppo", "task.max_samples=40", "trainer.micro_batch_tokens=1000"]))
+    x = experiment(
+        compose(["algorithm=ppo", "task.max_samples=40", "trainer.micro_batch_tokens=1000"])
+    )
     return check.run(first_steps(x)[""], load_tasks(x))
 
 
 def test_one_step_of_policy_and_critic_was_taken(report):
-    assert report.metrics["optim/updates"] == report.metrics["optim/critic_updates"] == 1 and report.metrics["optim/grad_norm"] > 0
+    assert (
+        report.metrics["optim/updates"] == report.metrics["optim/critic_updates"] == 1
+        and report.metrics["optim/grad_norm"] > 0
+    )
     assert all(0 <= r.reward <= 1 for r in report.rollouts) and report.warnings == []
 
 
@@ -30,9 +35,13 @@ def test_memory_is_counted(report, tiny):
     """Every term by hand for the embedded model: its weights once more as the reference, two moments each, and a value head."""
     size = sum(p.numel() for p in tiny.model.parameters()) * 4
     assert 0 < report.memory.weights - size < 100_000  # the value head
-    assert report.memory.gradients == pytest.approx(report.memory.weights, rel=1e-3)  # buffers have none
+    assert report.memory.gradients == pytest.approx(
+        report.memory.weights, rel=1e-3
+    )  # buffers have none
     assert report.memory.reference == pytest.approx(size, rel=1e-3)
-    assert report.memory.optimizer == pytest.approx(2 * report.memory.weights, rel=1e-3)  # and a step counter a tensor
+    assert report.memory.optimizer == pytest.approx(
+        2 * report.memory.weights, rel=1e-3
+    )  # and a step counter a tensor
     assert report.memory.peak > sum(report.memory[:4])
 
 
@@ -46,14 +55,29 @@ def test_rewards_that_are_all_equal_are_spread_for_the_update(capsys, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_rewards.py").write_text("def always(rollout):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.always", "kl=none", "reference=none", "task.max_samples=40"]
+    words = [
+        "reward=numeric",
+        "reward.terms.numeric.fn._target_=my_rewards.always",
+        "kl=none",
+        "reference=none",
+        "task.max_samples=40",
+    ]
     assert main(["check", *words]) == 0
     said = capsys.readouterr().out
-    assert "1.00 (numeric 1.00)" in said and "0 and 1 in turn" in said and "gradient norm" in said and "ready" in said
+    assert (
+        "1.00 (numeric 1.00)" in said
+        and "0 and 1 in turn" in said
+        and "gradient norm" in said
+        and "ready" in said
+    )
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
 
 
-@pytest.mark.parametrize("words, expected", [(["-m", "seed=1,2"], "one run at a time"), (["kl.coef=x"], "kl.coef")], ids=str)
+@pytest.mark.parametrize(
+    "words, expected",
+    [(["-m", "seed=1,2"], "one run at a time"), (["kl.coef=x"], "kl.coef")],
+    ids=str,
+)
 def test_check_refuses_as_train_does(words, expected, capsys):
     assert main(["check", *words]) == 2 and expected in capsys.readouterr().err
 
@@ -61,7 +85,15 @@ def test_check_refuses_as_train_does(words, expected, capsys):
 def test_the_doctor_finds_this_machine_ready(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    for word in ("python", "torch", "devices", "sandbox", "disk", "embedded model", "ready: rlkit train"):
+    for word in (
+        "python",
+        "torch",
+        "devices",
+        "sandbox",
+        "disk",
+        "embedded model",
+        "ready: rlkit train",
+    ):
         assert word in said
 
 
@@ -74,16 +106,30 @@ def test_what_fails_is_a_finding(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     bad = [line.split()[1] for line in lines if line.startswith("BAD")]
-    assert {"torch", "no-such-package"} <= set(bad) and "not ready: " in lines[-1] and "gone" not in "".join(bad)
+    assert (
+        {"torch", "no-such-package"} <= set(bad)
+        and "not ready: " in lines[-1]
+        and "gone" not in "".join(bad)
+    )
     assert any("ZeroDivisionError" in line for line in lines)
 
 
 def test_a_card_that_is_not_here(capsys):
     """Qwen3-0.6B on an H200: neither the card, nor the weights, nor a network."""
-    words = ["model=qwen3_0.6b", "trainer=gpu", "generation.max_new_tokens=600", "check.prompt_tokens=150", "check.device=h200"]
+    words = [
+        "model=qwen3_0.6b",
+        "trainer=gpu",
+        "generation.max_new_tokens=600",
+        "check.prompt_tokens=150",
+        "check.device=h200",
+    ]
     assert main(["check", *words]) == 0
     said = capsys.readouterr().out
-    assert "fits: " in said and "prompts of 150 tokens (given), replies of 300" in said and "weights 1.2" in said
+    assert (
+        "fits: " in said
+        and "prompts of 150 tokens (given), replies of 300" in said
+        and "weights 1.2" in said
+    )
     for label in ("memory", "slots", "step", "decoding", "change"):
         assert f"\n{label} " in said
 

@@ -24,18 +24,30 @@ GOOD = {"prompt": "What is 1 + 1?", "answer": "2"}
 
 
 def without_answer(folder):
-    return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", *[GOOD] * 20, {"prompt": "What?"})], ["a.jsonl:21", "answer"]
+    return [
+        "task=jsonl",
+        "task.path=" + jsonl(folder / "a.jsonl", *[GOOD] * 20, {"prompt": "What?"}),
+    ], ["a.jsonl:21", "answer"]
 
 
 def without_number(folder):
-    path = jsonl(folder / "a.jsonl", *[{"prompt": f"What is {i}?", "answer": "two"} for i in range(20)])
+    path = jsonl(
+        folder / "a.jsonl", *[{"prompt": f"What is {i}?", "answer": "two"} for i in range(20)]
+    )
     return ["task=jsonl", f"task.path={path}"], ["gold answer", "'two'", "numeric"]
 
 
 def one_row_without_a_number(folder):
-    rows = [{"prompt": f"What is {i}?", "answer": "10:30" if i == 57 else str(i), "id": f"key-{i}"} for i in range(200)]
+    rows = [
+        {"prompt": f"What is {i}?", "answer": "10:30" if i == 57 else str(i), "id": f"key-{i}"}
+        for i in range(200)
+    ]
     path = jsonl(folder / "a.jsonl", *rows)
-    return ["task=jsonl", f"task.path={path}", "+task.fields.id=id"], ["row key-57", "'10:30'", "one number"]
+    return ["task=jsonl", f"task.path={path}", "+task.fields.id=id"], [
+        "row key-57",
+        "'10:30'",
+        "one number",
+    ]
 
 
 def broken_row(folder):
@@ -47,13 +59,22 @@ def missing_file(folder):
 
 
 def long_row(folder):
-    rows = [{"prompt": f"{i} " + "word " * (3000 if i == 3 else 1), "answer": str(i)} for i in range(20)]
-    return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", *rows)], ["tokens", "context is 2048"]
+    rows = [
+        {"prompt": f"{i} " + "word " * (3000 if i == 3 else 1), "answer": str(i)} for i in range(20)
+    ]
+    return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", *rows)], [
+        "tokens",
+        "context is 2048",
+    ]
 
 
 def no_template(folder):
     (folder / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    return [f"model.chat_template={folder}/t.jinja"], ["chat template", "tools", "model.chat_template"]
+    return [f"model.chat_template={folder}/t.jinja"], [
+        "chat template",
+        "tools",
+        "model.chat_template",
+    ]
 
 
 def no_gpu(folder):
@@ -62,14 +83,22 @@ def no_gpu(folder):
 
 def raising_reward(folder):
     (folder / "my_rewards.py").write_text("def oops(rollout):\n    return rollout.nothing\n")
-    return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.oops"], ["reward=numeric", "'numeric' raised", "nothing"]
+    return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.oops"], [
+        "reward=numeric",
+        "'numeric' raised",
+        "nothing",
+    ]
 
 
 def raising_reward_of_a_later_phase(folder):
     (folder / "my_rewards.py").write_text("def oops(rollout):\n    return rollout.nothing\n")
     phase = "schedule.phases.refine.reward"
     return (
-        ["schedule=on_reward", f"+reward@{phase}=numeric", f"{phase}.terms.numeric.fn._target_=my_rewards.oops"],
+        [
+            "schedule=on_reward",
+            f"+reward@{phase}=numeric",
+            f"{phase}.terms.numeric.fn._target_=my_rewards.oops",
+        ],
         ["reward=numeric", "'numeric' raised", "nothing"],
     )
 
@@ -81,7 +110,10 @@ def missing_extra(folder):
 
 def reward_that_cannot_score(folder):
     (folder / "my_rewards.py").write_text("def unsure(rollout):\n    return None\n")
-    return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.unsure"], ["can score none", "arithmetic/train"]
+    return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.unsure"], [
+        "can score none",
+        "arithmetic/train",
+    ]
 
 
 CASES = [
@@ -139,14 +171,22 @@ def test_wrong_command_lines(words, expected, capsys, tmp_path, monkeypatch):
 def test_help_lists_every_group(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for word in ("algorithm", "grpo", "reinforce", "kl", "k3", "reference", "frozen", "task", "gsm8k"):
+    for word in (
+        "algorithm",
+        "grpo",
+        "reinforce",
+        "kl",
+        "k3",
+        "reference",
+        "frozen",
+        "task",
+        "gsm8k",
+    ):
         assert word in text
 
 
 def test_help_imports_nothing_heavy():
-    program = (
-        "import sys\nfrom rlkit.commands.cli import main\nmain(['--help'])\nassert not {'torch', 'hydra', 'lightning'} & set(sys.modules)"
-    )
+    program = "import sys\nfrom rlkit.commands.cli import main\nmain(['--help'])\nassert not {'torch', 'hydra', 'lightning'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 

@@ -45,23 +45,52 @@ def write(tmp_path, monkeypatch):
 
 
 def test_the_flat_config_trains(write, tmp_path, capfd):
-    rows = [{"question": f"Kim has {i} toys and buys 2. How many?", "answer": f"#### {i + 2}"} for i in range(30)]
+    rows = [
+        {"question": f"Kim has {i} toys and buys 2. How many?", "answer": f"#### {i + 2}"}
+        for i in range(30)
+    ]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = ["task.path=gsm8k.jsonl", "evaluation.n=0", "generation.max_new_tokens=8", "batch.group_size=3", "hydra.run.dir=run"]
+    own = [
+        "task.path=gsm8k.jsonl",
+        "evaluation.n=0",
+        "generation.max_new_tokens=8",
+        "batch.group_size=3",
+        "hydra.run.dir=run",
+    ]
     assert main(["train", "--config", write(FILE), *own]) == 0
     said = capfd.readouterr().out
-    assert said.count("my_config.yaml: experiment=gsm8k_tools model.path=tiny model.lora.rank=4") == 1
-    assert "batch: 2 prompts × 3 samples" in said and "finished after 1 steps" in said  # what stands behind the file wins
-    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        said.count("my_config.yaml: experiment=gsm8k_tools model.path=tiny model.lora.rank=4") == 1
+    )
+    assert (
+        "batch: 2 prompts × 3 samples" in said and "finished after 1 steps" in said
+    )  # what stands behind the file wins
+    (row,) = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert row["kl/coef"] == 0.1
-    rate = yaml.safe_load((tmp_path / "run" / ".hydra" / "config.yaml").read_text())["optimizer"]["lr"]
+    rate = yaml.safe_load((tmp_path / "run" / ".hydra" / "config.yaml").read_text())["optimizer"][
+        "lr"
+    ]
     assert rate == 1e-5  # not of the row: replies of 8 tokens earn nothing, so no update is taken
 
 
 def test_every_key_of_the_flat_config_is_read(write):
     config = compose(parse(["--config", write(FILE.replace("gsm8k ", "mbpp "))]).overrides).config
-    expected = {"model.path": "tiny", "model.lora.rank": 4, "model.lora.alpha": 8, "task.max_samples": 8, "optimizer.lr": 1e-5}
-    expected |= {"batch.prompts": 2, "batch.group_size": 2, "kl.coef": 0.1, "trainer.steps": 1, "task._target_": "rlkit.tasks.mbpp"}
+    expected = {
+        "model.path": "tiny",
+        "model.lora.rank": 4,
+        "model.lora.alpha": 8,
+        "task.max_samples": 8,
+        "optimizer.lr": 1e-5,
+    }
+    expected |= {
+        "batch.prompts": 2,
+        "batch.group_size": 2,
+        "kl.coef": 0.1,
+        "trainer.steps": 1,
+        "task._target_": "rlkit.tasks.mbpp",
+    }
     for key, value in expected.items():
         found = config
         for part in key.split("."):
@@ -71,15 +100,28 @@ def test_every_key_of_the_flat_config_is_read(write):
 
 
 def test_a_coefficient_of_zero_needs_no_reference(write):
-    assert parse(["--config=" + write("training: {kl_coef: 0}")]).overrides == ["experiment=gsm8k_tools", "kl=none", "reference=none"]
+    assert parse(["--config=" + write("training: {kl_coef: 0}")]).overrides == [
+        "experiment=gsm8k_tools",
+        "kl=none",
+        "reference=none",
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("training: {batchsize: 4}", "my_config.yaml:training.batchsize: there is no such key. Did you mean 'training.batch_size'"),
-        ("model: {name: tiny}\nlr: 0.1", "my_config.yaml:lr: there is no such key. Did you mean 'training.lr'"),
-        ("data: {dataset: math}", "my_config.yaml:data.dataset: there is no 'math'; write gsm8k or mbpp"),
+        (
+            "training: {batchsize: 4}",
+            "my_config.yaml:training.batchsize: there is no such key. Did you mean 'training.batch_size'",
+        ),
+        (
+            "model: {name: tiny}\nlr: 0.1",
+            "my_config.yaml:lr: there is no such key. Did you mean 'training.lr'",
+        ),
+        (
+            "data: {dataset: math}",
+            "my_config.yaml:data.dataset: there is no 'math'; write gsm8k or mbpp",
+        ),
         ("just a text", "write overrides as KEY: VALUE lines"),
         ("a: [", "my_config.yaml:1: this is not YAML"),
     ],
@@ -101,7 +143,11 @@ def test_what_a_file_cannot_say_is_refused(write, text, message):
 def test_overrides_as_yaml(write, text):
     arguments = parse(["trainer.steps=3", "--config", write(text)])
     config = compose(arguments.overrides).config
-    assert (config["algorithm"]["name"], config["trainer"]["steps"], config["name"]) == ("dapo", 3, "my run")
+    assert (config["algorithm"]["name"], config["trainer"]["steps"], config["name"]) == (
+        "dapo",
+        3,
+        "my run",
+    )
     assert config["optimizer"]["lr"] == 0.5
 
 

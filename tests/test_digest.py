@@ -49,11 +49,25 @@ def flips(path: Path) -> list[tuple[int, str]]:
     places = []
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
-            name, extra = (int.from_bytes(data[entry.header_offset + i : entry.header_offset + i + 2], "little") for i in (26, 28))
+            name, extra = (
+                int.from_bytes(
+                    data[entry.header_offset + i : entry.header_offset + i + 2], "little"
+                )
+                for i in (26, 28)
+            )
             start = entry.header_offset + 30 + name + extra
-            places += [(entry.header_offset + 12, f"header of {entry.filename}"), (start + entry.file_size // 2, entry.filename)]
+            places += [
+                (entry.header_offset + 12, f"header of {entry.filename}"),
+                (start + entry.file_size // 2, entry.filename),
+            ]
     index = data.rfind(b"PK\1\2")
-    return [*places, (index + 20, "index"), (data.rfind(b"PK\5\6") + 1, "end"), (len(data) - 70, "seal"), (len(data) - 5, "digest")]
+    return [
+        *places,
+        (index + 20, "index"),
+        (data.rfind(b"PK\5\6") + 1, "end"),
+        (len(data) - 70, "seal"),
+        (len(data) - 5, "digest"),
+    ]
 
 
 def flipped(path: Path, offset: int, bit: int) -> None:
@@ -123,7 +137,9 @@ def test_every_page_of_a_checkpoint_of_all_weights(tmp_path):
         assert damage(path), offset
         flipped(path, offset, bit)
         before = zeroed(path, page)
-        assert damage(path) or not any(before), page  # a page of padding is the same when it is zeroed
+        assert damage(path) or not any(before), (
+            page
+        )  # a page of padding is the same when it is zeroed
         with path.open("r+b") as file:
             file.seek(page * PAGE)
             file.write(before)
@@ -149,19 +165,29 @@ def test_a_checkpoint_of_an_older_version_is_held_against_the_checksums_in_it(tm
     assert "data/0" in damage(path)
 
 
-def test_nothing_of_a_damaged_checkpoint_is_loaded_and_the_one_before_it_is_used(copy, monkeypatch, capsys):
+def test_nothing_of_a_damaged_checkpoint_is_loaded_and_the_one_before_it_is_used(
+    copy, monkeypatch, capsys
+):
     loaded, real = [], torch.load
-    monkeypatch.setattr(torch, "load", lambda path, **given: loaded.append(Path(path).name) or real(path, **given))
+    monkeypatch.setattr(
+        torch, "load", lambda path, **given: loaded.append(Path(path).name) or real(path, **given)
+    )
     zeroed(newest(copy), 3)
     path, state = load_checkpoint(copy / "checkpoints")
-    assert path.name == "step_000001.ckpt" and state["rlkit"]["rl_step"] == 1 and loaded == ["step_000001.ckpt"]
+    assert (
+        path.name == "step_000001.ckpt"
+        and state["rlkit"]["rl_step"] == 1
+        and loaded == ["step_000001.ckpt"]
+    )
     said = capsys.readouterr().err
     assert "step_000002.ckpt is damaged" in said and "step_000001.ckpt is used" in said
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_one_before_it_is_offered(copy):
     zeroed(newest(copy), 3)
-    with pytest.raises(DataError, match=r"step_000002\.ckpt is damaged .*before it .*step_000001\.ckpt"):
+    with pytest.raises(
+        DataError, match=r"step_000002\.ckpt is damaged .*before it .*step_000001\.ckpt"
+    ):
         load_checkpoint(newest(copy))
     zeroed(copy / "checkpoints" / "step_000001.ckpt", 3)
     for source in (newest(copy), copy / "checkpoints"):
@@ -171,7 +197,9 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_one_before_it_is
 
 def test_a_damaged_checkpoint_is_kept_when_a_run_goes_on_without_it(copy, capsys):
     """It is evidence of a failing disk. A whole one of another past makes room at the next save, as before."""
-    AtomicCheckpointIO().save_checkpoint({"rlkit": {"rl_step": 3}}, copy / "checkpoints" / "step_000003.ckpt")
+    AtomicCheckpointIO().save_checkpoint(
+        {"rlkit": {"rl_step": 3}}, copy / "checkpoints" / "step_000003.ckpt"
+    )
     zeroed(newest(copy), 3)
     damaged = newest(copy).read_bytes()
     for number in ("", "_2"):
@@ -190,8 +218,13 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", [pytest.param(name, marks=[pytest.mark.slow] * (name != "export")) for name in COMMANDS])
-def test_commands_take_the_checkpoint_before_a_damaged_one_and_say_so(copy, capsys, monkeypatch, command):
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "export")) for name in COMMANDS],
+)
+def test_commands_take_the_checkpoint_before_a_damaged_one_and_say_so(
+    copy, capsys, monkeypatch, command
+):
     monkeypatch.chdir(copy)
     offset = newest(copy).stat().st_size // 2
     flipped(newest(copy), offset, 5)
@@ -200,7 +233,9 @@ def test_commands_take_the_checkpoint_before_a_damaged_one_and_say_so(copy, caps
     said = capsys.readouterr()
     assert "step_000002.ckpt is damaged" in said.err and "step_000001.ckpt is used" in said.err
     if command == "train":
-        assert [json.loads(line)["step"] for line in (copy / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+        assert [
+            json.loads(line)["step"] for line in (copy / "metrics.jsonl").read_text().splitlines()
+        ] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("other", ["model.lora.rank=0", "model.lora.targets=[q_proj]"])
@@ -219,13 +254,17 @@ def test_the_best_model_is_not_written_of_a_damaged_checkpoint(copy):
 # ------------------------------------------------------------------------------------------------ folders of weights
 
 
-def test_a_damaged_file_of_a_saved_model_is_found_before_it_is_loaded(run, tmp_path, capsys, monkeypatch):
+def test_a_damaged_file_of_a_saved_model_is_found_before_it_is_loaded(
+    run, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     assert main(["export", f"run={run}", f"to={model}", "merge=true"]) == 0
     assert folder_damage(model) == ""
     listed = (model / "rlkit.sha256").read_text()
-    assert {line.split("  ")[1] for line in listed.splitlines()} == {p.name for p in model.iterdir()} - {"rlkit.sha256"}
+    assert {line.split("  ")[1] for line in listed.splitlines()} == {
+        p.name for p in model.iterdir()
+    } - {"rlkit.sha256"}
     for path in model.iterdir():
         offset = path.stat().st_size // 2
         flipped(path, offset, 2)
@@ -241,7 +280,12 @@ def test_a_missing_file_or_a_damaged_list_is_damage_and_no_list_is_none(tmp_path
     from rlkit.system.digest import write_sums
 
     (tmp_path / "a.json").write_text("{}")
-    assert folder_damage(tmp_path) == folder_damage(tmp_path / "absent") == folder_damage(tmp_path / "a.json") == ""
+    assert (
+        folder_damage(tmp_path)
+        == folder_damage(tmp_path / "absent")
+        == folder_damage(tmp_path / "a.json")
+        == ""
+    )
     write_sums(tmp_path)
     whole = (tmp_path / "rlkit.sha256").read_bytes()
     for content in (b"", bytes(80), b"\xff" + whole, whole.replace(b"  ", b" ")):

@@ -15,7 +15,9 @@ TEXTS = [
     f
     for folder in ("rlkit", "conf", "docs", "examples", "tests", ".ci")
     for f in (ROOT / folder).rglob("*")
-    if f.suffix in (".py", ".yaml", ".md", ".toml", ".sh", "") and f.is_file() and "__pycache__" not in f.parts
+    if f.suffix in (".py", ".yaml", ".md", ".toml", ".sh", "")
+    and f.is_file()
+    and "__pycache__" not in f.parts
 ]
 
 
@@ -43,7 +45,12 @@ def test_no_file_tells_to_install_the_other_project():
 
 def test_extras_refer_to_the_name_in_pyproject():
     assert PROJECT["name"] != "rlkit"
-    own = [line for lines in PROJECT["optional-dependencies"].values() for line in lines if line.startswith("rlkit")]
+    own = [
+        line
+        for lines in PROJECT["optional-dependencies"].values()
+        for line in lines
+        if line.startswith("rlkit")
+    ]
     assert own and all(line.startswith(f"{PROJECT['name']}[") for line in own)
 
 
@@ -54,8 +61,13 @@ def test_a_checkout_installs_from_itself(monkeypatch):
     assert errors.install("math") == f"cd {ROOT} && pip install -c constraints.txt -e '.[math]'"
 
 
-def test_outside_a_checkout_the_distribution_is_named_even_beside_the_other_project(monkeypatch, tmp_path):
-    both = [installed("rlkit", "rlkit.launchers:main"), installed("ours", "rlkit.commands.cli:main")]
+def test_outside_a_checkout_the_distribution_is_named_even_beside_the_other_project(
+    monkeypatch, tmp_path
+):
+    both = [
+        installed("rlkit", "rlkit.launchers:main"),
+        installed("ours", "rlkit.commands.cli:main"),
+    ]
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "rlkit" / "errors.py"))
     monkeypatch.setattr(errors, "distributions", lambda: both)
     assert errors.install("math") == "pip install 'ours[math]'"

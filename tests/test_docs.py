@@ -26,7 +26,11 @@ from rlkit.errors import ConfigError
 from rlkit.runs.sweeps import expand
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "experiments").glob("*/README.md")),
+]
 PRESETS = sorted((conf_dir() / "experiment").glob("*.yaml"))
 
 REFUSED = "rlkit train algorithm=grp optimizer.lrr=1"  # shown for its message
@@ -74,12 +78,20 @@ NEEDS = {  # what a shown command leaves to the reader
     "task=reasoning_gym": ["task.dataset=countdown"],
     "generation=vllm": ["generation.engine.addresses=[http://127.0.0.1:8000]"],
     "experiment=sft": ["task.path=rows.jsonl"],
-    "teacher.model=NAME": ["algorithm=opd", "teacher=vllm", "teacher.addresses=[http://127.0.0.1:8000]"],
+    "teacher.model=NAME": [
+        "algorithm=opd",
+        "teacher=vllm",
+        "teacher.addresses=[http://127.0.0.1:8000]",
+    ],
     "hydra.launcher.gpus_per_node=null": ["experiment=sweep_slurm"],
     "task=conversations": ["task.path=rows.jsonl"],
     **{
         word: ["environment=program", "environment.command=[python]"]
-        for word in ("environment.score=file", "environment.score=exit", "environment.dropped_thinking=continue")
+        for word in (
+            "environment.score=file",
+            "environment.score=exit",
+            "environment.dropped_thinking=continue",
+        )
     },
 }
 
@@ -98,7 +110,11 @@ def generated():
 
 @pytest.mark.slow
 def test_generated_pages_are_fresh(generated):
-    stale = [path.name for path, text in generated.items() if not path.is_file() or path.read_text() != text]
+    stale = [
+        path.name
+        for path, text in generated.items()
+        if not path.is_file() or path.read_text() != text
+    ]
     gone = {p for p in (ROOT / "docs" / "config").glob("*.md")} - set(generated)
     assert not stale and not gone, f"run python docs/generate.py: {stale}, {gone}"
 
@@ -110,7 +126,11 @@ def test_every_option_and_every_key_has_a_meaning(generated):
     for path, text in generated.items():
         if path.parent.name == "config" and path.stem not in ("experiment", "debug", "README"):
             rows = re.findall(r"^\| `([\w.]+)` \| .* \| (.*) \|$", text, re.M)
-            silent += [f"{path.stem}: {key}" for key, meaning in rows if not meaning.strip() and key.rpartition(".")[2] != "name"]
+            silent += [
+                f"{path.stem}: {key}"
+                for key, meaning in rows
+                if not meaning.strip() and key.rpartition(".")[2] != "name"
+            ]
     assert silent == []
 
 
@@ -122,7 +142,9 @@ def test_fifty_extension_points_are_listed(generated):
                   "environment.parse_calls", "environment", "schedule.numbers", "generation.engine", "callbacks"):  # fmt: skip
         assert place in {p.place for p in points}
     text = next(text for path, text in generated.items() if path.name == "extension_points.md")
-    assert "Shipped: `rlkit.functional.group_mean`" in text or "`rlkit.functional.group_mean`" in text
+    assert (
+        "Shipped: `rlkit.functional.group_mean`" in text or "`rlkit.functional.group_mean`" in text
+    )
 
 
 def shown() -> list[str]:
@@ -130,14 +152,24 @@ def shown() -> list[str]:
     found = []
     for page in PAGES:
         for line in page.read_text().splitlines():
-            if line.startswith("    ") and (at := re.search(r"(?:^|&& |(?<!from)(?<!import)\s)(rlkit [a-z-].*)$", line)):
+            if line.startswith("    ") and (
+                at := re.search(r"(?:^|&& |(?<!from)(?<!import)\s)(rlkit [a-z-].*)$", line)
+            ):
                 found.append(at[1])
             elif not line.startswith("    "):
                 found += re.findall(r"`(rlkit [a-z-][^`]*)`", line)
     for preset in PRESETS:
-        comment = " ".join(line.lstrip("# ").rstrip() for line in preset.read_text().splitlines() if line.startswith("#"))
-        found += [c.rstrip(";.") for c in re.findall(r"(rlkit train .*?)(?:;|$| \w+ the \w+)", comment)]
-    return sorted(dict.fromkeys(re.sub(r'\s+#.*| "\$@"$', "", command).strip(" …") for command in found))
+        comment = " ".join(
+            line.lstrip("# ").rstrip()
+            for line in preset.read_text().splitlines()
+            if line.startswith("#")
+        )
+        found += [
+            c.rstrip(";.") for c in re.findall(r"(rlkit train .*?)(?:;|$| \w+ the \w+)", comment)
+        ]
+    return sorted(
+        dict.fromkeys(re.sub(r'\s+#.*| "\$@"$', "", command).strip(" …") for command in found)
+    )
 
 
 COMMANDS = shown()
@@ -169,7 +201,19 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         return
     name, *words = words_of(command)
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        assert name in ("doctor", "export", "report", "replay", "compare", "plan", "bench", "runs", "metrics", "serve", "--help"), name
+        assert name in (
+            "doctor",
+            "export",
+            "report",
+            "replay",
+            "compare",
+            "plan",
+            "bench",
+            "runs",
+            "metrics",
+            "serve",
+            "--help",
+        ), name
         return
     arguments = parse(words, texts=name == "agent")
     overrides = [
@@ -194,12 +238,16 @@ SMALL = {
     "metrics": [],
     "--help": [],
 }
-ANSWERS = {"Kim has 19 toys. Kim buys 14 more.": "33"}  # the beginning of a question that a page asks → the right answer
+ANSWERS = {
+    "Kim has 19 toys. Kim buys 14 more.": "33"
+}  # the beginning of a question that a page asks → the right answer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
-def test_every_command_that_can_run_here_gives_what_it_is_shown_for(command, tmp_path, monkeypatch, capsys):
+def test_every_command_that_can_run_here_gives_what_it_is_shown_for(
+    command, tmp_path, monkeypatch, capsys
+):
     """Its outcome, not its exit status: a reward that is a number and not always 0, an answer that is right."""
     monkeypatch.chdir(tmp_path)
     words = words_of(command)
@@ -208,9 +256,17 @@ def test_every_command_that_can_run_here_gives_what_it_is_shown_for(command, tmp
     if words[0] == "train":
         [metrics] = tmp_path.glob("outputs/**/metrics.jsonl")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        means = [{k: v for k, v in row.items() if re.fullmatch(r"reward/(\w+/)?mean", k)} for row in rows if "reward/mean" in row]
-        assert means and all(isinstance(mean, float) for row in means for mean in row.values())  # nan is written as null
-        assert all(any(row.values()) for row in means)  # the sum of standardised terms is 0, not the terms
+        means = [
+            {k: v for k, v in row.items() if re.fullmatch(r"reward/(\w+/)?mean", k)}
+            for row in rows
+            if "reward/mean" in row
+        ]
+        assert means and all(
+            isinstance(mean, float) for row in means for mean in row.values()
+        )  # nan is written as null
+        assert all(
+            any(row.values()) for row in means
+        )  # the sum of standardised terms is 0, not the terms
         assert all(row["reward/unscored_frac"] == 0 for row in rows if "reward/mean" in row)
     elif words[0] == "rollout":
         [summary] = tmp_path.glob("outputs/**/summary.json")
@@ -225,7 +281,10 @@ def test_every_command_that_can_run_here_gives_what_it_is_shown_for(command, tmp
 
 def alternatives() -> list[str]:
     """`rlkit train GROUP=OPTION` with each of the options that stand behind it as "(or a, b, c)"."""
-    rows = re.findall(r"`rlkit train ([\w/]+)=\w+` \(or ([\w, ]+)\)", (ROOT / "docs" / "cheat_sheet.md").read_text())
+    rows = re.findall(
+        r"`rlkit train ([\w/]+)=\w+` \(or ([\w, ]+)\)",
+        (ROOT / "docs" / "cheat_sheet.md").read_text(),
+    )
     return [f"{group}={option}" for group, options in rows for option in options.split(", ")]
 
 
@@ -257,11 +316,15 @@ def write(page: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "metric"), [("advantage=signed", "test/accuracy"), ("my_games.Climb", "test/reward")])
+@pytest.mark.parametrize(
+    ("part", "metric"), [("advantage=signed", "test/accuracy"), ("my_games.Climb", "test/reward")]
+)
 def test_the_own_parts_of_the_page_learn(part, metric, tmp_path, monkeypatch):
     """The files and the command as they are shown: every reward is a number, and the test figure rises by far more than its noise."""
     write("own_parts.md", tmp_path)
-    shown = re.findall(r"^    PYTHONPATH=\. rlkit (train .*)$", (ROOT / "docs" / "own_parts.md").read_text(), re.M)
+    shown = re.findall(
+        r"^    PYTHONPATH=\. rlkit (train .*)$", (ROOT / "docs" / "own_parts.md").read_text(), re.M
+    )
     [command] = [c for c in shown if part in c]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -282,33 +345,57 @@ def test_the_first_own_task_goes_as_the_page_tells(tmp_path, monkeypatch, capsys
     monkeypatch.syspath_prepend(str(tmp_path))
     runpy.run_path("make_rows.py")
     page = (ROOT / "docs" / "first_task.md").read_text()
-    commands = re.findall(r"^    (?:PYTHONPATH=\. )?rlkit ((?:rollout|check|train) .*)$", page, re.M)
+    commands = re.findall(
+        r"^    (?:PYTHONPATH=\. )?rlkit ((?:rollout|check|train) .*)$", page, re.M
+    )
     assert [c.split()[0] for c in commands] == ["rollout", "check", "train"]
     for command in commands:
-        assert main([*shlex.split(command), *(["logger=none"] if command.startswith("train") else [])]) == 0
-    [played] = [json.loads(file.read_text()) for file in tmp_path.glob("outputs/rollout/*/summary.json")]
-    [trained] = [json.loads(file.read_text()) for file in tmp_path.glob("outputs/grpo/*/summary.json")]
+        assert (
+            main([*shlex.split(command), *(["logger=none"] if command.startswith("train") else [])])
+            == 0
+        )
+    [played] = [
+        json.loads(file.read_text()) for file in tmp_path.glob("outputs/rollout/*/summary.json")
+    ]
+    [trained] = [
+        json.loads(file.read_text()) for file in tmp_path.glob("outputs/grpo/*/summary.json")
+    ]
     assert 0.05 < played["reward/mean"] < 0.5 and trained["steps"] == 8
     assert trained["before"]["accuracy"] < 0.2 and trained["after"]["accuracy"] > 0.8
 
 
 def test_every_name_of_the_table_for_users_of_trl_and_verl_is_ours():
     """A key that was renamed would make the page send its readers to nothing."""
-    table = re.findall(r"^\| .* \| ([^|]+) \|$", (ROOT / "docs" / "from_trl_and_verl.md").read_text().partition("## What differs")[0], re.M)
+    table = re.findall(
+        r"^\| .* \| ([^|]+) \|$",
+        (ROOT / "docs" / "from_trl_and_verl.md").read_text().partition("## What differs")[0],
+        re.M,
+    )
     names = [name for row in table for name in re.findall(r"`([\w./=]+)`", row)]
-    keys = {key for preset in ("grpo", "dapo") for key in leaves_of(compose([f"algorithm={preset}"]).config)} | {"reward.terms.NAME.weight"}
+    keys = {
+        key
+        for preset in ("grpo", "dapo")
+        for key in leaves_of(compose([f"algorithm={preset}"]).config)
+    } | {"reward.terms.NAME.weight"}
     lost = []
     for name in names:
         group, chosen, option = name.partition("=")
         file = conf_dir() / group / f"{option}.yaml"
-        if not (file.is_file() if chosen and group != "resume" else group in keys or any(key.startswith(f"{group}.") for key in keys)):
+        if not (
+            file.is_file()
+            if chosen and group != "resume"
+            else group in keys or any(key.startswith(f"{group}.") for key in keys)
+        ):
             lost.append(name)
     assert len(names) > 25 and not lost
 
 
 def test_the_newcomers_page_is_one_page_with_the_two_commands():
     text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 1000 and len(re.findall(r"^    pip install -c constraints.txt -e ", text, re.M)) == 2
+    assert (
+        len(text.split()) <= 1000
+        and len(re.findall(r"^    pip install -c constraints.txt -e ", text, re.M)) == 2
+    )
     linked = re.findall(r"\]\(([\w./]+)\)", text)
     assert linked and all((ROOT / path).exists() for path in linked)
 
@@ -319,7 +406,11 @@ def test_the_citation_has_the_version_of_the_package():
     assert str(cited["version"]) == project["version"] and cited["license"] == project["license"]
 
 
-TOUR = [page for page in PAGES if page.name not in ("extension_points.md", "notebooks.md") and "experiments" not in page.parts]
+TOUR = [
+    page
+    for page in PAGES
+    if page.name not in ("extension_points.md", "notebooks.md") and "experiments" not in page.parts
+]
 NOT_OF_RUNS = {
     "resume",
     "figure",
@@ -343,7 +434,11 @@ def overrides_named() -> list[str]:
     shown = {word for command in COMMANDS for word in command.split()}
     spans = [span for page in TOUR for span in re.findall(r"`([a-z][^`\n]*)`", page.read_text())]
     words = r"[a-z][a-z_/.]*=[\w.\-]+"
-    found = {span for span in spans if re.fullmatch(f"{words}( {words})*", span) and "__" not in span and "_target_" not in span}
+    found = {
+        span
+        for span in spans
+        if re.fullmatch(f"{words}( {words})*", span) and "__" not in span and "_target_" not in span
+    }
     return sorted(span for span in found if not set(span.split()) <= shown)
 
 
@@ -365,12 +460,18 @@ def test_every_override_that_a_page_names_is_taken():
 
 @pytest.mark.slow
 def test_the_costs_of_the_recipes_are_those_of_the_roofline(capsys):
-    rows = re.findall(r"^\| .* \| `rlkit (check .*)` \| .* \| ([\d.]+) GB \| (\S+) s \|$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| .* \| `rlkit (check .*)` \| .* \| ([\d.]+) GB \| (\S+) s \|$",
+        (ROOT / "docs" / "recipes.md").read_text(),
+        re.M,
+    )
     assert len(rows) == 6
     for command, memory, seconds in rows:
         assert main(shlex.split(command)) == 0
         said = capsys.readouterr().out
-        assert f"fits: {memory} of " in said and re.search(rf"^step +{re.escape(seconds)} s:", said, re.M), command
+        assert f"fits: {memory} of " in said and re.search(
+            rf"^step +{re.escape(seconds)} s:", said, re.M
+        ), command
 
 
 @pytest.mark.slow
@@ -394,7 +495,8 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {page.stem for page in pages}
     for page in pages:
         loaded = re.findall(
-            r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=\"([^\"]+)|<link\b[^>]*\bhref=\"([^\"]+)", page.read_text()
+            r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=\"([^\"]+)|<link\b[^>]*\bhref=\"([^\"]+)",
+            page.read_text(),
         )
         outside = [a or b for a, b in loaded if re.match(r"(?:https?:)?//", a or b)]
         assert not outside, f"{page.name}: {outside}"

@@ -18,7 +18,11 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "doors.md"
 def shown(name: str) -> dict:
     """The names that a file of the page defines."""
     lines = PAGE.read_text().partition(f"    # {name}\n")[2].splitlines()
-    end = next(i for i, line in enumerate(lines) if line.startswith("    PYTHONPATH") or (line and line[0] != " "))
+    end = next(
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("    PYTHONPATH") or (line and line[0] != " ")
+    )
     names: dict = {}
     exec(textwrap.dedent("\n".join(lines[:end])), names)
     return names
@@ -35,10 +39,18 @@ async def served(heard: list):
             said = message.json()
             heard.append(said["type"])
             steps = 0 if said["type"] == "reset" else steps + 1
-            seen = {"observation": f"step {steps} {said['data']}", "reward": 0.5 if steps else None, "done": steps == 2}
+            seen = {
+                "observation": f"step {steps} {said['data']}",
+                "reward": 0.5 if steps else None,
+                "done": steps == 2,
+            }
             lost = {"type": "error", "data": {"message": "no such message", "code": "LOST"}}
             if said["type"] != "close":
-                await socket.send_json(lost if said["data"].get("message") == "lose" else {"type": "observation", "data": seen})
+                await socket.send_json(
+                    lost
+                    if said["data"].get("message") == "lose"
+                    else {"type": "observation", "data": seen}
+                )
         return socket
 
     app = web.Application()
@@ -54,7 +66,14 @@ def test_the_example_of_openenv_plays():
     heard: list[str] = []
 
     async def say(rollout, messages, session):
-        return Step(tuple(messages), (), (), (), "stop", content="lose" if rollout.sample else f"move {len(rollout.steps)}")
+        return Step(
+            tuple(messages),
+            (),
+            (),
+            (),
+            "stop",
+            content="lose" if rollout.sample else f"move {len(rollout.steps)}",
+        )
 
     async def main():
         runner, url = await served(heard)
@@ -66,7 +85,10 @@ def test_the_example_of_openenv_plays():
             await runner.cleanup()
 
     fine, lost = run(main())
-    assert [s.prompt[0]["content"] for s in fine.steps] == ["step 0 {'seed': 7}", "step 1 {'message': 'move 0'}"]
+    assert [s.prompt[0]["content"] for s in fine.steps] == [
+        "step 0 {'seed': 7}",
+        "step 1 {'message': 'move 0'}",
+    ]
     assert ([s.reward for s in fine.steps], fine.status) == ([0.5, 0.5], "terminated")
     assert lost.truncation == "error" and "LOST: no such message" in lost.metadata["error"]
     assert heard.count("close") == 2
@@ -76,4 +98,11 @@ def test_the_game_of_two_players_counts_points():
     game = shown("my_games.py")["Bid"]()
     game.reset(seed=0)
     given = [game.step(action)[1:3] for action in ("20", "3", "21", "1", "5", "5")]
-    assert given == [((0, 0), False), ((1, -1), False), ((0, 0), False), ((-1, 1), False), ((0, 0), False), ((0, 0), True)]
+    assert given == [
+        ((0, 0), False),
+        ((1, -1), False),
+        ((0, 0), False),
+        ((-1, 1), False),
+        ((0, 0), False),
+        ((0, 0), True),
+    ]

@@ -25,9 +25,15 @@ FAST = [
 
 def run(folder: Path, *overrides: str, resume: bool = False) -> list[dict]:
     x = experiment(compose([*FAST, *overrides]))
-    train_in(x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
+    train_in(
+        x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None
+    )
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in found if "reward/mean" in row]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("perf/")}
+        for row in found
+        if "reward/mean" in row
+    ]
 
 
 def test_the_last_update_is_in_the_kl_of_the_step_and_the_kl_before_each_update_is_not(tmp_path):
@@ -40,21 +46,32 @@ def test_the_last_update_is_in_the_kl_of_the_step_and_the_kl_before_each_update_
 @pytest.mark.slow
 def test_drift_from_the_start_is_measured_where_no_reference_stays_there(tmp_path):
     """A reference that is copied after every step is never away; the first step moves as far from the start as from before it."""
-    for name, overrides in {"moving": ["reference=periodic", "reference.every=1"], "none": ["kl=none", "reference=none"]}.items():
+    for name, overrides in {
+        "moving": ["reference=periodic", "reference.every=1"],
+        "none": ["kl=none", "reference=none"],
+    }.items():
         rows = run(tmp_path / name, *overrides, "trainer.steps=2")
-        assert rows[0]["kl/start"] == pytest.approx(rows[0]["kl/step"], rel=1e-3)  # the same rollouts, in passes of their own
+        assert rows[0]["kl/start"] == pytest.approx(
+            rows[0]["kl/step"], rel=1e-3
+        )  # the same rollouts, in passes of their own
         assert all(row["kl/start"] > 1e-4 > (row["kl/ref_k3"] or 0) for row in rows)
 
 
 def test_where_the_reference_is_the_start_kl_ref_says_it_at_no_cost(tmp_path):
     rows = run(tmp_path / "run", "trainer.steps=2")
-    state = torch.load(sorted((tmp_path / "run" / "checkpoints").glob("*.ckpt"))[-1], weights_only=True)
+    state = torch.load(
+        sorted((tmp_path / "run" / "checkpoints").glob("*.ckpt"))[-1], weights_only=True
+    )
     assert all(row["kl/start"] is None for row in rows) and state["rlkit"]["start"] is None
 
 
 @pytest.mark.slow
 def test_a_resumed_run_measures_from_the_same_start(tmp_path):
-    words = ("kl=none", "reference=none", "schedule=constant")  # a schedule would follow the length of the run
+    words = (
+        "kl=none",
+        "reference=none",
+        "schedule=constant",
+    )  # a schedule would follow the length of the run
     whole = run(tmp_path / "whole", *words, "trainer.steps=3")
     run(tmp_path / "parts", *words, "trainer.steps=2")
     parts = run(tmp_path / "parts", *words, "trainer.steps=3", resume=True)
@@ -62,19 +79,31 @@ def test_a_resumed_run_measures_from_the_same_start(tmp_path):
     assert all(math.isfinite(row["kl/start"]) for row in whole)
 
 
-def test_the_log_probs_of_a_steps_only_update_are_those_of_the_policy_before_it(tmp_path, monkeypatch):
+def test_the_log_probs_of_a_steps_only_update_are_those_of_the_policy_before_it(
+    tmp_path, monkeypatch
+):
     """A pass before the update gives the same figure; the two differ by the rounding of other widths."""
-    words = ("kl=none", "reference=none", "algorithm.minibatches=1", "trainer.steps=2", "trainer.micro_batch_tokens=300")
+    words = (
+        "kl=none",
+        "reference=none",
+        "algorithm.minibatches=1",
+        "trainer.steps=2",
+        "trainer.micro_batch_tokens=300",
+    )
     once = run(tmp_path / "once", *words)
     monkeypatch.setattr("rlkit.training.learner.updates_once", lambda learner, batch: False)
     apart = run(tmp_path / "apart", *words)
     assert all(row["kl/step"] > 1e-6 for row in once)
-    assert [row["kl/step"] for row in once] == pytest.approx([row["kl/step"] for row in apart], rel=0.01)
+    assert [row["kl/step"] for row in once] == pytest.approx(
+        [row["kl/step"] for row in apart], rel=0.01
+    )
 
 
 def test_log_probs_of_an_update_find_their_tokens_in_any_order_of_its_micro_batches():
     owners = torch.tensor([0, 1, 1, 2])  # the second rollout has two rows
-    mask = torch.tensor([[False, True, True], [True, True, False], [False, False, True], [False, True, False]])
+    mask = torch.tensor(
+        [[False, True, True], [True, True, False], [False, False, True], [False, True, False]]
+    )
     wanted = torch.arange(12.0).view(4, 3) * mask
     parts = [torch.tensor([3]), torch.tensor([1, 2]), torch.tensor([0])]
     terms = {

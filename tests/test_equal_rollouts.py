@@ -17,7 +17,9 @@ from rlkit.algorithm import Algorithm, Critic, estimate_advantages, filter_rollo
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.types import Batch
 
-GRPO = {"advantage": "group_mean", "normalization": "group"} | dict.fromkeys(list(SLOTS)[2:], "none")
+GRPO = {"advantage": "group_mean", "normalization": "group"} | dict.fromkeys(
+    list(SLOTS)[2:], "none"
+)
 PAIRS = list(itertools.combinations(SLOTS, 2))
 # Scales of trained tokens and rollouts, pairs of the trained rollouts, and their turns: who is masked changes them.
 ON_TRAINED = ("whiten", "advantages", "pairwise", "turn_group_mean")
@@ -31,11 +33,22 @@ def make_batch(contents: str) -> Batch:
     owner = torch.arange(n).repeat_interleave(2)
 
     def tokens(seed: int) -> torch.Tensor:
-        made = [-2 * torch.rand(2, t, generator=torch.Generator().manual_seed(100 * seed + ord(c)), dtype=torch.float64) for c in letters]
+        made = [
+            -2
+            * torch.rand(
+                2,
+                t,
+                generator=torch.Generator().manual_seed(100 * seed + ord(c)),
+                dtype=torch.float64,
+            )
+            for c in letters
+        ]
         return torch.cat(made)
 
     mask = torch.tensor([[False, True, True, True], [False, False, True, True]]).repeat(n, 1)
-    rewards = torch.tensor([1.0 if c == "a" else 0.0 if c == "b" else 0.25 for c in letters], dtype=torch.float64)
+    rewards = torch.tensor(
+        [1.0 if c == "a" else 0.0 if c == "b" else 0.25 for c in letters], dtype=torch.float64
+    )
     ends = torch.zeros(b, t, dtype=torch.float64)
     ends[1::2, -1] = rewards
     return Batch(
@@ -51,9 +64,22 @@ def make_batch(contents: str) -> Batch:
 def estimated(batch: Batch, names: dict[str, str]) -> Batch:
     parts = {slot: SLOTS[slot][name] for slot, name in names.items()}
     kl = parts.pop("kl")
-    critic = Critic("head", f.squared_error) if names["advantage"] in ("gae", "turn_gae", "adaptive_gae") else Critic()
-    algorithm = Algorithm("test", ratio=f.token_ratio, policy_loss=f.clipped, aggregation=f.token_mean, critic=critic, **parts)
-    return token_scale(estimate_advantages(filter_rollouts(batch, algorithm), algorithm, kl), algorithm)
+    critic = (
+        Critic("head", f.squared_error)
+        if names["advantage"] in ("gae", "turn_gae", "adaptive_gae")
+        else Critic()
+    )
+    algorithm = Algorithm(
+        "test",
+        ratio=f.token_ratio,
+        policy_loss=f.clipped,
+        aggregation=f.token_mean,
+        critic=critic,
+        **parts,
+    )
+    return token_scale(
+        estimate_advantages(filter_rollouts(batch, algorithm), algorithm, kl), algorithm
+    )
 
 
 def rows_of(batch: Batch, rollout: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,38 +96,57 @@ def struck(batch: Batch, victim: int, event: str) -> Batch:
         return batch._replace(truncated=hit)
     lost = hit[batch.rollout_ids][:, None]
     rewards = batch.rewards.where(~hit, torch.nan)
-    return batch._replace(rewards=rewards, components={"task": rewards}, token_rewards=batch.token_rewards.where(~lost, 0.0))
+    return batch._replace(
+        rewards=rewards,
+        components={"task": rewards},
+        token_rewards=batch.token_rewards.where(~lost, 0.0),
+    )
 
 
 def problems(names: dict[str, str]) -> list[str]:
     """What of the law does not hold for one algorithm."""
     found = []
 
-    def compare(what: str, left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def compare(
+        what: str, left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         both = left[0] & right[0]
         a, b = (side[1][both] for side in (left, right))
-        if names["normalization"] in ("whiten", "advantages"):  # divide by one less than there are, so they move with the number
+        if names["normalization"] in (
+            "whiten",
+            "advantages",
+        ):  # divide by one less than there are, so they move with the number
             a, b = (values / values.norm().clamp_min(1e-9) for values in (a, b))
-        if not torch.allclose(a, b, rtol=0, atol=1e-12):  # float64 rounding of sums of a dozen terms
+        if not torch.allclose(
+            a, b, rtol=0, atol=1e-12
+        ):  # float64 rounding of sums of a dozen terms
             found.append(f"{what}: {a.tolist()} and {b.tolist()}")
 
     equal, mixed = make_batch("aaaa aaaa"), make_batch("aaab aacb")
     whole = {id(batch): estimated(batch, names) for batch in (equal, mixed)}
     for event in ("cut off", "not scored"):
         for victim in (0, 2):
-            alike, unlike = (estimated(struck(batch, victim, event), names) for batch in (equal, mixed))
+            alike, unlike = (
+                estimated(struck(batch, victim, event), names) for batch in (equal, mixed)
+            )
             others = [i for i in (0, 1, 2) if i != victim]
             compare(f"{event}, twins", *(rows_of(unlike, i) for i in others))
             for i in (*others, 4, 5):
                 compare(f"{event}, among equals", rows_of(alike, i), rows_of(whole[id(equal)], i))
                 if event == "cut off" and not {*names.values()} & {*ON_TRAINED}:
-                    compare(f"{event}, as if it were not", rows_of(unlike, i), rows_of(whole[id(mixed)], i))
+                    compare(
+                        f"{event}, as if it were not",
+                        rows_of(unlike, i),
+                        rows_of(whole[id(mixed)], i),
+                    )
     return found
 
 
 def test_every_option_stands_in_a_table():
     for slot in [*SLOTS][:-1]:
-        assert {path.stem for path in (conf_dir() / "algorithm" / slot).glob("*.yaml")} == SLOTS[slot].keys(), slot
+        assert {path.stem for path in (conf_dir() / "algorithm" / slot).glob("*.yaml")} == SLOTS[
+            slot
+        ].keys(), slot
 
 
 @pytest.mark.parametrize("slots", cases(PAIRS, 2), ids=" and ".join)
@@ -115,7 +160,11 @@ def test_equal_rollouts_get_equal_advantages(slots):
 @pytest.mark.parametrize("advantage", SLOTS["advantage"])
 @pytest.mark.parametrize("kl", SLOTS["kl"])
 def test_equal_rollouts_get_equal_advantages_in_every_algorithm(advantage, kl):
-    rest = ["normalization", "overlong", "group_filter"]  # token_filter and correction scale the loss and reach no advantage
+    rest = [
+        "normalization",
+        "overlong",
+        "group_filter",
+    ]  # token_filter and correction scale the loss and reach no advantage
     for chosen in itertools.product(*(SLOTS[slot] for slot in rest)):
         names = GRPO | {"advantage": advantage, "kl": kl} | dict(zip(rest, chosen, strict=True))
         assert problems(names) == [], names
@@ -127,10 +176,17 @@ def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
     from rlkit.training.learner import Learner
     from rlkit.training.update import with_logprobs
 
-    words = ["kl=k1", "kl.placement=reward", f"kl.in_baseline={str(in_baseline).lower()}", "algorithm/overlong=mask"]
+    words = [
+        "kl=k1",
+        "kl.placement=reward",
+        f"kl.in_baseline={str(in_baseline).lower()}",
+        "algorithm/overlong=mask",
+    ]
     x = experiment(compose([*words, "task.max_samples=8"]))
     batch = make_batch("aacb")._replace(truncated=torch.tensor([True, False, False, False]))
     batch = filter_rollouts(batch._replace(ids=torch.arange(32).view(8, 4)), x.algorithm)
     found = with_logprobs(Learner(x, tiny), batch)
     wanted = batch.sampled_mask if in_baseline else batch.response_mask
-    assert torch.equal(found.logprobs_ref != 0, wanted) and torch.equal(found.logprobs_old != 0, wanted)
+    assert torch.equal(found.logprobs_ref != 0, wanted) and torch.equal(
+        found.logprobs_old != 0, wanted
+    )

@@ -56,12 +56,19 @@ def test_the_folder_gives_the_same_logits(run, merge, tmp_path, capsys, tiny):
     # merging adds B A to the weights before the product with the input instead of after it
     torch.testing.assert_close(logits(loaded), expected, atol=1e-4, rtol=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.chat_template == tiny.renderer.tokenizer.chat_template and tokenizer.get_vocab() == tiny.renderer.tokenizer.get_vocab()
+    assert (
+        tokenizer.chat_template == tiny.renderer.tokenizer.chat_template
+        and tokenizer.get_vocab() == tiny.renderer.tokenizer.get_vocab()
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     card = (tmp_path / "out" / "README.md").read_text()
     header = yaml.safe_load(card.split("---")[1])
     adapters = merge == "false" and (folder / "model" / "adapter_config.json").exists()
-    assert header["library_name"] == ("peft" if adapters else "transformers") and "rlkit" in header["tags"] and "base_model" not in header
+    assert (
+        header["library_name"] == ("peft" if adapters else "transformers")
+        and "rlkit" in header["tags"]
+        and "base_model" not in header
+    )
     assert "| learning rate | `0.01` |" in card and "rlkit train debug=fast" in card
     assert str(tmp_path) not in card and str(folder) not in card, "a place of this machine"
 
@@ -83,11 +90,16 @@ def test_refusals(run, tmp_path, capsys):
 def test_another_model_is_the_reference():
     """The teacher's own scores, whatever the policy does, also under LoRA; nothing of it goes into the checkpoint."""
     teacher = load_policy(path="tiny_guess").model
-    for policy in (load_policy(path="tiny").model, load_policy(path="tiny", lora=LoRA(rank=2)).model):
+    for policy in (
+        load_policy(path="tiny").model,
+        load_policy(path="tiny", lora=LoRA(rank=2)).model,
+    ):
         kept = reference.frozen(path="tiny_guess")
         state = kept.init(policy, step=7)
         with kept.model(state, policy) as scored:
-            assert torch.equal(logits(scored), logits(teacher)) and not torch.equal(logits(scored), logits(policy))
+            assert torch.equal(logits(scored), logits(teacher)) and not torch.equal(
+                logits(scored), logits(policy)
+            )
         assert kept.save(state) == {} and not any(p.requires_grad for p in state.parameters())
 
 
@@ -99,12 +111,24 @@ def test_a_teacher_with_more_padding_behind_its_vocabulary_teaches(tmp_path):
     teacher.model.resize_token_embeddings(rows + 64, mean_resizing=False)
     teacher.model.save_pretrained(tmp_path / "teacher")
     teacher.renderer.tokenizer.save_pretrained(tmp_path / "teacher")
-    words = ["debug=fast", "evaluation.n=0", "trainer.steps=1", "trainer.accelerator=cpu", "kl=full", "batch.group_size=4"]
+    words = [
+        "debug=fast",
+        "evaluation.n=0",
+        "trainer.steps=1",
+        "trainer.accelerator=cpu",
+        "kl=full",
+        "batch.group_size=4",
+    ]
     folders = [tmp_path / "padded", tmp_path / "plain"]
     for path, folder in zip((tmp_path / "teacher", "tiny_guess"), folders, strict=True):
         assert main(["train", *words, f"reference.path={path}", f"hydra.run.dir={folder}"]) == 0
-    padded, plain = (json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]) for folder in folders)
-    assert padded["kl/estimate"] == pytest.approx(plain["kl/estimate"], rel=1e-4) and plain["kl/estimate"] > 0
+    padded, plain = (
+        json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]) for folder in folders
+    )
+    assert (
+        padded["kl/estimate"] == pytest.approx(plain["kl/estimate"], rel=1e-4)
+        and plain["kl/estimate"] > 0
+    )
 
 
 def save_without_seven(tokenizer, folder):
@@ -116,15 +140,33 @@ def save_without_seven(tokenizer, folder):
 
 
 @pytest.mark.slow
-def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loaded(tmp_path, monkeypatch, capsys):
+def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loaded(
+    tmp_path, monkeypatch, capsys
+):
     from rlkit import models
 
     other = load_policy(path="tiny")
     other.model.save_pretrained(tmp_path)
     save_without_seven(other.renderer.tokenizer, tmp_path)
-    monkeypatch.setattr(models.load, "pretrained_model", lambda *_, **__: pytest.fail("weights are loaded"))
-    assert main(["train", "debug=fast", "evaluation.n=0", f"reference.path={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"]) == 2
-    assert "another vocabulary than model.path=tiny" in (said := capsys.readouterr().err) and "differs is '7'" in said
+    monkeypatch.setattr(
+        models.load, "pretrained_model", lambda *_, **__: pytest.fail("weights are loaded")
+    )
+    assert (
+        main(
+            [
+                "train",
+                "debug=fast",
+                "evaluation.n=0",
+                f"reference.path={tmp_path}",
+                f"hydra.run.dir={tmp_path / 'run'}",
+            ]
+        )
+        == 2
+    )
+    assert (
+        "another vocabulary than model.path=tiny" in (said := capsys.readouterr().err)
+        and "differs is '7'" in said
+    )
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, tiny):

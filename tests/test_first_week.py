@@ -21,13 +21,28 @@ from rlkit.types import Environment, Task
 
 MODULES = {
     "broken_syntax": ("def score(rollout)\n    return 1.0\n", r"broken_syntax\.py:1: expected ':'"),
-    "broken_import": ("import not_a_package\n", r"broken_import\.py:1: No module named 'not_a_package'"),
-    "broken_value": ("X = 1\nY = X / 0\n", r"broken_value\.py:2: ZeroDivisionError: division by zero"),
+    "broken_import": (
+        "import not_a_package\n",
+        r"broken_import\.py:1: No module named 'not_a_package'",
+    ),
+    "broken_value": (
+        "X = 1\nY = X / 0\n",
+        r"broken_value\.py:2: ZeroDivisionError: division by zero",
+    ),
 }
 PRESETS = {
-    "indented": ("# @package _global_\nalgorithm:\n   epochs: 2\n  minibatches: 3\n", r"indented\.yaml:4: this is not YAML"),
-    "unpackaged": ("algorithm:\n  epochs: 2\n", r"experiment: this preset sets algorithm under 'experiment'; write '# @package _global_'"),
-    "dangling": ("# @package _global_\nalgorithm:\n  epochs: ${nope}\n", r"algorithm\.epochs: \$\{nope\} cannot be resolved"),
+    "indented": (
+        "# @package _global_\nalgorithm:\n   epochs: 2\n  minibatches: 3\n",
+        r"indented\.yaml:4: this is not YAML",
+    ),
+    "unpackaged": (
+        "algorithm:\n  epochs: 2\n",
+        r"experiment: this preset sets algorithm under 'experiment'; write '# @package _global_'",
+    ),
+    "dangling": (
+        "# @package _global_\nalgorithm:\n  epochs: ${nope}\n",
+        r"algorithm\.epochs: \$\{nope\} cannot be resolved",
+    ),
     "misnamed": (
         "# @package _global_\ndefaults:\n- override /algorithm: drgrpo\n",
         r"algorithm=drgrpo, which a defaults .* mean 'dr_grpo'",
@@ -71,7 +86,8 @@ def test_what_does_not_fit_is_said_in_plain_words(given):
 def test_a_reward_that_cannot_be_called_with_a_rollout_names_its_place():
     """The place of the TypeError was in rlkit."""
     with pytest.raises(
-        ConfigError, match=r"'mine': .* alone, which it does not fit: too many positional arguments \(.*test_first_week\.py:\d+\)"
+        ConfigError,
+        match=r"'mine': .* alone, which it does not fit: too many positional arguments \(.*test_first_week\.py:\d+\)",
     ):
         score([], Reward("mine", {"mine": Term(1.0, lambda: 1.0)}))
 
@@ -95,7 +111,9 @@ def test_every_key_that_a_foreign_name_is_answered_with_exists():
         if key == "hydra.run.dir":
             continue
         for part in key.removesuffix("=").replace("/", ".").split("."):
-            assert part in node or part in inspect.signature(resolve(node["_target_"])).parameters, key
+            assert (
+                part in node or part in inspect.signature(resolve(node["_target_"])).parameters
+            ), key
             node = node.get(part)
 
 
@@ -112,7 +130,9 @@ def test_a_flag_that_is_a_key_is_answered_with_the_key():
 
 
 def test_a_config_name_is_a_file_of_ones_own_with_its_defaults_list(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults:\n- train\n- override algorithm: dapo\n- kl: none\n- _self_\ntrainer:\n  steps: 7\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n- train\n- override algorithm: dapo\n- kl: none\n- _self_\ntrainer:\n  steps: 7\n"
+    )
     given = parse(["--config-dir", str(tmp_path), "--config-name", "mine", "trainer.steps=9"])
     assert given.overrides == ["algorithm=dapo", "kl=none", "trainer.steps=9"]
     assert parse(["--config-name", "train"]).overrides == []
@@ -121,9 +141,26 @@ def test_a_config_name_is_a_file_of_ones_own_with_its_defaults_list(tmp_path):
 def test_the_config_is_printed_without_a_run_and_without_secrets(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-s3cret")
-    assert main(["train", "--cfg", "job", "--resolve", "optimizer.lr=0.5", "name=${oc.env:WANDB_API_KEY}"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--cfg",
+                "job",
+                "--resolve",
+                "optimizer.lr=0.5",
+                "name=${oc.env:WANDB_API_KEY}",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    assert "lr: 0.5" in said and "s3cret" not in said and "hydra" not in said and not list(tmp_path.iterdir())
+    assert (
+        "lr: 0.5" in said
+        and "s3cret" not in said
+        and "hydra" not in said
+        and not list(tmp_path.iterdir())
+    )
     assert main(["train", "--info", "algorithm=dapo"]) == 0
     assert "\nalgorithm=dapo\n" in f"\n{capsys.readouterr().out}"
 
@@ -136,7 +173,10 @@ def test_debug_shows_the_traceback_of_a_refusal_and_of_no_later_one(capsys):
 
 
 def test_a_function_in_place_of_a_reward_term_is_named():
-    with pytest.raises(ConfigError, match=r"reward\.terms\.mine: 'math\.sqrt' is a function, not a rlkit\.rewards\.Term.* as fn"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.terms\.mine: 'math\.sqrt' is a function, not a rlkit\.rewards\.Term.* as fn",
+    ):
         compose(["+reward.terms.mine={_target_: math.sqrt, _partial_: true}"])
 
 
@@ -145,12 +185,19 @@ def test_the_default_environment_takes_a_system_prompt():
     task = Task("a", ({"role": "user", "content": "?"},), "1", environment="single_turn")
     environments = {"single_turn": single_turn(system_prompt="own")}
     made = by_task(environments=environments, system_prompt="Be brief.")(task).first_prompt(task)
-    assert run(made) == ({"role": "system", "content": "Be brief.\n\nown"}, {"role": "user", "content": "?"})
+    assert run(made) == (
+        {"role": "system", "content": "Be brief.\n\nown"},
+        {"role": "user", "content": "?"},
+    )
     with pytest.raises(ConfigError, match="environment 'x' makes its own prompts"):
-        by_task(environments={"x": Environment(session=lambda task: None)}, system_prompt="Be brief.")
+        by_task(
+            environments={"x": Environment(session=lambda task: None)}, system_prompt="Be brief."
+        )
 
 
-@pytest.mark.parametrize("reward, seconds", list(itertools.product((-12.5, 0.5, 99.99), (0.04, 9.99, 123.4))))
+@pytest.mark.parametrize(
+    "reward, seconds", list(itertools.product((-12.5, 0.5, 99.99), (0.04, 9.99, 123.4)))
+)
 def test_the_line_of_a_step_has_at_most_80_columns(reward, seconds):
     row = {
         "reward/mean": reward, "kl/ref_k3": 12.3456, "len/mean": 32768.0, "len/truncated_frac": 1.0,

@@ -22,7 +22,14 @@ from rlkit.runs import folder as runs
 from rlkit.system import shards
 from rlkit.system.files import LOST, as_oserror, lenient, refusing, unwritable
 from rlkit.training.callbacks.checkpoints import checkpoints, load_checkpoint
-from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text, tensorboard, tolerant
+from rlkit.training.loggers import (
+    log_final,
+    log_histogram,
+    log_settings,
+    log_text,
+    tensorboard,
+    tolerant,
+)
 
 EVERYTHING = [
     "debug=fast", "trainer.accelerator=cpu", "trainer.steps=3", "task.max_samples=32", "generation.max_new_tokens=32",
@@ -42,7 +49,10 @@ MOMENTS = {  # where the disk fills up, in the second RL step or at the end
 
 def full(limit: int = 0) -> None:
     """No file of this process grows beyond `limit` bytes from now on; -1: as before."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit if limit >= 0 else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE,
+        (limit if limit >= 0 else resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    )
 
 
 @pytest.fixture
@@ -107,24 +117,37 @@ def refuses(tmp_path: Path, forked, moment: str, rank: int, limit: int) -> None:
     words = ["train", *EVERYTHING, f"model.lora.rank={rank}", f"hydra.run.dir={folder}"]
     pipe, out = os.pipe()  # the log must not be a file, which would not grow either
     count = 1 if moment in ("model", "summary") else 2
-    child = forked(words, log, lambda: (os.dup2(out, 1), os.dup2(out, 2), at(MOMENTS[moment], lambda: full(limit), count)))
+    child = forked(
+        words,
+        log,
+        lambda: (os.dup2(out, 1), os.dup2(out, 2), at(MOMENTS[moment], lambda: full(limit), count)),
+    )
     os.close(out)
     with os.fdopen(pipe, errors="replace") as text:
         said = text.read()
     assert wait(child) == 1, said
     assert "Traceback" not in said and "3 steps" in said and "not written" in said, said
-    rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows == sorted(rows) and rows[0] == 0
     _, state = load_checkpoint(folder / "checkpoints")
-    assert state["rlkit"]["rl_step"] == (1 if moment in ("step", "evaluation", "checkpoint", "within the checkpoint") else 3)
+    assert state["rlkit"]["rl_step"] == (
+        1 if moment in ("step", "evaluation", "checkpoint", "within the checkpoint") else 3
+    )
     assert not list(folder.rglob("*.tmp")) and not list(folder.rglob(".*part"))
     again = tmp_path / "again"
     assert wait(forked(["train", f"resume={folder}"], again)) == 0, again.read_text()
-    assert load_checkpoint(folder / "checkpoints")[1]["rlkit"]["rl_step"] == 3 and (folder / "model").is_dir()
+    assert (
+        load_checkpoint(folder / "checkpoints")[1]["rlkit"]["rl_step"] == 3
+        and (folder / "model").is_dir()
+    )
     assert json.loads((folder / "summary.json").read_text())["lost"] == {}
 
 
-def test_a_folder_that_cannot_be_written_refuses_a_run_before_it_begins(tmp_path, monkeypatch, capsys, room):
+def test_a_folder_that_cannot_be_written_refuses_a_run_before_it_begins(
+    tmp_path, monkeypatch, capsys, room
+):
     """One sentence and exit status 2: a file in the way of the outputs or of the run, and a full disk; nothing is left behind."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").write_text("")
@@ -145,8 +168,13 @@ def test_a_folder_that_cannot_be_written_refuses_a_run_before_it_begins(tmp_path
 def test_other_commands_show_what_they_computed(tmp_path, monkeypatch, capsys, room, command):
     """Hours of episodes ended in a traceback, and their table was never printed."""
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *EVERYTHING[:4], "evaluation.n=0", "logger=none", "hydra.run.dir=run"]) == 0
-    words = {"rollout": ["n=2", "max_steps=1"], "evaluate": ["run=run", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]}
+    assert (
+        main(["train", *EVERYTHING[:4], "evaluation.n=0", "logger=none", "hydra.run.dir=run"]) == 0
+    )
+    words = {
+        "rollout": ["n=2", "max_steps=1"],
+        "evaluate": ["run=run", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"],
+    }
     fresh = runs.fresh
 
     def filled(parent: Path) -> Path:
@@ -188,7 +216,9 @@ def test_what_each_library_raises_is_known(tmp_path, room, rank, limit):
         "a row": lambda: (tmp_path / "c").write_bytes(bytes(200_000)),
     }
     if limit < 10_000:  # they are smaller
-        writers["a tokenizer"] = lambda: policy.renderer.tokenizer.save_pretrained(tmp_path / "tokenizer")
+        writers["a tokenizer"] = lambda: policy.renderer.tokenizer.save_pretrained(
+            tmp_path / "tokenizer"
+        )
     for name, write in writers.items():
         room(limit)
         with pytest.raises(Exception) as caught:
@@ -203,11 +233,17 @@ def test_one_place_decides_what_becomes_of_a_refusal(capsys):
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     with lenient("checkpoint 2", "checkpoint"):
         raise error
-    assert LOST == {"checkpoint": "the disk took only a part of it"} and "checkpoint 2 not written" in capsys.readouterr().err
+    assert (
+        LOST == {"checkpoint": "the disk took only a part of it"}
+        and "checkpoint 2 not written" in capsys.readouterr().err
+    )
     with lenient("checkpoint 3", "checkpoint"):
         pass
     assert LOST == {}
-    with pytest.raises(ConfigError, match=r"outputs: cannot be written \(No space left on device\)"), refusing("outputs"):
+    with (
+        pytest.raises(ConfigError, match=r"outputs: cannot be written \(No space left on device\)"),
+        refusing("outputs"),
+    ):
         raise Exception("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(OSError, match="took only a part"), as_oserror():
         raise error
@@ -221,10 +257,15 @@ def test_rollouts_that_find_no_room_leave_the_steps_before_them_whole(tmp_path, 
         shards.append_lines(tmp_path, 2, b"two")
     room(-1)
     shards.append_lines(tmp_path, 3, b"three")
-    assert gzip.decompress(shards.files(tmp_path)[0].read_bytes()) == b"onethree" and [*shards.recorded(tmp_path)] == [1, 3]
+    assert gzip.decompress(shards.files(tmp_path)[0].read_bytes()) == b"onethree" and [
+        *shards.recorded(tmp_path)
+    ] == [1, 3]
 
 
-@pytest.mark.parametrize("error", [ValueError("rows"), RuntimeError("CUDA error: device-side assert"), KeyError("reward")])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("rows"), RuntimeError("CUDA error: device-side assert"), KeyError("reward")],
+)
 def test_what_is_no_matter_of_the_disk_is_raised(error):
     assert unwritable(error) is None
     for tolerant_of in (lenient("a"), refusing("a"), as_oserror()):
@@ -233,7 +274,9 @@ def test_what_is_no_matter_of_the_disk_is_raised(error):
     assert LOST == {}
 
 
-def test_a_logger_that_fails_ends_no_run_and_goes_on_when_there_is_room(tmp_path, room, capsys, monkeypatch):
+def test_a_logger_that_fails_ends_no_run_and_goes_on_when_there_is_room(
+    tmp_path, room, capsys, monkeypatch
+):
     """TensorBoard's writer is a thread that dies with its first failure: the error came out of a later, innocent call."""
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     LOST.clear()
@@ -251,7 +294,9 @@ def test_a_logger_that_fails_ends_no_run_and_goes_on_when_there_is_room(tmp_path
     assert list(LOST) == ["TensorBoardLogger"] and capsys.readouterr().err.count("warning") == 1
     logger.log_metrics({"a": 2.0}, step=4)
     logger.finalize("success")
-    newest = max((tmp_path / "tensorboard").glob("events.*"), key=lambda p: (p.stat().st_size, p.name))
+    newest = max(
+        (tmp_path / "tensorboard").glob("events.*"), key=lambda p: (p.stat().st_size, p.name)
+    )
     assert newest.stat().st_size > 0
     LOST.clear()
 
@@ -264,16 +309,27 @@ DISKS = {"full": "size=16M", "without inodes": "size=64M,nr_inodes=24", "read-on
 def test_a_disk_of_its_own_that_refuses_ends_no_run(tmp_path, forked, kind):
     disk, log = tmp_path / "disk", tmp_path / "log"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", DISKS[kind], "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", DISKS[kind], "tmpfs", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("mounting a small tmpfs needs root")
 
     def read_only() -> None:
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)])  # refused while a file is open for writing, as loggers have one
+        subprocess.run(
+            ["mount", "-o", "remount,ro", str(disk)]
+        )  # refused while a file is open for writing, as loggers have one
 
     try:
         adapters = 0 if kind == "full" else 4
         moments = "algorithm.entropy_coef=0.01"  # every step has updates, so that checkpoints hold an optimiser's moments
-        words = ["train", *EVERYTHING, "logger=none", f"model.lora.rank={adapters}", moments, f"hydra.run.dir={disk / 'run'}"]
+        words = [
+            "train",
+            *EVERYTHING,
+            "logger=none",
+            f"model.lora.rank={adapters}",
+            moments,
+            f"hydra.run.dir={disk / 'run'}",
+        ]
         before = (lambda: at(MOMENTS["step"], read_only, 2)) if kind == "read-only" else None
         assert wait(forked(words, log, before)) == 1, log.read_text()
         assert "Traceback" not in log.read_text() and "not written" in log.read_text()

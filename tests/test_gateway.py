@@ -49,26 +49,38 @@ def said_by(*texts: str):
         out = []
         for seed in seeds:
             ids = tuple(encode_scaffold(policy.renderer, (left.pop(0) if left else "more") + END))
-            out.append(Generation(ids, tuple(-((seed + i) % 7 + 1) / 8 for i in range(len(ids))), "stop"))
+            out.append(
+                Generation(ids, tuple(-((seed + i) % 7 + 1) / 8 for i in range(len(ids))), "stop")
+            )
         return out
 
     return Batched(complete)
 
 
 def played(tiny, function, *texts: str, **settings):
-    (rollout,) = collect(tiny, [Task("t", ASKED)], engine=said_by(*texts), environment=program(function=function, **settings))
+    (rollout,) = collect(
+        tiny,
+        [Task("t", ASKED)],
+        engine=said_by(*texts),
+        environment=program(function=function, **settings),
+    )
     return rollout
 
 
 def row_steps(rollout) -> list[list[int]]:
     """The steps whose sampled tokens each training row holds."""
-    return [sorted({s for s, on in zip(row.steps, row.sampled, strict=True) if on}) for row in rows(rollout)]
+    return [
+        sorted({s for s, on in zip(row.steps, row.sampled, strict=True) if on})
+        for row in rows(rollout)
+    ]
 
 
 def post(client, body, *, path="/chat/completions", headers=None, key=None):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"Authorization": f"Bearer {client.api_key if key is None else key}", **(headers or {})}
-    with urllib.request.urlopen(urllib.request.Request(client.base_url + path, data, sent)) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(client.base_url + path, data, sent)
+    ) as reply:
         return reply.read()
 
 
@@ -105,15 +117,25 @@ def test_a_program_that_does_what_tool_use_does_gives_its_tokens(tiny):
     tasks = arithmetic(split="test", seed=0, max_samples=4)
     inside, outside = (
         collect(tiny, tasks, environment=environment, group_size=2, seed=3, max_new_tokens=64)
-        for environment in (tool_use(tools={"calculator": calculator}), program(function=tool_user, max_turns=4))
+        for environment in (
+            tool_use(tools={"calculator": calculator}),
+            program(function=tool_user, max_turns=4),
+        )
     )
     assert any(len(r.steps) > 1 for r in inside)
     for a, b in zip(inside, outside, strict=True):
-        assert [(s.prompt_ids, s.response_ids, s.kept, s.content, s.tool_calls) for s in a.steps] == [
-            (s.prompt_ids, s.response_ids, s.kept, s.content, s.tool_calls) for s in b.steps
-        ]
-        assert [p for s in a.steps for p in s.logprobs] == pytest.approx([p for s in b.steps for p in s.logprobs], abs=1e-5)
-        assert (a.status, a.truncation, a.group, a.sample) == (b.status, b.truncation, b.group, b.sample)
+        assert [
+            (s.prompt_ids, s.response_ids, s.kept, s.content, s.tool_calls) for s in a.steps
+        ] == [(s.prompt_ids, s.response_ids, s.kept, s.content, s.tool_calls) for s in b.steps]
+        assert [p for s in a.steps for p in s.logprobs] == pytest.approx(
+            [p for s in b.steps for p in s.logprobs], abs=1e-5
+        )
+        assert (a.status, a.truncation, a.group, a.sample) == (
+            b.status,
+            b.truncation,
+            b.group,
+            b.sample,
+        )
 
 
 def test_no_more_programs_are_alive_than_allowed_and_one_that_fails_gives_its_place_back(tiny):
@@ -127,7 +149,12 @@ def test_no_more_programs_are_alive_than_allowed_and_one_that_fails_gives_its_pl
         if len(most) % 2:
             raise ValueError("half of them fail")
 
-    rollouts = collect(tiny, [Task("t", ASKED)] * 6, engine=said_by(), environment=program(function=plays, max_programs=2))
+    rollouts = collect(
+        tiny,
+        [Task("t", ASKED)] * 6,
+        engine=said_by(),
+        environment=program(function=plays, max_programs=2),
+    )
     assert [len(r.steps) for r in rollouts] == [1] * 6 and len(most) == 6 and max(most) == 2
 
 
@@ -141,21 +168,39 @@ def test_what_extends_the_record_continues_its_row(tiny):
     def play(task, client):
         reply = client.chat(task.messages)
         reply["tool_calls"][0]["function"]["arguments"] = '{ "expression" :"3 + 4"}'
-        client.chat([{"role": "user", "content": [{"type": "text", "text": "How many?"}]}, {**reply, "content": None}, answered(reply)])
+        client.chat(
+            [
+                {"role": "user", "content": [{"type": "text", "text": "How many?"}]},
+                {**reply, "content": None},
+                answered(reply),
+            ]
+        )
 
     rollout = played(tiny, play, CALL)
     first, second = rollout.steps
-    assert row_steps(rollout) == [[0, 1]] and second.kept == first.prompt_length + len(first.response_ids)
-    assert [(r.name, r.content) for r in first.tool_results] == [("calculator", "7")] and "rows" not in rollout.metadata
+    assert row_steps(rollout) == [[0, 1]] and second.kept == first.prompt_length + len(
+        first.response_ids
+    )
+    assert [(r.name, r.content) for r in first.tool_results] == [
+        ("calculator", "7")
+    ] and "rows" not in rollout.metadata
 
 
 @each(
     "change",
     [
-        lambda messages: [messages[0], {**messages[1], "content": "a "}, *messages[2:]],  # white space
+        lambda messages: [
+            messages[0],
+            {**messages[1], "content": "a "},
+            *messages[2:],
+        ],  # white space
         lambda messages: [{"role": "user", "content": "In short: a"}, messages[-1]],  # compaction
         lambda messages: [{"role": "system", "content": "Be brief."}, *messages],
-        lambda messages: [messages[0], {**messages[1], "reasoning_content": ""}, *messages[2:]],  # dropped thinking
+        lambda messages: [
+            messages[0],
+            {**messages[1], "reasoning_content": ""},
+            *messages[2:],
+        ],  # dropped thinking
     ],
 )
 def test_a_rewritten_history_begins_a_row_linked_to_the_reply_before(tiny, change):
@@ -172,7 +217,9 @@ def test_a_rewritten_history_begins_a_row_linked_to_the_reply_before(tiny, chang
 def test_dropped_tool_calls_are_another_history(tiny):
     def play(task, client):
         reply = client.chat(task.messages)
-        client.chat([*task.messages, {"role": "assistant", "content": reply["content"]}, answered(reply)])
+        client.chat(
+            [*task.messages, {"role": "assistant", "content": reply["content"]}, answered(reply)]
+        )
 
     rollout = played(tiny, play, CALL)
     assert row_steps(rollout) == [[0], [1]] and not rollout.steps[0].tool_results
@@ -181,9 +228,17 @@ def test_dropped_tool_calls_are_another_history(tiny):
 def test_thinking_that_a_client_drops_may_stay_in_the_row(tiny):
     def play(task, client):
         reply = client.chat(task.messages)
-        client.chat([*task.messages, {"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "And?"}])
+        client.chat(
+            [
+                *task.messages,
+                {"role": "assistant", "content": reply["content"]},
+                {"role": "user", "content": "And?"},
+            ]
+        )
 
-    assert row_steps(played(tiny, play, "<think>b</think>a", dropped_thinking="continue")) == [[0, 1]]
+    assert row_steps(played(tiny, play, "<think>b</think>a", dropped_thinking="continue")) == [
+        [0, 1]
+    ]
 
 
 def test_forks_share_a_context_that_is_trained_once(tiny):
@@ -227,17 +282,45 @@ def test_a_retry_is_answered_from_the_record(tiny):
 REPLIES = {
     "text": Step((), (1,), (2,), (0.0,), "stop", content="a b"),
     "thinking": Step((), (1,), (2,), (0.0,), "stop", content="a", thinking="t"),
-    "calls": Step((), (1,), (2,), (0.0,), "tool", tool_calls=(ToolCall("call_0", "f", {"x": 1}), ToolCall("call_1", "g", {}))),
-    "both": Step((), (1,), (2,), (0.0,), "tool", content="so", thinking="t", tool_calls=(ToolCall("call_0", "f", {"x": 1}),)),
+    "calls": Step(
+        (),
+        (1,),
+        (2,),
+        (0.0,),
+        "tool",
+        tool_calls=(ToolCall("call_0", "f", {"x": 1}), ToolCall("call_1", "g", {})),
+    ),
+    "both": Step(
+        (),
+        (1,),
+        (2,),
+        (0.0,),
+        "tool",
+        content="so",
+        thinking="t",
+        tool_calls=(ToolCall("call_0", "f", {"x": 1}),),
+    ),
 }
 
 
 def sent_back(path: str, written: dict) -> dict:
     """A request with what a client that changes nothing sends back."""
     if path == "/v1/responses":
-        return {"input": [{"role": "user", "content": "q"}, *written["output"], {"role": "user", "content": "and"}]}
-    message = written["choices"][0]["message"] if "choices" in written else {"role": "assistant", "content": written["content"]}
-    return {"messages": [{"role": "user", "content": "q"}, message, {"role": "user", "content": "and"}]}
+        return {
+            "input": [
+                {"role": "user", "content": "q"},
+                *written["output"],
+                {"role": "user", "content": "and"},
+            ]
+        }
+    message = (
+        written["choices"][0]["message"]
+        if "choices" in written
+        else {"role": "assistant", "content": written["content"]}
+    )
+    return {
+        "messages": [{"role": "user", "content": "q"}, message, {"role": "user", "content": "and"}]
+    }
 
 
 @each("path", WIRES)
@@ -254,7 +337,14 @@ def test_a_reply_comes_back_as_it_was_sent(path, name):
 @each("name", REPLIES)
 def test_a_stream_holds_the_whole_reply(path, name):
     step = REPLIES[name]
-    text = json.dumps([data for _, data in WIRES[path].events(Reply(0, 0, step, step.content), ChatRequest([], [], usage=True))])
+    text = json.dumps(
+        [
+            data
+            for _, data in WIRES[path].events(
+                Reply(0, 0, step, step.content), ChatRequest([], [], usage=True)
+            )
+        ]
+    )
     for part in (step.content, step.thinking, *(c.name for c in step.tool_calls)):
         assert json.dumps(part)[1:-1] in text
 
@@ -267,7 +357,9 @@ def test_a_function_of_responses_is_the_tool_that_rlkit_writes():
         "output_schema": function["return"],
     }
     asked = WIRES["/v1/responses"].read({"input": "How many?", "tools": [sent]})
-    assert json.dumps(asked.tools) == json.dumps([tool_schema(calculator)])  # in this order, as the prompt has it
+    assert json.dumps(asked.tools) == json.dumps(
+        [tool_schema(calculator)]
+    )  # in this order, as the prompt has it
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -292,7 +384,9 @@ def test_a_function_of_responses_is_the_tool_that_rlkit_writes():
         ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "/chat/completions", None, 400),  # more than the context
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_refused_in_a_sentence_and_disturbs_no_other(tiny, body, path, key, status):
+def test_a_wrong_request_is_refused_in_a_sentence_and_disturbs_no_other(
+    tiny, body, path, key, status
+):
     found = {}
 
     def hostile(task, client):
@@ -300,7 +394,10 @@ def test_a_wrong_request_is_refused_in_a_sentence_and_disturbs_no_other(tiny, bo
             return float(client.chat(task.messages)["content"] == "more")
         try:
             found["is"] = status_of(client, body, path=path, key=key)
-        except (urllib.error.URLError, ConnectionError) as error:  # a body that is refused unread may end the connection
+        except (
+            urllib.error.URLError,
+            ConnectionError,
+        ) as error:  # a body that is refused unread may end the connection
             found["is"] = (413, str(error))
         return 0.0
 
@@ -308,13 +405,35 @@ def test_a_wrong_request_is_refused_in_a_sentence_and_disturbs_no_other(tiny, bo
         tiny, [Task("good", ASKED), Task("bad", ASKED)], engine=said_by(), environment=program(function=hostile, max_turns=2)
     )  # fmt: skip
     assert found["is"][0] == status and len(found["is"][1]) > 5
-    assert rollouts[0].status == "terminated" and rollouts[0].steps[-1].reward == 1.0 and not rollouts[1].steps
+    assert (
+        rollouts[0].status == "terminated"
+        and rollouts[0].steps[-1].reward == 1.0
+        and not rollouts[1].steps
+    )
 
 
 def malformed(rng: random.Random):
     """A path and a body of it with something wrong in a random place, or bytes that are no JSON."""
-    path, key = rng.choice([("/chat/completions", "messages"), ("/responses", "input"), ("/messages", "messages")])
-    wrong = [None, 7, -1.5, "", True, "text", [], {}, [[]], [None], {"type": []}, [{"type": {}}], [{"role": []}], "\ud800", float("nan")]
+    path, key = rng.choice(
+        [("/chat/completions", "messages"), ("/responses", "input"), ("/messages", "messages")]
+    )
+    wrong = [
+        None,
+        7,
+        -1.5,
+        "",
+        True,
+        "text",
+        [],
+        {},
+        [[]],
+        [None],
+        {"type": []},
+        [{"type": {}}],
+        [{"role": []}],
+        "\ud800",
+        float("nan"),
+    ]
     message = {"role": "user", "content": "a"}
     body = {key: [message], "tools": [{"type": "function", "name": "f", "function": {"name": "f"}}]}
     kind = rng.randrange(5)
@@ -322,12 +441,35 @@ def malformed(rng: random.Random):
         raw = json.dumps(body).encode()
         return path, raw[: rng.randrange(len(raw))] + rng.randbytes(rng.randrange(4))
     if kind == 1:
-        return path, {**body, key: rng.choice([w for w in wrong if not isinstance(w, str) or key == "messages"])}
+        return path, {
+            **body,
+            key: rng.choice([w for w in wrong if not isinstance(w, str) or key == "messages"]),
+        }
     if kind == 2:
-        return path, {**body, key: [message | {rng.choice(["role", "content"]): rng.choice([7, True, {}, [[]], [None], [{"type": {}}]])}]}
+        return path, {
+            **body,
+            key: [
+                message
+                | {
+                    rng.choice(["role", "content"]): rng.choice(
+                        [7, True, {}, [[]], [None], [{"type": {}}]]
+                    )
+                }
+            ],
+        }
     if kind == 3:
-        return path, {**body, "tools": [{"function": rng.choice(wrong), "name": rng.choice([None, 7, [], {}])}]}
-    setting = rng.choice([("n", 2), ("logprobs", True), ("previous_response_id", "a"), ("response_format", {"type": "json_object"})])
+        return path, {
+            **body,
+            "tools": [{"function": rng.choice(wrong), "name": rng.choice([None, 7, [], {}])}],
+        }
+    setting = rng.choice(
+        [
+            ("n", 2),
+            ("logprobs", True),
+            ("previous_response_id", "a"),
+            ("response_format", {"type": "json_object"}),
+        ]
+    )
     return path, {**body, setting[0]: setting[1]}
 
 
@@ -341,13 +483,26 @@ def test_five_hundred_malformed_requests_are_refused_and_change_no_other_episode
             client.chat([*task.messages, *said, {"role": "user", "content": "And?"}])
         elif task.id == "hostile":
             rng = random.Random(0)
-            found.extend((path, body, *status_of(client, body, path=path)) for path, body in (malformed(rng) for _ in range(500)))
+            found.extend(
+                (path, body, *status_of(client, body, path=path))
+                for path, body in (malformed(rng) for _ in range(500))
+            )
 
     tokens = []
     for name in ("idle", "hostile"):
-        good, bad = collect(tiny, [Task("good", ASKED), Task(name, ASKED)], engine=said_by(), environment=program(function=play))
+        good, bad = collect(
+            tiny,
+            [Task("good", ASKED), Task(name, ASKED)],
+            engine=said_by(),
+            environment=program(function=play),
+        )
         tokens.append([(s.prompt_ids, s.response_ids, s.logprobs) for s in good.steps])
-    assert tokens[0] == tokens[1] and len(tokens[0]) == 2 and not bad.steps and bad.metadata.get("refused") == 500, bad.metadata
+    assert (
+        tokens[0] == tokens[1]
+        and len(tokens[0]) == 2
+        and not bad.steps
+        and bad.metadata.get("refused") == 500
+    ), bad.metadata
     assert [f for f in found if f[2] != 400 or len(f[3]) < 5] == []
 
 
@@ -355,7 +510,10 @@ def raw_request(client, head: str, body: bytes = b"") -> bytes:
     """What comes back to a request that is written by hand and left open."""
     host, port = client.base_url.split("/")[2].split(":")
     with socket.create_connection((host, int(port)), timeout=20) as line:
-        line.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nx-api-key: {client.api_key}\r\n{head}\r\n\r\n".encode() + body)
+        line.sendall(
+            f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nx-api-key: {client.api_key}\r\n{head}\r\n\r\n".encode()
+            + body
+        )
         return line.recv(65536)
 
 
@@ -368,7 +526,9 @@ def raw_request(client, head: str, body: bytes = b"") -> bytes:
         ("Content-Length: 4\r\nContent-Encoding: gzip", b"abcd", b"400"),
     ],
 )  # fmt: skip
-def test_bodies_that_are_too_large_too_slow_or_no_text_are_refused(tiny, monkeypatch, head, body, status):
+def test_bodies_that_are_too_large_too_slow_or_no_text_are_refused(
+    tiny, monkeypatch, head, body, status
+):
     monkeypatch.setattr("rlkit.gateway.server.BODY_SECONDS", 0.2)
     found = []
     played(tiny, lambda task, client: found.append(raw_request(client, head, body)))
@@ -390,7 +550,10 @@ def test_a_connection_that_does_not_finish_its_head_is_closed(tiny, monkeypatch)
 
 
 def open_sockets() -> int:
-    return sum(os.path.exists(fd) and os.readlink(fd).startswith("socket:") for fd in Path("/proc/self/fd").iterdir())
+    return sum(
+        os.path.exists(fd) and os.readlink(fd).startswith("socket:")
+        for fd in Path("/proc/self/fd").iterdir()
+    )
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux's /proc")
@@ -399,7 +562,11 @@ def open_sockets() -> int:
 def test_an_answer_that_is_not_read_is_cut_off_and_leaves_nothing(monkeypatch, stream, seconds):
     """After its time, or with the server. A request beside it is answered meanwhile."""
     monkeypatch.setattr("rlkit.gateway.server.ANSWER_SECONDS", seconds)
-    handle, over, whole = Endpoint.handle, [], 16 << 20  # characters: more than the kernel's buffers hold
+    handle, over, whole = (
+        Endpoint.handle,
+        [],
+        16 << 20,
+    )  # characters: more than the kernel's buffers hold
 
     async def told(self, request):
         response = await handle(self, request)
@@ -410,7 +577,14 @@ def test_an_answer_that_is_not_read_is_cut_off_and_leaves_nothing(monkeypatch, s
     monkeypatch.setattr(Endpoint, "handle", told)
 
     async def answer(messages, tools=(), limit=None):
-        return Step((), (1,), (2,), (0.0,), "stop", content="a" * (whole if messages[0]["content"] == "long" else 1))
+        return Step(
+            (),
+            (1,),
+            (2,),
+            (0.0,),
+            "stop",
+            content="a" * (whole if messages[0]["content"] == "long" else 1),
+        )
 
     async def asked(door, address: str, said: str):
         reader, writer = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
@@ -464,13 +638,19 @@ def test_settings_out_of_range_are_refused(settings, monkeypatch):
 
 
 def test_rlkit_serve_answers_one_conversation_after_another(tiny):
-    x = build(compose(["generation.max_new_tokens=4", "port=0", "generation.temperature=0"], entry="serve").config)
+    x = build(
+        compose(
+            ["generation.max_new_tokens=4", "port=0", "generation.temperature=0"], entry="serve"
+        ).config
+    )
 
     async def serve():
         async with serving(tiny, x) as variables:
             client = Client(variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"])
             first = await asyncio.to_thread(client.chat, ASKED)
-            return first, await asyncio.to_thread(client.chat, [*ASKED, first, {"role": "user", "content": "And?"}])
+            return first, await asyncio.to_thread(
+                client.chat, [*ASKED, first, {"role": "user", "content": "And?"}]
+            )
 
     first, second = asyncio.run(serve())
     assert first["role"] == second["role"] == "assistant"
@@ -479,11 +659,20 @@ def test_rlkit_serve_answers_one_conversation_after_another(tiny):
 @pytest.mark.slow
 def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path):
     start = [sys.executable, "-m", "rlkit"]
-    small = ["trainer.steps=1", "evaluation.n=2", "batch.prompts=1", "batch.group_size=2", "generation.max_new_tokens=8", "logger=none"]
+    small = [
+        "trainer.steps=1",
+        "evaluation.n=2",
+        "batch.prompts=1",
+        "batch.group_size=2",
+        "generation.max_new_tokens=8",
+        "logger=none",
+    ]
     subprocess.run([*start, "train", *small], cwd=tmp_path, check=True, capture_output=True)
     (run,) = tmp_path.glob("outputs/*/*")
     words = [*start, "serve", f"run={run}", "port=0", "generation.max_new_tokens=4"]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serve:
+    with subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as serve:
         try:
             said = iter(serve.stdout.readline, "")
             heads = {}
@@ -497,7 +686,11 @@ def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path):
             last = serve.communicate(timeout=60)[1]
         finally:
             serve.kill()
-    assert reply["role"] == "assistant" and serve.returncode == 130 and len(last.strip().splitlines()) == 1, last
+    assert (
+        reply["role"] == "assistant"
+        and serve.returncode == 130
+        and len(last.strip().splitlines()) == 1
+    ), last
 
 
 # ------------------------------------------------------------------------------------------------------ processes
@@ -534,9 +727,13 @@ def process(tiny, tmp_path, code: str, **settings):
         ("os.kill(os.getppid(), 9)", {}, "error", None),
     ],
 )
-def test_a_program_ends_its_own_episode_with_a_reason(tiny, tmp_path, code, settings, truncation, reward):
+def test_a_program_ends_its_own_episode_with_a_reason(
+    tiny, tmp_path, code, settings, truncation, reward
+):
     rollout = process(tiny, tmp_path, code, **settings)
-    given = rollout.steps[-1].reward if rollout.steps else None  # on a loaded machine the time may be up before the first reply
+    given = (
+        rollout.steps[-1].reward if rollout.steps else None
+    )  # on a loaded machine the time may be up before the first reply
     assert rollout.truncation == truncation and given == reward
     assert not truncation or rollout.metadata["error"]
     assert "my fault" not in code or "my fault" in rollout.metadata["error"]
@@ -582,16 +779,39 @@ sys.exit(f"{through} {said}")
 def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path, confined):
     (tmp_path / "secret").write_text("s")
     (tmp_path / "agent.py").write_text(ASK + OUTSIDE)
-    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp, socket.socket(socket.AF_UNIX) as unix:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(type=socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
         udp.bind(("127.0.0.1", 0))
         (tmp_path / "line").unlink(missing_ok=True)
         unix.bind(str(tmp_path / "line"))
         unix.listen()
         ports = [str(line.getsockname()[1]) for line in (tcp, udp)]
-        command = ["python", str(tmp_path / "agent.py"), *ports, str(os.getpid()), str(tmp_path)]  # a folder that is named opens nothing
+        command = [
+            "python",
+            str(tmp_path / "agent.py"),
+            *ports,
+            str(os.getpid()),
+            str(tmp_path),
+        ]  # a folder that is named opens nothing
         environment = program(command=command, confined=confined)
         (rollout,) = collect(tiny, [Task("t", ASKED)], engine=said_by("a"), environment=environment)
-    every = ["read", "write", "shell", "tcp", "mptcp", "fast", "udp", "unix", "listen", "kill", "environment", "limits"]
+    every = [
+        "read",
+        "write",
+        "shell",
+        "tcp",
+        "mptcp",
+        "fast",
+        "udp",
+        "unix",
+        "listen",
+        "kill",
+        "environment",
+        "limits",
+    ]
     last = rollout.metadata["error"].splitlines()[-1]
     assert len(rollout.steps) == 1 and last.endswith("mine"), last
     found = [name for name in every if f"'{name}" in last]
@@ -603,13 +823,18 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
 def test_programs_of_a_sampling_process_are_confined_and_limited_too(tmp_path, monkeypatch, forked):
     """asynchrony=overlap starts them from a second process. A program that could write outside would fail, and the run with it."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.py").write_text(ASK + f"try: open({str(tmp_path / 'written')!r}, 'w')\nexcept OSError: sys.exit(0)\nsys.exit(3)")
+    (tmp_path / "agent.py").write_text(
+        ASK
+        + f"try: open({str(tmp_path / 'written')!r}, 'w')\nexcept OSError: sys.exit(0)\nsys.exit(3)"
+    )
     words = [
         "environment=program", "environment.command=[python,agent.py]", "environment.confined=true", "environment.max_programs=2",
         "asynchrony=overlap", "trainer.steps=3", "batch.prompts=2", "batch.group_size=2", "evaluation.n=0", "logger=none",
         f"hydra.run.dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    status = os.waitstatus_to_exitcode(os.waitpid(forked(["train", *words], tmp_path / "log.txt"), 0)[1])
+    status = os.waitstatus_to_exitcode(
+        os.waitpid(forked(["train", *words], tmp_path / "log.txt"), 0)[1]
+    )
     assert status == 0, (tmp_path / "log.txt").read_text()
     assert not (tmp_path / "written").exists()
 
@@ -631,7 +856,10 @@ def alive(marker: str) -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if marker.encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
+            if (
+                marker.encode() in (entry / "cmdline").read_bytes()
+                and int(entry.name) != os.getpid()
+            ):
                 found.append(entry.name)
         except OSError:
             continue
@@ -653,7 +881,9 @@ def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
     job = json.dumps({"command": [sys.executable, str(file)], "task": "{}", "memory_mb": None})
     run = f"import subprocess, sys\nc = subprocess.Popen([sys.executable, {str(guard)!r}], stdin=-1, stdout=1)\n"
     run += f"c.stdin.write({job!r}.encode() + b'\\n'); c.stdin.flush(); c.wait()"
-    with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as killed:
+    with subprocess.Popen(
+        [sys.executable, "-c", run], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as killed:
         assert killed.stdout.readline() == b"here\n"
         killed.send_signal(signal.SIGKILL)
         killed.stdout.read()  # until no process has it open
@@ -661,12 +891,21 @@ def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, package", [("plain_agent", "json"), ("agent", "openai"), ("mcp_agent", "mcp")])
+@pytest.mark.parametrize(
+    "name, package", [("plain_agent", "json"), ("agent", "openai"), ("mcp_agent", "mcp")]
+)
 def test_the_agents_of_the_experiment_play_to_an_answer(tiny, name, package):
     pytest.importorskip(package, reason="the extras `programs` and `mcp` are not installed")
     environment = program(command=["python", str(EXPERIMENTS / f"{name}.py")])
-    rollouts = collect(tiny, arithmetic(split="test", seed=0, max_samples=8), environment=environment, max_new_tokens=64)
-    assert {r.truncation for r in rollouts} <= {"", "steps"} and any(len(r.steps) > 1 for r in rollouts)
+    rollouts = collect(
+        tiny,
+        arithmetic(split="test", seed=0, max_samples=8),
+        environment=environment,
+        max_new_tokens=64,
+    )
+    assert {r.truncation for r in rollouts} <= {"", "steps"} and any(
+        len(r.steps) > 1 for r in rollouts
+    )
 
 
 @pytest.mark.slow
@@ -677,4 +916,8 @@ def test_delays_and_crashes_of_some_change_nothing_for_the_others():
     found = module.study(episodes=16, delay=0.05, crashes=0.1)
     assert found.pop("left over") == {"processes": 0, "sockets": 0}
     for figures in found.values():
-        assert figures["other tokens"] == 0 and figures["largest difference of a log-prob"] < 1e-5 and figures["survive"] > 8
+        assert (
+            figures["other tokens"] == 0
+            and figures["largest difference of a log-prob"] < 1e-5
+            and figures["survive"] > 8
+        )

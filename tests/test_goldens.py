@@ -24,7 +24,14 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Metrics that consist of rounding, with how far another processor may move them: the largest difference of two log-probs that
 # are equal but for their rounding, and the share of tokens whose KL does not round to 0.
 # KL and the spread of the ratio are squares of small differences, so their error is some times larger than that of the log-probs.
-ROUNDING = {"mismatch/logp_abs_max": 2e-5, "kl/nonzero_frac": 0.03, "kl/old": 1e-5, "kl/step": 1e-5, "ratio/max": 2e-3, "ratio/var": 1e-4}
+ROUNDING = {
+    "mismatch/logp_abs_max": 2e-5,
+    "kl/nonzero_frac": 0.03,
+    "kl/old": 1e-5,
+    "kl/step": 1e-5,
+    "ratio/max": 2e-3,
+    "ratio/var": 1e-4,
+}
 WITHIN = 1e-4
 
 
@@ -53,8 +60,14 @@ def test_a_run_is_what_it_was(name):
         pairs = zip(now["metrics"][key], then["metrics"][key], strict=True)
         return all(close(*pair, rounding=ROUNDING.get(key, 1e-6)) for pair in pairs)
 
-    moved = {key: (now["metrics"][key], values) for key, values in then["metrics"].items() if not is_close(key)}
+    moved = {
+        key: (now["metrics"][key], values)
+        for key, values in then["metrics"].items()
+        if not is_close(key)
+    }
     assert not moved
     assert set(now["weights"]) == set(then["weights"])
     for key, (total, norm) in then["weights"].items():
-        assert close(now["weights"][key][0], total, size=norm) and close(now["weights"][key][1], norm), key
+        assert close(now["weights"][key][0], total, size=norm) and close(
+            now["weights"][key][1], norm
+        ), key

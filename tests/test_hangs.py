@@ -214,12 +214,24 @@ DOORS = {  # name → environment of something that hangs; what the line names; 
     "state": (session("state"), "the environment's state", "ok"),
     "close": (session("close"), "the close of", "ok"),
     "tools": (lambda do: Environment(tools=do), "the environment's tools", "ok"),
-    "a first prompt": (lambda do: Environment(first_prompt=do), "the environment's first prompt", "ok"),
-    "a next prompt": (lambda do: Environment(next_prompt=do), "the environment's next prompt", "ok"),
+    "a first prompt": (
+        lambda do: Environment(first_prompt=do),
+        "the environment's first prompt",
+        "ok",
+    ),
+    "a next prompt": (
+        lambda do: Environment(next_prompt=do),
+        "the environment's next prompt",
+        "ok",
+    ),
     "stop": (lambda do: Environment(stop=do), "the environment's stop", "ok"),
     "a tool": (as_tool, "the tool", CALL),
     "two tools": (together_with_another, "the tool", CALL + CALL),
-    "a class of tools": (lambda do: tool_use(tools={"shelf": with_method(Shelf, "close", do)}), "the close of", "ok"),
+    "a class of tools": (
+        lambda do: tool_use(tools={"shelf": with_method(Shelf, "close", do)}),
+        "the close of",
+        "ok",
+    ),
     "make": (lambda do: gymnasium(make=do), "the environment's make", "ok"),
     "reset": (game(gymnasium, Game, "reset"), "the environment's reset", "ok"),
     "step": (game(gymnasium, Game, "step"), "the environment's step", "ok"),
@@ -230,7 +242,11 @@ DOORS = {  # name → environment of something that hangs; what the line names; 
     "reset of a duel": (game(two_players, Duel, "reset"), "the environment's reset", "ok"),
     "step of a duel": (game(two_players, Duel, "step"), "the environment's step", "ok"),
     "close of a duel": (game(two_players, Duel, "close"), "the close of", "ok"),
-    "a program": (lambda do: program(function=lambda task, client: do(), time_limit=0.1), "the program", "ok"),
+    "a program": (
+        lambda do: program(function=lambda task, client: do(), time_limit=0.1),
+        "the program",
+        "ok",
+    ),
 }
 
 
@@ -254,15 +270,24 @@ PLACE = f"{__file__}:"
 def test_async_code_that_hangs_is_named_and_its_episodes_fail(tiny, quick, capfd, door, do):
     """Each of them hung forever where it swallowed its cancellation, without a word."""
     make, named, text = DOORS[door]
-    rollouts = collect(tiny, [TASK, TASK], engine=says(text), environment=make(do), group_size=2, max_new_tokens=64)
+    rollouts = collect(
+        tiny, [TASK, TASK], engine=says(text), environment=make(do), group_size=2, max_new_tokens=64
+    )
     said = capfd.readouterr().err
     if do is waits and named == "the tool":
-        assert all("took longer than 0.1 s" in rollout.steps[0].tool_results[0].content for rollout in rollouts)
+        assert all(
+            "took longer than 0.1 s" in rollout.steps[0].tool_results[0].content
+            for rollout in rollouts
+        )
     else:
         failed = [r for r in rollouts if r.truncation in ("error", "deadline")]
         shared = (door.startswith("close of a") and "game" not in door) or "duel" in door
-        assert len(failed) >= (2 if shared else 4)  # only the last one of a table closes; the other player had no turn
-        assert all(PLACE in r.metadata["error"] or "time_limit" in r.metadata["error"] for r in failed)
+        assert len(failed) >= (
+            2 if shared else 4
+        )  # only the last one of a table closes; the other player had no turn
+        assert all(
+            PLACE in r.metadata["error"] or "time_limit" in r.metadata["error"] for r in failed
+        )
     assert f"for {named} " in said and PLACE in said and "episode" in said
     assert not waiting.WAITS
 
@@ -286,7 +311,11 @@ def test_a_reward_that_hangs_is_named_at_its_first_timeout(quick, capfd, form, d
     with pytest.raises(RewardError, match=r"nothing within 0\.1 s"):
         score([rollout()] * 32, Reward("mine", {"mine": REWARDS[form](do)}))
     assert form == "in threads" or time.monotonic() - begun < 32 * 0.1
-    assert f"for the reward {__name__}.{do.__name__} ({PLACE}" in capfd.readouterr().err.replace("rlkit: ", "") or form != "in threads"
+    assert (
+        f"for the reward {__name__}.{do.__name__} ({PLACE}"
+        in capfd.readouterr().err.replace("rlkit: ", "")
+        or form != "in threads"
+    )
 
 
 def test_a_reward_that_raises_does_not_wait_for_another(quick):
@@ -301,11 +330,19 @@ def test_a_reward_that_raises_does_not_wait_for_another(quick):
         score([rollout(), rollout("raises"), rollout()], Reward("mine", {"mine": Term(1.0, mine)}))
 
 
-def test_a_judge_that_sends_its_answer_byte_by_byte_is_given_up_and_named(quick, capfd, monkeypatch):
+def test_a_judge_that_sends_its_answer_byte_by_byte_is_given_up_and_named(
+    quick, capfd, monkeypatch
+):
     monkeypatch.setattr("rlkit.rewards._judge.SLACK", 0.0)
     with drips() as address:
         with pytest.raises(RewardError, match=r"no whole answer within 0\.3 s"):
-            asked = {"address": address, "model": "m", "rubric": {"good": "It is."}, "retries": 0, "timeout": 0.3}
+            asked = {
+                "address": address,
+                "model": "m",
+                "rubric": {"good": "It is."},
+                "retries": 0,
+                "timeout": 0.3,
+            }
 
             async def mine(rollouts):
                 return await judge(rollouts, **asked)
@@ -326,8 +363,15 @@ def test_a_teacher_that_never_answers_is_named(quick, capfd, monkeypatch):
         for own in teacher.servers:
             own.max_length = 100
         with pytest.raises(EngineError, match="does not answer"):
-            teacher.read(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool), k=0, columns=4)
-        assert f"for the server {address.removesuffix('/v1')}, in 1 episode" in capfd.readouterr().err
+            teacher.read(
+                torch.ones(1, 3, dtype=torch.long),
+                torch.ones(1, 3, dtype=torch.bool),
+                k=0,
+                columns=4,
+            )
+        assert (
+            f"for the server {address.removesuffix('/v1')}, in 1 episode" in capfd.readouterr().err
+        )
 
 
 @contextmanager
@@ -368,7 +412,10 @@ def in_a_fork(work, log) -> int:
         atexit._clear()
         for stream in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+        sys.stdout, sys.stderr = (
+            os.fdopen(1, "w", 1, closefd=False),
+            os.fdopen(2, "w", 1, closefd=False),
+        )
         try:
             work()
         finally:
@@ -385,21 +432,38 @@ def in_a_fork(work, log) -> int:
 
 
 def limited():
-    return waiting.limit_waiting(0.3 / 60, waiting.MAX_STEP_TIME, lambda: "step 7 hangs in generate")
+    return waiting.limit_waiting(
+        0.3 / 60, waiting.MAX_STEP_TIME, lambda: "step 7 hangs in generate"
+    )
 
 
 BLOCKS = [(door, do) for door in DOORS for do in PLAIN if door not in ("a program", "two tools")]
-FAST = {("close", sleeps), ("step", locks), ("step", holds), ("a tool", sleeps), ("close of a duel", sleeps)}
+FAST = {
+    ("close", sleeps),
+    ("step", locks),
+    ("step", holds),
+    ("a tool", sleeps),
+    ("close of a duel", sleeps),
+}
 
 
 @pytest.mark.parametrize(("door", "do"), cases(BLOCKS, FAST, unpack=True))
-def test_plain_code_that_blocks_the_main_thread_ends_the_run_at_its_limit_with_the_line(tiny, quick, tmp_path, door, do):
+def test_plain_code_that_blocks_the_main_thread_ends_the_run_at_its_limit_with_the_line(
+    tiny, quick, tmp_path, door, do
+):
     """A `step` or a `close()` that slept hung forever: no limit held in the main thread, and no line was printed."""
     make, named, text = DOORS[door]
 
     def work():
         with limited():
-            collect(tiny, [TASK], engine=says(text), environment=make(do), group_size=2, max_new_tokens=64)
+            collect(
+                tiny,
+                [TASK],
+                engine=says(text),
+                environment=make(do),
+                group_size=2,
+                max_new_tokens=64,
+            )
 
     assert in_a_fork(work, tmp_path / "log") == 1
     said = (tmp_path / "log").read_text()
@@ -407,8 +471,12 @@ def test_plain_code_that_blocks_the_main_thread_ends_the_run_at_its_limit_with_t
         assert f'File "{__file__}", line {do.__code__.co_firstlineno + 2} in holds' in said
         return
     (line,) = [line for line in said.splitlines() if line.startswith("rlkit: step 7")]
-    assert line.startswith("rlkit: step 7 hangs in generate: nothing within trainer.max_step_time=0.005 minutes; waiting for ")
-    assert (f"for {named} " in line and PLACE in line and "in 1 episode" in line) or "in 2 episodes" in line
+    assert line.startswith(
+        "rlkit: step 7 hangs in generate: nothing within trainer.max_step_time=0.005 minutes; waiting for "
+    )
+    assert (
+        f"for {named} " in line and PLACE in line and "in 1 episode" in line
+    ) or "in 2 episodes" in line
     assert "Where each thread stands:" in line and f"in {do.__name__}" in said
 
 
@@ -421,7 +489,11 @@ def test_a_reward_without_a_timeout_ends_the_run_at_its_limit(quick, tmp_path, d
 
     assert in_a_fork(work, tmp_path / "log") == 1
     said = (tmp_path / "log").read_text()
-    assert "for the reward " in said and f"{do.__name__} ({PLACE}" in said and "trainer.max_step_time" in said
+    assert (
+        "for the reward " in said
+        and f"{do.__name__} ({PLACE}" in said
+        and "trainer.max_step_time" in said
+    )
 
 
 def test_an_engine_of_the_users_that_hangs_ends_the_run(tiny, quick, tmp_path):
@@ -433,26 +505,37 @@ def test_an_engine_of_the_users_that_hangs_ends_the_run(tiny, quick, tmp_path):
     assert f"for generation.engine {__name__}.sleeps ({PLACE}" in (tmp_path / "log").read_text()
 
 
-def test_a_step_in_which_nothing_moves_ends_the_run_though_nothing_of_the_users_is_waited_for(quick, tmp_path):
+def test_a_step_in_which_nothing_moves_ends_the_run_though_nothing_of_the_users_is_waited_for(
+    quick, tmp_path
+):
     dog = Watchdog()
-    dog.on_train_batch_start(None, SimpleNamespace(rl_step=6, clock=SimpleNamespace(current="reward")))
+    dog.on_train_batch_start(
+        None, SimpleNamespace(rl_step=6, clock=SimpleNamespace(current="reward"))
+    )
 
     def work():
         with waiting.limit_waiting(0.1 / 60, waiting.MAX_STEP_TIME, dog.place):
             threading.Event().wait()
 
     assert in_a_fork(work, tmp_path / "log") == 1
-    assert "rlkit: step 7 hangs in reward: nothing within trainer.max_step_time=" in (tmp_path / "log").read_text()
+    assert (
+        "rlkit: step 7 hangs in reward: nothing within trainer.max_step_time="
+        in (tmp_path / "log").read_text()
+    )
 
 
-def test_a_limit_counts_neither_what_moves_nor_what_computes_nor_time_between_steps(quick, tmp_path):
+def test_a_limit_counts_neither_what_moves_nor_what_computes_nor_time_between_steps(
+    quick, tmp_path
+):
     """A healthy run is never ended: slow calls that return, a model that computes for hours, another process that is waited for."""
     dog = Watchdog()
 
     def work():
         with waiting.limit_waiting(0.2 / 60, waiting.MAX_STEP_TIME, dog.place):
             threading.Event().wait(0.4)  # between steps
-            dog.on_train_batch_start(None, SimpleNamespace(rl_step=6, clock=SimpleNamespace(current="update")))
+            dog.on_train_batch_start(
+                None, SimpleNamespace(rl_step=6, clock=SimpleNamespace(current="update"))
+            )
             with waiting.working():
                 threading.Event().wait(0.4)
             with waiting.waiting_outside():
@@ -488,7 +571,10 @@ def test_time_in_which_a_decoder_keeps_the_loop_is_no_waiting_but_an_update_is(q
 
 def test_a_process_that_was_stopped_has_not_hung(quick, tmp_path):
     def work():
-        with waiting.limit_waiting(0.5 / 60, waiting.MAX_STEP_TIME, lambda: "step 1 hangs"), waiting.waiting("the tool", sleeps):
+        with (
+            waiting.limit_waiting(0.5 / 60, waiting.MAX_STEP_TIME, lambda: "step 1 hangs"),
+            waiting.waiting("the tool", sleeps),
+        ):
             waiting._pass_over(1000.0)  # as after SIGSTOP
             waiting.look(time.monotonic() + 1000.0)
         os._exit(5)
@@ -524,7 +610,9 @@ def test_an_error_comes_out_although_another_episode_swallows_its_cancellation(t
     """It was never printed."""
     with pytest.raises(EnvironmentFailed, match="this error ends the step"):
         collect(tiny, [TASK], engine=says("ok"), environment=one_raises(swallows), group_size=3)
-    assert capfd.readouterr().err.startswith("rlkit: the environment's answer raised ValueError: this error ends the step")
+    assert capfd.readouterr().err.startswith(
+        "rlkit: the environment's answer raised ValueError: this error ends the step"
+    )
 
 
 @pytest.mark.parametrize("do", [sleeps, holds])
@@ -537,7 +625,9 @@ def test_an_error_is_printed_before_anything_else_is_waited_for(tiny, quick, tmp
 
     assert in_a_fork(work, tmp_path / "log") == 1
     said = (tmp_path / "log").read_text()
-    assert said.startswith("rlkit: the environment's answer raised ValueError: this error ends the step")
+    assert said.startswith(
+        "rlkit: the environment's answer raised ValueError: this error ends the step"
+    )
     assert do is holds or "for the close of " in said
 
 
@@ -566,7 +656,9 @@ def test_a_call_that_comes_back_in_its_grace_is_no_hang(quick, monkeypatch):
             await asyncio.sleep(0.01)
 
     async def main():
-        with pytest.raises(Hung, match=r"the environment's answer .*slow \(.*\) did not end within 0.1 s"):
+        with pytest.raises(
+            Hung, match=r"the environment's answer .*slow \(.*\) did not end within 0.1 s"
+        ):
             await call_user("the environment's answer", slow)
 
     loops.run(main())
@@ -599,8 +691,18 @@ def test_a_task_that_was_left_behind_changes_nothing_when_it_comes_back(tiny, qu
         told.append(rollout.sample)
         release.set()
 
-    environment = tool_use(tools={"another": another}, timeout=0.1, max_turns=12)._replace(tools=tools)
-    rollouts = collect(tiny, [TASK], engine=says(CALL), environment=environment, group_size=2, max_new_tokens=64, on_done=tell)
+    environment = tool_use(tools={"another": another}, timeout=0.1, max_turns=12)._replace(
+        tools=tools
+    )
+    rollouts = collect(
+        tiny,
+        [TASK],
+        engine=says(CALL),
+        environment=environment,
+        group_size=2,
+        max_new_tokens=64,
+        on_done=tell,
+    )
     assert rollouts[0].truncation == "error" and len(rollouts[0].steps) == 1
     assert told == [0, 1] and len(rollouts[1].steps) == 12
 
@@ -633,13 +735,18 @@ def test_a_call_is_named_ever_more_rarely_and_only_the_innermost_one(quick, monk
         for seconds in (0.05, 0.2, 0.3, 0.5, 0.9):
             waiting.look(now + seconds)
     lines = [line for line in capfd.readouterr().err.splitlines() if "judge" in line]
-    assert len(lines) == 2 and lines[0] == "rlkit: waiting for 0 s for the judge http://here, in 1 episode"
+    assert (
+        len(lines) == 2
+        and lines[0] == "rlkit: waiting for 0 s for the judge http://here, in 1 episode"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the end of a process
 
 
-def test_a_finished_command_ends_whatever_threads_and_handlers_are_left(quick, tmp_path, monkeypatch):
+def test_a_finished_command_ends_whatever_threads_and_handlers_are_left(
+    quick, tmp_path, monkeypatch
+):
     """ "finished" was printed, and the process stayed."""
     monkeypatch.setattr(leaving, "GRACE", 0.1)
 
@@ -660,7 +767,13 @@ def test_a_finished_command_ends_whatever_threads_and_handlers_are_left(quick, t
         "the process ends all the same",
     ]
     assert in_a_fork(handler, tmp_path / "other") == 4
-    assert (tmp_path / "other").read_text().startswith("a quick handler\nrlkit: an exit handler of a library or of your code did not end")
+    assert (
+        (tmp_path / "other")
+        .read_text()
+        .startswith(
+            "a quick handler\nrlkit: an exit handler of a library or of your code did not end"
+        )
+    )
 
 
 PARTS = """
@@ -683,16 +796,34 @@ class Game:
 @pytest.mark.slow
 def test_a_run_of_the_command_line_ends(tmp_path):
     (tmp_path / "my_parts.py").write_text(PARTS)
-    fast = ["debug=fast", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "trainer.steps=1", "generation.max_new_tokens=32"]
+    fast = [
+        "debug=fast",
+        "trainer.accelerator=cpu",
+        "evaluation.n=0",
+        "logger=none",
+        "trainer.steps=1",
+        "generation.max_new_tokens=32",
+    ]
 
     def train(*words):
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
         command = [sys.executable, "-m", "rlkit", "train", *fast, *words]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
 
     done = train("reward=numeric", "reward.terms.numeric.fn._target_=my_parts.leaves")
     assert done.returncode == 0 and "the thread 'left'" in done.stderr, done.stderr
     game = ["task=episodes", "environment=gymnasium", "environment.make._target_=my_parts.Game"]
     done = train(*game, "trainer.max_step_time=0.05")
     assert done.returncode == 1
-    assert "waiting for " in done.stderr and f"my_parts.Game.step ({tmp_path}/my_parts.py:13), in " in done.stderr, done.stderr
+    assert (
+        "waiting for " in done.stderr
+        and f"my_parts.Game.step ({tmp_path}/my_parts.py:13), in " in done.stderr
+    ), done.stderr

@@ -40,8 +40,14 @@ HEALTHY = {
     "perf/update_processor_s": 0.9,
 }
 ILL = {  # check → (what makes it speak, words of the message)
-    "all_rewards_equal": ({"group/frac_zero_std": 1.0, "adv/abs_mean": 0.0}, ["equal", "0.40", "batch.group_size"]),
-    "nearly_all_truncated": ({"len/truncated_frac": 0.91}, ["91%", "truncated", "length", "generation.max_new_tokens"]),
+    "all_rewards_equal": (
+        {"group/frac_zero_std": 1.0, "adv/abs_mean": 0.0},
+        ["equal", "0.40", "batch.group_size"],
+    ),
+    "nearly_all_truncated": (
+        {"len/truncated_frac": 0.91},
+        ["91%", "truncated", "length", "generation.max_new_tokens"],
+    ),
     "length_inflation": ({"len/loop_frac": 0.1}, ["10%", "repeat themselves", "imitation"]),
     "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/", "environment/parse_calls"]),
     "reward_failures": ({"reward/format/timeout_frac": 0.05}, ["format", "5.0%", "timeout_frac"]),
@@ -79,7 +85,9 @@ def test_a_healthy_row_is_silent():
 def test_groups_of_one_are_no_fault_where_rewards_differ():
     """PPO compares with its critic: it was told that there is nothing to learn from, at every step."""
     assert spoken(HEALTHY | {"group/frac_zero_std": 1.0}) == {}
-    assert list(spoken(HEALTHY | {"group/frac_zero_std": 1.0, "reward/std": 0.0})) == ["all_rewards_equal"]
+    assert list(spoken(HEALTHY | {"group/frac_zero_std": 1.0, "reward/std": 0.0})) == [
+        "all_rewards_equal"
+    ]
 
 
 def test_every_check_is_in_the_table():
@@ -100,7 +108,10 @@ def test_a_ratio_below_one_counts_too():
 def test_a_teacher_that_equals_the_policy_is_named():
     """algorithm=opd teacher=ema moved no weight in any step, and no line said so."""
     taught = HEALTHY | {"len/truncated_frac": 0.0, "optim/grad_norm": 0.0, "streams/teacher": 0.0}
-    assert list(spoken(taught)) == ["no_gradient"] and "the teacher equals the policy" in spoken(taught)["no_gradient"]
+    assert (
+        list(spoken(taught)) == ["no_gradient"]
+        and "the teacher equals the policy" in spoken(taught)["no_gradient"]
+    )
 
 
 @pytest.mark.parametrize("key", ["ratio/first_mean", "mismatch/logp_abs_mean", "reward/mean"])
@@ -111,7 +122,12 @@ def test_what_was_not_measured_is_no_illness(key):
 
 def test_a_real_row_has_every_key_that_the_checks_read(experiment):
     """A renamed metric must not turn a check into a KeyError in the middle of a run, nor into silence."""
-    rollout = Rollout(Task("row/0", ()), (Step((), (1, 2), (3,), (-1.0,), "stop"),), reward=1.0, rewards={"numeric": 1.0, "format": 1.0})
+    rollout = Rollout(
+        Task("row/0", ()),
+        (Step((), (1, 2), (3,), (-1.0,), "stop"),),
+        reward=1.0,
+        rewards={"numeric": 1.0, "format": 1.0},
+    )
     batch = assemble([rollout], pad_token_id=0)
     batch = batch._replace(advantages=torch.zeros(batch.ids.shape))
     row = summarize([rollout]) | update_metrics(batch, UpdateTerms(), experiment)
@@ -125,7 +141,10 @@ def test_a_warning_comes_once_until_it_has_gone_away():
     ill = HEALTHY | ILL["sampler_off"][0]
     for step, row in enumerate([HEALTHY, ill, ill, HEALTHY, ill], start=1):
         health.on_train_batch_end(trainer, Module(row, step))
-    assert [line[: len("warning: step 2")] for line in trainer.lines] == ["warning: step 2", "warning: step 5"]
+    assert [line[: len("warning: step 2")] for line in trainer.lines] == [
+        "warning: step 2",
+        "warning: step 5",
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(ADVICE))
@@ -141,8 +160,15 @@ def test_advice_on_settings_comes_once_in_a_run(name):
 @pytest.mark.parametrize(("why", "key"), [("length", "generation.max_new_tokens"), ("context", "overflow=drop_oldest"),
                                           ("steps", "max_turns"), ("deadline", "environment.deadline")])  # fmt: skip
 def test_truncation_names_the_key_of_what_cut_most_episodes(why, key):
-    row = HEALTHY | {"len/truncated_frac": 0.95, "stop_reason/length": 0.1, f"stop_reason/{why}": 0.8}
-    assert key in spoken(row)["nearly_all_truncated"] and f"by {why}" in spoken(row)["nearly_all_truncated"]
+    row = HEALTHY | {
+        "len/truncated_frac": 0.95,
+        "stop_reason/length": 0.1,
+        f"stop_reason/{why}": 0.8,
+    }
+    assert (
+        key in spoken(row)["nearly_all_truncated"]
+        and f"by {why}" in spoken(row)["nearly_all_truncated"]
+    )
 
 
 def test_equal_groups_name_the_direction():
@@ -150,7 +176,9 @@ def test_equal_groups_name_the_direction():
     ill = HEALTHY | ILL["all_rewards_equal"][0]
     assert "easier" in spoken(ill | {"group/frac_all_bad": 0.9})["all_rewards_equal"]
     assert "harder" in spoken(ill | {"group/frac_all_bad": 0.0})["all_rewards_equal"]
-    assert "all_rewards_equal" not in spoken(ill | {"streams/teacher": 0.2})  # there is something else to learn from
+    assert "all_rewards_equal" not in spoken(
+        ill | {"streams/teacher": 0.2}
+    )  # there is something else to learn from
 
 
 def test_a_second_illness_is_said_while_the_first_lasts():

@@ -31,8 +31,18 @@ from rlkit.training.run import taken_up
 from test_kill import TINY, arm
 
 WORDS = [
-    *(word for word in TINY if not word.startswith(("trainer.steps", "callbacks.checkpoint", "logger", "evaluation"))),
-    *("trainer.steps=2", "model.lora.rank=1", "evaluation.n=2", "evaluation.every=1", "callbacks.checkpoint.best=reward/mean"),
+    *(
+        word
+        for word in TINY
+        if not word.startswith(("trainer.steps", "callbacks.checkpoint", "logger", "evaluation"))
+    ),
+    *(
+        "trainer.steps=2",
+        "model.lora.rank=1",
+        "evaluation.n=2",
+        "evaluation.every=1",
+        "callbacks.checkpoint.best=reward/mean",
+    ),
     *(
         "callbacks.samples.every=1",
         "callbacks.checkpoint.every=1",
@@ -82,8 +92,22 @@ KINDS = {
     "TensorBoard's settings": "tensorboard/hparams.yaml",
     "TensorBoard's events": "tensorboard/**",
 }
-UNREAD = ("adapters", "model", "best model", "failed rollout", "debug bundle", "TensorBoard's events")  # one file of each is tried
-TEXTS = ("config", "overrides", "starts", "summary", "owner", "metrics")  # a flipped byte may mean another thing at each place
+UNREAD = (
+    "adapters",
+    "model",
+    "best model",
+    "failed rollout",
+    "debug bundle",
+    "TensorBoard's events",
+)  # one file of each is tried
+TEXTS = (
+    "config",
+    "overrides",
+    "starts",
+    "summary",
+    "owner",
+    "metrics",
+)  # a flipped byte may mean another thing at each place
 REPEATED = (
     "Hydra's own",
     "summary",
@@ -100,7 +124,9 @@ def kind_of(name: str) -> str:
     for kind, pattern in KINDS.items():
         if fnmatch.fnmatchcase(name, pattern):
             return kind
-    raise AssertionError(f"{name}: a file of a kind that the law does not know; add it to KINDS, with what a resume does about it")
+    raise AssertionError(
+        f"{name}: a file of a kind that the law does not know; add it to KINDS, with what a resume does about it"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- damages
@@ -163,7 +189,18 @@ def unreadable(path: Path, other: Path | None) -> None:
     path.chmod(0)
 
 
-DAMAGES = [missing, emptied, truncated, flipped, flipped_early, flipped_late, swapped, a_folder, a_fifo, unreadable]
+DAMAGES = [
+    missing,
+    emptied,
+    truncated,
+    flipped,
+    flipped_early,
+    flipped_late,
+    swapped,
+    a_folder,
+    a_fifo,
+    unreadable,
+]
 
 
 def without_privileges() -> None:
@@ -214,10 +251,14 @@ def runs(tmp_path_factory, forked):
             stopping.StopOnSignal.on_train_start = start
 
         assert run([*WORDS, f"seed={seed}", f"hydra.run.dir={folder}"], log) == 0, log.read_text()
-        assert run([f"resume={folder}", LONGER], log, lambda: arm("generate", 4, 6)) == -signal.SIGKILL, log.read_text()
+        assert (
+            run([f"resume={folder}", LONGER], log, lambda: arm("generate", 4, 6)) == -signal.SIGKILL
+        ), log.read_text()
         assert run([f"resume={folder}"], log, fail) == 1, log.read_text()
         earlier = f"resume={folder}/checkpoints/step_000003.ckpt"
-        assert run([earlier], log, lambda: arm("generate", 3, 6)) == -signal.SIGKILL, log.read_text()
+        assert run([earlier], log, lambda: arm("generate", 3, 6)) == -signal.SIGKILL, (
+            log.read_text()
+        )
 
     whole, log = root / "whole", root / "whole.log"
     assert run([*WORDS, "seed=0", f"hydra.run.dir={whole}"], log) == 0, log.read_text()
@@ -232,7 +273,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def rows(folder: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in read_rows(folder / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("perf/")}
+        for row in read_rows(folder / "metrics.jsonl")
+    ]
 
 
 def weights(folder: Path):
@@ -268,7 +312,12 @@ def faults_of(name: str, damage, runs, folder: Path, same) -> list[str]:
         if not same(weights(whole), weights(folder)):
             faults.append("other weights")
         mine = rows(folder)
-        lost = kind_of(name) == "metrics" and short in said and all(row in rows(whole) for row in mine) and mine[-1] == rows(whole)[-1]
+        lost = (
+            kind_of(name) == "metrics"
+            and short in said
+            and all(row in rows(whole) for row in mine)
+            and mine[-1] == rows(whole)[-1]
+        )
         if mine != rows(whole) and not lost:
             faults.append("other rows")
         if says_nothing(name, said):
@@ -280,13 +329,23 @@ def faults_of(name: str, damage, runs, folder: Path, same) -> list[str]:
     if damage is a_folder and not any(path.name == "mine.txt" for path in folder.rglob("mine.txt")):
         faults.append("a file of the user is gone")
     if damage is swapped and kind_of(name) not in REPEATED:
-        kept = any(content(theirs) in path.read_bytes() for path in folder.rglob("*") if path.is_file() and os.access(path, os.R_OK))
+        kept = any(
+            content(theirs) in path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and os.access(path, os.R_OK)
+        )
         if not kept and kind_of(name) != "owner":
             faults.append("the other run's file is gone")
     return [f"{fault}: {said[-1500:]}" for fault in faults]
 
 
-SAYS = ("metrics", "rollouts", "held-out replies", "completions", "samples")  # kinds whose loss is always said
+SAYS = (
+    "metrics",
+    "rollouts",
+    "held-out replies",
+    "completions",
+    "samples",
+)  # kinds whose loss is always said
 
 
 def says_nothing(name: str, said: str) -> bool:
@@ -301,7 +360,9 @@ def check(cases, runs, tmp_path, same) -> None:
         if faults := faults_of(name, damage, runs, folder, same):
             found[name, damage.__name__] = faults
         shutil.rmtree(folder)
-    assert not found, "\n\n".join(f"{name} {damage}: {fault}" for (name, damage), faults in found.items() for fault in faults)
+    assert not found, "\n\n".join(
+        f"{name} {damage}: {fault}" for (name, damage), faults in found.items() for fault in faults
+    )
 
 
 @pytest.mark.slow
@@ -319,8 +380,21 @@ def test_every_damage_to_every_file_of_a_run_folder(runs, tmp_path, same, damage
 # ------------------------------------------------------------------------------------------------- representatives
 
 SMALL = [
-    *("debug=fast", "trainer.accelerator=cpu", "trainer.steps=2", "task.max_samples=32", "model.lora.rank=1", "batch.group_size=2"),
-    *("generation.max_new_tokens=4", "evaluation.n=2", "evaluation.every=1", "callbacks.checkpoint.every=1", "logger=none"),
+    *(
+        "debug=fast",
+        "trainer.accelerator=cpu",
+        "trainer.steps=2",
+        "task.max_samples=32",
+        "model.lora.rank=1",
+        "batch.group_size=2",
+    ),
+    *(
+        "generation.max_new_tokens=4",
+        "evaluation.n=2",
+        "evaluation.every=1",
+        "callbacks.checkpoint.every=1",
+        "logger=none",
+    ),
     *("callbacks.checkpoint.model=false", "callbacks.samples.every=1"),
 ]
 
@@ -330,7 +404,18 @@ def pair(tmp_path_factory):
     """The folders of two runs with other seeds and other problems."""
     root = tmp_path_factory.mktemp("pair")
     for seed, name in enumerate(("mine", "theirs")):
-        assert main(["train", *SMALL, f"seed={seed}", f"evaluation.n={2 + seed}", f"hydra.run.dir={root / name}"]) == 0
+        assert (
+            main(
+                [
+                    "train",
+                    *SMALL,
+                    f"seed={seed}",
+                    f"evaluation.n={2 + seed}",
+                    f"hydra.run.dir={root / name}",
+                ]
+            )
+            == 0
+        )
     return root / "mine", root / "theirs"
 
 
@@ -352,33 +437,66 @@ SHARD, PARQUET = "steps_000001-000100.jsonl.gz", "steps_000002-000002.parquet"
 GOES_ON = {  # (file, damage) → what a resume says, with which it goes on
     ("metrics.jsonl", missing): "metrics.jsonl is missing; its 3 row(s) up to step 2 are lost",
     ("metrics.jsonl", emptied): "metrics.jsonl is empty; its 3 row(s) up to step 2 are lost",
-    ("metrics.jsonl", flipped): "metrics.jsonl lacks 1 of the 3 row(s) that this run wrote up to step 2",
-    ("metrics.jsonl", truncated): "metrics.jsonl lacks 1 of the 3 row(s) that this run wrote up to step 2",
+    (
+        "metrics.jsonl",
+        flipped,
+    ): "metrics.jsonl lacks 1 of the 3 row(s) that this run wrote up to step 2",
+    (
+        "metrics.jsonl",
+        truncated,
+    ): "metrics.jsonl lacks 1 of the 3 row(s) that this run wrote up to step 2",
     (
         "metrics.jsonl",
         swapped,
     ): "metrics.jsonl is not what this run wrote; its 3 row(s) up to step 2 are lost, and the run goes on without them; "
     "3 other line(s) are kept in aside/metrics.jsonl",
-    ("metrics.jsonl", a_fifo): "metrics.jsonl is no regular file and is kept as aside/metrics.jsonl",
-    (f"rollouts/{SHARD}", missing): f"rollouts/{SHARD} is missing; the run goes on without what this run wrote there up to step 2",
-    (f"rollouts/{SHARD}", emptied): f"rollouts/{SHARD} is empty; kept as aside/rollouts/{SHARD}; the run goes on",
-    (f"rollouts/{SHARD}", swapped): f"rollouts/{SHARD} does not begin with what this run wrote; kept as aside/rollouts/{SHARD}",
-    (f"rollouts/{SHARD}", a_folder): f"rollouts/{SHARD} is no regular file and is kept as aside/rollouts/{SHARD}",
+    (
+        "metrics.jsonl",
+        a_fifo,
+    ): "metrics.jsonl is no regular file and is kept as aside/metrics.jsonl",
+    (
+        f"rollouts/{SHARD}",
+        missing,
+    ): f"rollouts/{SHARD} is missing; the run goes on without what this run wrote there up to step 2",
+    (
+        f"rollouts/{SHARD}",
+        emptied,
+    ): f"rollouts/{SHARD} is empty; kept as aside/rollouts/{SHARD}; the run goes on",
+    (
+        f"rollouts/{SHARD}",
+        swapped,
+    ): f"rollouts/{SHARD} does not begin with what this run wrote; kept as aside/rollouts/{SHARD}",
+    (
+        f"rollouts/{SHARD}",
+        a_folder,
+    ): f"rollouts/{SHARD} is no regular file and is kept as aside/rollouts/{SHARD}",
     (
         f"held_out/test/{SHARD}",
         swapped,
     ): f"held_out/test/{SHARD} does not begin with what this run wrote; kept as aside/held_out/test/{SHARD}",
-    (f"held_out/validation/{SHARD}", flipped): f"held_out/validation/{SHARD} does not begin with what this run wrote",
+    (
+        f"held_out/validation/{SHARD}",
+        flipped,
+    ): f"held_out/validation/{SHARD} does not begin with what this run wrote",
     (f"completions/{PARQUET}", missing): f"completions/{PARQUET} is missing",
     (
         f"completions/{PARQUET}",
         swapped,
     ): f"completions/{PARQUET} does not begin with what this run wrote; kept as aside/completions/{PARQUET}",
-    ("samples/steps_000001-000100.md", swapped): "samples/steps_000001-000100.md does not begin with what this run wrote",
-    ("summary.json", swapped): "summary.json is not what this run wrote, and is kept as aside/summary.json",
+    (
+        "samples/steps_000001-000100.md",
+        swapped,
+    ): "samples/steps_000001-000100.md does not begin with what this run wrote",
+    (
+        "summary.json",
+        swapped,
+    ): "summary.json is not what this run wrote, and is kept as aside/summary.json",
     ("run.json", missing): "run.json is missing, and begins anew with this process",
     ("checkpoints/step_000001.ckpt", swapped): "step_000001.ckpt is a checkpoint of run",
-    ("checkpoints/step_000002.ckpt", flipped): "resume: 1 line(s) after step 1: moved to metrics.discarded.jsonl",
+    (
+        "checkpoints/step_000002.ckpt",
+        flipped,
+    ): "resume: 1 line(s) after step 1: moved to metrics.discarded.jsonl",
 }
 REFUSED = {  # (file, damage) → the sentence of a refusal
     (
@@ -395,7 +513,9 @@ REFUSED = {  # (file, damage) → the sentence of a refusal
 
 
 @pytest.mark.parametrize("name, damage, sentence", [(*key, text) for key, text in GOES_ON.items()])
-def test_a_resume_goes_on_and_says_which_file_is_not_its_own(pair, mine, capsys, name, damage, sentence):
+def test_a_resume_goes_on_and_says_which_file_is_not_its_own(
+    pair, mine, capsys, name, damage, sentence
+):
     theirs = (pair[1] / name).read_bytes()
     damage(mine / name, pair[1] / name)
     take_up(mine)
@@ -417,11 +537,22 @@ def test_a_resume_is_refused_where_it_would_mix_two_runs(pair, mine, name, damag
 
 
 def test_every_file_of_a_run_folder_has_a_kind(pair):
-    assert {kind_of(name) for name in names_in(pair[0])} >= {"metrics", "checkpoints", "rollouts", "held-out replies", "completions"}
+    assert {kind_of(name) for name in names_in(pair[0])} >= {
+        "metrics",
+        "checkpoints",
+        "rollouts",
+        "held-out replies",
+        "completions",
+    }
 
 
 def test_a_run_is_what_its_numbers_depend_on():
-    config = {"seed": 0, "model": {"path": "tiny", "suggests": {"lr": 1}, "shelf": "everyday"}, "logger": {"a": 1}, "callbacks": {}}
+    config = {
+        "seed": 0,
+        "model": {"path": "tiny", "suggests": {"lr": 1}, "shelf": "everyday"},
+        "logger": {"a": 1},
+        "callbacks": {},
+    }
     silent = [
         {"logger": {}},
         {"callbacks": {"b": {"every": 2}}},
@@ -429,17 +560,39 @@ def test_a_run_is_what_its_numbers_depend_on():
         {"model": {"path": "tiny", "suggests": {"lr": 2}, "shelf": "catalogue"}},
     ]
     assert len({identify(config | change) for change in [{}, *silent]}) == 1
-    assert len({identify(config | change) for change in [{}, {"seed": 1}, {"trainer": {"steps": 3}}, {"model": {"path": "b"}}]}) == 4
+    assert (
+        len(
+            {
+                identify(config | change)
+                for change in [{}, {"seed": 1}, {"trainer": {"steps": 3}}, {"model": {"path": "b"}}]
+            }
+        )
+        == 4
+    )
 
 
 @pytest.mark.slow
 def test_a_run_keeps_its_identity_wherever_and_with_whatever_it_goes_on(pair, mine):
     own = read_identity(mine)
     assert own and own != read_identity(pair[1])
-    assert main(["train", f"resume={mine}", "trainer.steps=3", "optimizer.lr=1e-5", "callbacks.checkpoint.keep=3"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                f"resume={mine}",
+                "trainer.steps=3",
+                "optimizer.lr=1e-5",
+                "callbacks.checkpoint.keep=3",
+            ]
+        )
+        == 0
+    )
     assert main(["train", f"resume={mine}", "trainer.steps=4"]) == 0
     assert "lr: 1.0e-05" in (mine / "config.yaml").read_text() and read_identity(mine) == own
-    assert {read_checkpoint(mine / "checkpoints" / f"step_00000{n}.ckpt")["run"]["identity"] for n in (2, 3, 4)} == {own}
+    assert {
+        read_checkpoint(mine / "checkpoints" / f"step_00000{n}.ckpt")["run"]["identity"]
+        for n in (2, 3, 4)
+    } == {own}
     assert run_folders.read_summary(mine)["identity"] == own
 
 
@@ -447,8 +600,16 @@ def test_auto_finds_a_run_that_is_shown_and_saved_in_other_ways(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     config = {"seed": 0, "logger": {}, "callbacks": {"checkpoint": {"every": 1}}}
     run_folders.write_config(Path("outputs/a/run"), config)
-    assert run_folders.newest_unfinished("a", {"seed": 0, "logger": {"x": 1}, "callbacks": {}}) == tmp_path / "outputs/a/run"
-    assert run_folders.newest_unfinished("a", {"seed": 1, "logger": {}, "callbacks": config["callbacks"]}) is None
+    assert (
+        run_folders.newest_unfinished("a", {"seed": 0, "logger": {"x": 1}, "callbacks": {}})
+        == tmp_path / "outputs/a/run"
+    )
+    assert (
+        run_folders.newest_unfinished(
+            "a", {"seed": 1, "logger": {}, "callbacks": config["callbacks"]}
+        )
+        is None
+    )
 
 
 def test_the_id_of_a_logger_belongs_to_one_run(tmp_path, capsys):
@@ -458,7 +619,10 @@ def test_the_id_of_a_logger_belongs_to_one_run(tmp_path, capsys):
     assert loggers.known_id(tmp_path / "mine", "wandb.id") == "mine"
     swapped(tmp_path / "mine" / "wandb.id", tmp_path / "theirs" / "wandb.id")
     assert loggers.known_id(tmp_path / "mine", "wandb.id") is None
-    assert "wandb.id is not what this run wrote, and is kept as aside/wandb.id" in capsys.readouterr().out
+    assert (
+        "wandb.id is not what this run wrote, and is kept as aside/wandb.id"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_run_folder_without_its_config_is_named(tmp_path):
@@ -467,18 +631,30 @@ def test_a_run_folder_without_its_config_is_named(tmp_path):
         run_folders.find_run(str(tmp_path), "resume")
 
 
-COMMANDS = [["train", "resume={}"], ["evaluate", "run={}"], ["export", "run={}"], ["agent", "Who?", "run={}"], ["serve", "run={}"]]
+COMMANDS = [
+    ["train", "resume={}"],
+    ["evaluate", "run={}"],
+    ["export", "run={}"],
+    ["agent", "Who?", "run={}"],
+    ["serve", "run={}"],
+]
 
 
 @pytest.mark.parametrize("words", cases(COMMANDS, 2))
-def test_a_run_folder_without_an_identity_is_refused_with_a_sentence(tmp_path, monkeypatch, capsys, words):
+def test_a_run_folder_without_an_identity_is_refused_with_a_sentence(
+    tmp_path, monkeypatch, capsys, words
+):
     """Versions before the first release wrote such folders; nothing reads their names and formats."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old" / "checkpoints").mkdir(parents=True)
     (tmp_path / "old" / "config.yaml").write_text("_target_: rlkit.settings.Experiment\n")
     assert main([word.format("old") for word in words]) == 2
     said = capsys.readouterr().err
-    assert "a version before 0.1.0 wrote it" in said and "start a new run" in said and "Traceback" not in said
+    assert (
+        "a version before 0.1.0 wrote it" in said
+        and "start a new run" in said
+        and "Traceback" not in said
+    )
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
@@ -500,4 +676,7 @@ def test_a_refused_run_leaves_the_files_that_were_in_its_folder(tmp_path, monkey
         (tmp_path / name).mkdir()
         (tmp_path / "old" / "thesis.tex").write_text("mine")
         assert main(["train", *SMALL, f"hydra.run.dir={tmp_path / name}"]) == 2
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["old", "old/thesis.tex"]
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        "old",
+        "old/thesis.tex",
+    ]

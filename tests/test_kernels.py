@@ -21,7 +21,9 @@ from rlkit.runs.kernels import NAME, decide_kernels
 from rlkit.training.kernels import keep_kernels, kernels_in_use, note_kernels, settle_kernels
 from test_gateway import said_by
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
+)
 
 FAST = [
     "debug=fast", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "batch.prompts=1", "batch.group_size=2", "trainer.threads=1",
@@ -66,7 +68,11 @@ def test_a_fallback_is_one_sentence_with_its_reason_and_noted(without_compiler, 
     away()
     assert main(["train", *FAST, "trainer.steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kernels:")]
-    assert line.startswith("kernels: decoding eager (") and line.count("no licence") == 2 and "updates eager (" in line
+    assert (
+        line.startswith("kernels: decoding eager (")
+        and line.count("no licence") == 2
+        and "updates eager (" in line
+    )
     assert noted(tmp_path / "run") == [EAGER]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["kernels"] == EAGER
 
@@ -77,7 +83,11 @@ def test_a_run_goes_on_with_its_kernels_or_says_what_differs(without_compiler, t
     away, back = without_compiler
 
     def trained(name: str, *words: str) -> str:
-        place = [f"resume={tmp_path / name}"] if (tmp_path / name).exists() else [*FAST, f"hydra.run.dir={tmp_path / name}"]
+        place = (
+            [f"resume={tmp_path / name}"]
+            if (tmp_path / name).exists()
+            else [*FAST, f"hydra.run.dir={tmp_path / name}"]
+        )
         assert main(["train", *place, *words]) == 0
         return capsys.readouterr().out
 
@@ -86,10 +96,16 @@ def test_a_run_goes_on_with_its_kernels_or_says_what_differs(without_compiler, t
     trained("eager", "trainer.steps=2")
     back()
     said = trained("eager", "trainer.steps=4")
-    assert "resume: decoding is eager, as the run did so far" in said and "resume: updates are eager, as the run did so far" in said
+    assert (
+        "resume: decoding is eager, as the run did so far" in said
+        and "resume: updates are eager, as the run did so far" in said
+    )
     assert noted(tmp_path / "eager") == [EAGER, EAGER]
     weights = [
-        torch.load(tmp_path / name / "checkpoints" / "step_000004.ckpt", weights_only=True)["state_dict"] for name in ("whole", "eager")
+        torch.load(tmp_path / name / "checkpoints" / "step_000004.ckpt", weights_only=True)[
+            "state_dict"
+        ]
+        for name in ("whole", "eager")
     ]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
@@ -97,13 +113,28 @@ def test_a_run_goes_on_with_its_kernels_or_says_what_differs(without_compiler, t
     away()
     said = trained("fused", "trainer.steps=3")
     assert (
-        "resume: decoding steps were fused and are eager (generation.kernel)" in said and "resume: updates were fused and are eager" in said
+        "resume: decoding steps were fused and are eager (generation.kernel)" in said
+        and "resume: updates were fused and are eager" in said
     )
     assert noted(tmp_path / "fused") == [FUSED, EAGER]
     back()
     capsys.readouterr()
-    assert main(["evaluate", f"run={tmp_path / 'eager'}", "evaluation.n=1", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
-    assert "kernels: decoding eager (as the run did so far), updates eager (as the run did so far)" in capsys.readouterr().out
+    assert (
+        main(
+            [
+                "evaluate",
+                f"run={tmp_path / 'eager'}",
+                "evaluation.n=1",
+                "evaluation.samples=1",
+                "evaluation.k=[1]",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "kernels: decoding eager (as the run did so far), updates eager (as the run did so far)"
+        in capsys.readouterr().out
+    )
 
 
 def load(engine, policy, complete) -> None:
@@ -114,7 +145,10 @@ def test_auto_is_decided_once(tiny, complete, monkeypatch):
     """Where compiled code is no longer possible later, a run does not fall back: that would be another run."""
     engine = Cached()
     load(engine, tiny, complete)
-    assert settle_kernels(engine, tiny.model) == "kernels: decoding fused, updates fused" and engine.kernel == "fused"
+    assert (
+        settle_kernels(engine, tiny.model) == "kernels: decoding fused, updates fused"
+        and engine.kernel == "fused"
+    )
     before = engine.decoder
     load(engine, tiny, complete)
     assert engine.decoder is before  # nothing is built again for it
@@ -133,13 +167,18 @@ def test_an_engine_with_kernels_of_its_own_is_not_named(tiny):
     )
 
 
-def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(tiny, complete, without_compiler):
+def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(
+    tiny, complete, without_compiler
+):
     """Shards are made behind the line; a compiler that is lost behind it is no fallback any more."""
     away, _ = without_compiler
     engine, hooked = Cached(), tiny._replace(model=deepcopy(tiny.model))
     load(engine, hooked, complete)
     said = settle_kernels(engine, hooked.model, sharded=True)
-    assert said == "kernels: decoding eager (the weights lie in shards), updates eager (the weights lie in shards)"
+    assert (
+        said
+        == "kernels: decoding eager (the weights lie in shards), updates eager (the weights lie in shards)"
+    )
     engine, hooked = Cached(), tiny._replace(model=deepcopy(tiny.model))
     load(engine, hooked, complete)
     settle_kernels(engine, hooked.model)
@@ -150,7 +189,9 @@ def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(tiny,
     handle.remove()
     away()
     engine.decoder = None
-    with pytest.raises(EngineError, match=r"generation\.kernel: the run decodes with compiled code, .*no licence"):
+    with pytest.raises(
+        EngineError, match=r"generation\.kernel: the run decodes with compiled code, .*no licence"
+    ):
         load(engine, hooked, complete)
 
 
@@ -175,9 +216,13 @@ def test_the_critic_goes_on_as_the_policy(tiny):
     critic = make_critic(tiny.model, model="separate")
     fused.choose_kernel(tiny.model, "auto")
     try:
-        said = keep_kernels(said_by(), tiny.model, {"kernel": None, "update_kernel": "eager"}, critic)
+        said = keep_kernels(
+            said_by(), tiny.model, {"kernel": None, "update_kernel": "eager"}, critic
+        )
         assert said == ["updates are eager, as the run did so far (model.kernel)"]
-        assert {m.update_kernel for m in critic.modules() if hasattr(m, "update_kernel")} <= {"eager"}
+        assert {m.update_kernel for m in critic.modules() if hasattr(m, "update_kernel")} <= {
+            "eager"
+        }
     finally:
         fused.choose_kernel(tiny.model, "auto")
 
@@ -191,7 +236,10 @@ def test_a_note_changes_nothing_else_and_needs_no_file(tmp_path):
         assert (tmp_path / "run.json").read_text() == broken
     (tmp_path / "run.json").write_text('[{"git": "a"}, {"git": "b"}]')
     note_kernels(tmp_path, EAGER)
-    assert json.loads((tmp_path / "run.json").read_text()) == [{"git": "a"}, {"git": "b", "kernels": EAGER}]
+    assert json.loads((tmp_path / "run.json").read_text()) == [
+        {"git": "a"},
+        {"git": "b", "kernels": EAGER},
+    ]
 
 
 def test_jobs_of_a_sweep_are_decided_together(without_compiler, tmp_path, capsys, monkeypatch):
@@ -210,7 +258,9 @@ def test_jobs_of_a_sweep_are_decided_together(without_compiler, tmp_path, capsys
     assert kernel.kernel_of("auto", *_parts())[1] == "so that all jobs are computed alike"
     (tmp_path / NAME).write_text('{"auto": "fused"}')
     away()
-    with pytest.raises(ConfigError, match=r"its jobs so far used compiled kernels, and here .*no licence"):
+    with pytest.raises(
+        ConfigError, match=r"its jobs so far used compiled kernels, and here .*no licence"
+    ):
         decide_kernels(tmp_path)
 
 
@@ -224,10 +274,16 @@ def _parts():
 
 
 @pytest.mark.slow
-def test_a_sweep_without_a_compiler_says_so_once_and_all_its_jobs_are_eager(without_compiler, tmp_path, monkeypatch, capfd):
+def test_a_sweep_without_a_compiler_says_so_once_and_all_its_jobs_are_eager(
+    without_compiler, tmp_path, monkeypatch, capfd
+):
     away, _ = without_compiler
     monkeypatch.chdir(tmp_path)
     away()
     assert main(["train", "-m", "seed=0,1", *FAST, "trainer.steps=1"]) == 0
-    assert capfd.readouterr().out.count("kernels: all jobs are computed without compiled code (") == 1
-    assert [noted(path.parent) for path in sorted(tmp_path.glob("outputs/sweep/*/run.json"))] == [[EAGER]] * 2
+    assert (
+        capfd.readouterr().out.count("kernels: all jobs are computed without compiled code (") == 1
+    )
+    assert [noted(path.parent) for path in sorted(tmp_path.glob("outputs/sweep/*/run.json"))] == [
+        [EAGER]
+    ] * 2

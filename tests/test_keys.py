@@ -56,11 +56,19 @@ def server():
 def place(tmp_path, monkeypatch):
     """The folder that the user works in. A run's weights are taken as they are, without a checkpoint."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.commands.evaluate.restored_policy", lambda policy, checkpoint, engine: (checkpoint, 0))
+    monkeypatch.setattr(
+        "rlkit.commands.evaluate.restored_policy",
+        lambda policy, checkpoint, engine: (checkpoint, 0),
+    )
     return tmp_path
 
 
-SMALL = ["evaluation.n=1", "evaluation.samples=1", "evaluation.k=[1]", "evaluation.max_new_tokens=4"]
+SMALL = [
+    "evaluation.n=1",
+    "evaluation.samples=1",
+    "evaluation.k=[1]",
+    "evaluation.max_new_tokens=4",
+]
 FN = "evaluation.reward.terms.judge.fn"
 
 
@@ -68,7 +76,14 @@ def judged(folder: Path, address: str, *more: str) -> Path:
     """A run folder whose evaluations ask the judge at an address."""
     (folder / ".hydra").mkdir(parents=True)
     runs.write_config(folder, compose([]).config)
-    overrides = ["reward@evaluation.reward=judge", f"{FN}.address={address}", f"{FN}.model=m", f"{FN}.cache=null", *SMALL, *more]
+    overrides = [
+        "reward@evaluation.reward=judge",
+        f"{FN}.address={address}",
+        f"{FN}.model=m",
+        f"{FN}.cache=null",
+        *SMALL,
+        *more,
+    ]
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
     return folder
 
@@ -82,7 +97,10 @@ def test_the_judges_key_stays_at_home(server, place, monkeypatch, capsys):
     assert f"{FN}.address={address} can reach an address" in capsys.readouterr().err
     assert main(["evaluate", f"run={folder}", "trust=true"]) == 2
     said = capsys.readouterr().err
-    assert f"{FN}.api_key: the value of RLKIT_JUDGE_KEY would go to {FN}.address={address}" in said and KEY not in said
+    assert (
+        f"{FN}.api_key: the value of RLKIT_JUDGE_KEY would go to {FN}.address={address}" in said
+        and KEY not in said
+    )
     assert f"repeat {FN}.address=VALUE on the command line" in said
     assert heard == []
     status = main(["evaluate", f"run={folder}", f"{FN}.address={address}"])
@@ -121,7 +139,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", cases(WAYS, 2))
-def test_no_value_of_the_environment_travels_to_a_folders_address(way, server, place, monkeypatch, capsys):
+def test_no_value_of_the_environment_travels_to_a_folders_address(
+    way, server, place, monkeypatch, capsys
+):
     address, heard = server
     monkeypatch.delenv("RLKIT_JUDGE_KEY", raising=False)
     monkeypatch.setenv("OTHER_KEY", KEY)
@@ -151,8 +171,12 @@ def meetings() -> list[tuple[str, str, str]]:
     for target in sorted(shipped(conf_dir())):
         own = declared_by(target)
         hints = {key: str(hint) for key, hint in signature_hints(resolve(target)).items()}
-        places = [key for key, declared in own.items() if declared.word in SENDS and not declared.plain]
-        found += [(target, place, key) for place in places for key in own if "str" in hints.get(key, "")]
+        places = [
+            key for key, declared in own.items() if declared.word in SENDS and not declared.plain
+        ]
+        found += [
+            (target, place, key) for place in places for key in own if "str" in hints.get(key, "")
+        ]
     return found
 
 
@@ -170,11 +194,22 @@ def test_wherever_a_key_and_an_address_meet(target, place, key):
 
 def test_what_a_package_sends_by_itself(monkeypatch):
     """MLflow takes its token from the environment, whatever the address."""
-    node = {"logger": {"mlflow": {"_target_": "rlkit.training.loggers.mlflow", "_partial_": True, "tracking_uri": "http://elsewhere"}}}
+    node = {
+        "logger": {
+            "mlflow": {
+                "_target_": "rlkit.training.loggers.mlflow",
+                "_partial_": True,
+                "tracking_uri": "http://elsewhere",
+            }
+        }
+    }
     monkeypatch.delenv("MLFLOW_TRACKING_TOKEN", raising=False)
     assert leaks(node, BY) == []
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", KEY)
-    assert "the value of MLFLOW_TRACKING_TOKEN would go to logger.mlflow.tracking_uri=http://elsewhere" in str(leaks(node, BY)[0])
+    assert (
+        "the value of MLFLOW_TRACKING_TOKEN would go to logger.mlflow.tracking_uri=http://elsewhere"
+        in str(leaks(node, BY)[0])
+    )
     node["logger"]["mlflow"]["tracking_uri"] = "${oc.env:MLFLOW_URI}"  # the environment names it
     assert leaks(node, BY) == []
 

@@ -23,20 +23,43 @@ TINY = [
     "generation.max_new_tokens=12", "evaluation.n=1", "evaluation.every=3", "callbacks.checkpoint.every=2",
     "callbacks.checkpoint.model=false", "logger=none",
 ]  # fmt: skip
-DRAWS = ["reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.draws"]  # from every generator that a user may use
+DRAWS = [
+    "reward=numeric",
+    "reward.terms.numeric.fn._target_=drawing_reward.draws",
+]  # from every generator that a user may use
 CASES = {
     "grpo": [*DRAWS],
     "ppo": ["algorithm=ppo", "reference=ema", "reference.decay=0.5", "kl/coef=adaptive", *DRAWS],
     "dapo": [
-        *("algorithm=dapo", "kl=none", "algorithm.max_refills=2", "callbacks.checkpoint.best=reward/mean"),
-        *("reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.uneven"),  # equal in some groups, which are refilled
+        *(
+            "algorithm=dapo",
+            "kl=none",
+            "algorithm.max_refills=2",
+            "callbacks.checkpoint.best=reward/mean",
+        ),
+        *(
+            "reward=numeric",
+            "reward.terms.numeric.fn._target_=drawing_reward.uneven",
+        ),  # equal in some groups, which are refilled
     ],
     "lag": ["asynchrony=lag", "asynchrony.staleness=2", *DRAWS],
     "lag and refills": [
-        *("asynchrony=lag", "asynchrony.staleness=1", "algorithm=dapo", "kl=none", "algorithm.max_refills=2"),
+        *(
+            "asynchrony=lag",
+            "asynchrony.staleness=1",
+            "algorithm=dapo",
+            "kl=none",
+            "algorithm.max_refills=2",
+        ),
         *("reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.uneven"),
     ],
-    "phases": ["schedule=reinforce_to_ppo", "schedule.phases.explore.until=2", "kl=k3", "reference=ema", *DRAWS],
+    "phases": [
+        "schedule=reinforce_to_ppo",
+        "schedule.phases.explore.until=2",
+        "kl=k3",
+        "reference=ema",
+        *DRAWS,
+    ],
 }
 REWARD = """
 import random
@@ -119,7 +142,9 @@ def resolve(path: str):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_is_killed_five_times_ends_as_if_nothing_had_happened(tmp_path, monkeypatch, forked, same, timeless, case):
+def test_a_run_that_is_killed_five_times_ends_as_if_nothing_had_happened(
+    tmp_path, monkeypatch, forked, same, timeless, case
+):
     (tmp_path / "drawing_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -150,10 +175,17 @@ def assert_equal_runs(a: Path, b: Path, same, timeless) -> None:
     assert [list(r) for r in first] == [list(r) for r in second]
     for r, s in zip(first, second, strict=True):
         assert {k: (r[k], s[k]) for k in r if r[k] != s[k]} == {}
-    assert not same(x["state_dict"], torch.load(a / "checkpoints" / "step_000002.ckpt", weights_only=True)["state_dict"])
-    assert same(x["state_dict"], y["state_dict"]) and same(x["optimizer_states"], y["optimizer_states"])
+    assert not same(
+        x["state_dict"],
+        torch.load(a / "checkpoints" / "step_000002.ckpt", weights_only=True)["state_dict"],
+    )
+    assert same(x["state_dict"], y["state_dict"]) and same(
+        x["optimizer_states"], y["optimizer_states"]
+    )
     assert same(x["rlkit"], y["rlkit"])
-    assert [p.name for p in sorted((a / "checkpoints").iterdir())] == [p.name for p in sorted((b / "checkpoints").iterdir())]
+    assert [p.name for p in sorted((a / "checkpoints").iterdir())] == [
+        p.name for p in sorted((b / "checkpoints").iterdir())
+    ]
     assert pandas.read_parquet(a / "completions").equals(pandas.read_parquet(b / "completions"))
     for folder in ("rollouts", "samples"):
         names = sorted(p.name for p in (a / folder).iterdir())

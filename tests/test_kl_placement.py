@@ -17,7 +17,21 @@ from torch import Tensor
 from laws import each
 from rlkit.algorithm import KL, Algorithm, estimate_advantages, loss_weights, penalize, surrogate
 from rlkit.config.compose import compose, experiment
-from rlkit.functional import confident, forward, full, k1, k2, k3, keep_all, leave_one_out, raw, reinforce, reverse, token_ratio, truncated
+from rlkit.functional import (
+    confident,
+    forward,
+    full,
+    k1,
+    k2,
+    k3,
+    keep_all,
+    leave_one_out,
+    raw,
+    reinforce,
+    reverse,
+    token_ratio,
+    truncated,
+)
 from rlkit.types import Batch, TokenLogprobs
 
 NAN = float("nan")
@@ -31,8 +45,14 @@ def _logits(seed: int) -> Tensor:
 
 
 POLICY, OLD, REF = _logits(0), _logits(1), _logits(2)
-FIRST = {"single": torch.arange(5), "episode": torch.tensor([0] + [v for v in range(1, 5) for _ in range(5)])}
-SECOND = {"single": torch.zeros(5, dtype=torch.int64), "episode": torch.tensor([0] + list(range(5)) * 4)}
+FIRST = {
+    "single": torch.arange(5),
+    "episode": torch.tensor([0] + [v for v in range(1, 5) for _ in range(5)]),
+}
+SECOND = {
+    "single": torch.zeros(5, dtype=torch.int64),
+    "episode": torch.tensor([0] + list(range(5)) * 4),
+}
 KINDS = list(FIRST)
 
 
@@ -59,7 +79,9 @@ def _logprobs(kind: str, logits: Tensor) -> Tensor:
 
 def _full_kl(kind: str, logits: Tensor, ref: Tensor) -> Tensor:
     (p1, p2), (r1, r2) = _distributions(logits), _distributions(ref)
-    return _rows(kind, _kl(p1, r1).expand(len(FIRST[kind])), (p2.exp() * (p2 - r2)).sum(-1)[FIRST[kind]])
+    return _rows(
+        kind, _kl(p1, r1).expand(len(FIRST[kind])), (p2.exp() * (p2 - r2)).sum(-1)[FIRST[kind]]
+    )
 
 
 def _probabilities(kind: str, logits: Tensor) -> Tensor:
@@ -111,11 +133,23 @@ class Facts(NamedTuple):
 
 FACTS = {
     "k1": Facts(k1, lambda p, r: p - r, _kl, _zero, _kl),
-    "k2": Facts(k2, lambda p, r: (r - p).square() / 2, _half_square, _kl, lambda p, r: _half_square(p, r) - _kl(p, r)),
-    "k3": Facts(k3, lambda p, r: _k3(r - p), _kl, _reverse_kl, lambda p, r: _kl(p, r) - _reverse_kl(p, r)),
+    "k2": Facts(
+        k2,
+        lambda p, r: (r - p).square() / 2,
+        _half_square,
+        _kl,
+        lambda p, r: _half_square(p, r) - _kl(p, r),
+    ),
+    "k3": Facts(
+        k3, lambda p, r: _k3(r - p), _kl, _reverse_kl, lambda p, r: _kl(p, r) - _reverse_kl(p, r)
+    ),
     "forward": Facts(forward, lambda p, r: p - r, _kl, _kl, _kl),
     "reverse": Facts(
-        reverse, lambda p, r: (r - p).exp() * (r - p), _reverse_kl, _reverse_kl, lambda p, r: -(r.exp() * (r - p).square()).sum() / 2
+        reverse,
+        lambda p, r: (r - p).exp() * (r - p),
+        _reverse_kl,
+        _reverse_kl,
+        lambda p, r: -(r.exp() * (r - p).square()).sum() / 2,
     ),
     "truncated": Facts(
         functools.partial(truncated, threshold=1.0),
@@ -137,13 +171,22 @@ WEIGHTED = ("forward", "reverse")  # these carry the ratio: importance_weight is
 UNWEIGHTED = [name for name in FACTS if name not in WEIGHTED]
 
 
-def _visited(kind: str, f: Callable[[Tensor, Tensor], Tensor], logits: Tensor, sampled: Tensor, *, whole: bool = False) -> Tensor:
+def _visited(
+    kind: str,
+    f: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor,
+    sampled: Tensor,
+    *,
+    whole: bool = False,
+) -> Tensor:
     """Σ over states of the probability of being there × f. `whole`: with the gradient of being there."""
     (p1, p2), (r1, r2) = _distributions(logits), _distributions(REF)
     there = _distributions(sampled)[0].exp()
     there = there if whole else there.detach()
     total = f(p1, r1)
-    return total if kind == "single" else total + sum(there[v] * f(p2[v], r2[v]) for v in range(1, 5))
+    return (
+        total if kind == "single" else total + sum(there[v] * f(p2[v], r2[v]) for v in range(1, 5))
+    )
 
 
 def _gradient(value: Tensor, logits: Tensor) -> Tensor:
@@ -175,7 +218,14 @@ def _batch(kind: str, logits: Tensor, old: Tensor) -> Batch:
 
 def _algorithm(weights: Tensor, advantage: Callable[..., Tensor] = raw) -> Algorithm:
     """Its aggregation is the exact expectation: each sequence counts with its probability."""
-    return Algorithm("exact", advantage, token_ratio, reinforce, lambda response_mask: weights[:, None] * response_mask, keep_all)
+    return Algorithm(
+        "exact",
+        advantage,
+        token_ratio,
+        reinforce,
+        lambda response_mask: weights[:, None] * response_mask,
+        keep_all,
+    )
 
 
 def _descended(kind: str, kl: KL, *, old: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -185,7 +235,9 @@ def _descended(kind: str, kl: KL, *, old: Tensor | None = None) -> tuple[Tensor,
     algorithm = _algorithm(_probabilities(kind, old))
     batch = loss_weights(estimate_advantages(_batch(kind, logits, old), algorithm, kl), algorithm)
     logprobs = _logprobs(kind, logits)
-    scores = TokenLogprobs(logprobs, torch.zeros_like(logprobs), full_kl=_full_kl(kind, logits, REF))
+    scores = TokenLogprobs(
+        logprobs, torch.zeros_like(logprobs), full_kl=_full_kl(kind, logits, REF)
+    )
     loss, terms = surrogate(batch, scores, algorithm, kl)
     value = (batch.weights * torch.where(batch.response_mask, terms["kl"], 0.0)).sum()
     return value, torch.autograd.grad(loss, logits)[0] / COEF
@@ -202,7 +254,9 @@ def test_in_the_loss(name: str, kind: str) -> None:
     logits = POLICY.clone().requires_grad_()
     value, gradient = _descended(kind, _kl_of(name))
     torch.testing.assert_close(value, _visited(kind, FACTS[name].value, POLICY, POLICY), **CLOSE)
-    torch.testing.assert_close(gradient, _gradient(_visited(kind, FACTS[name].loss, logits, logits), logits), **CLOSE)
+    torch.testing.assert_close(
+        gradient, _gradient(_visited(kind, FACTS[name].loss, logits, logits), logits), **CLOSE
+    )
 
 
 @each("kind", KINDS)
@@ -210,7 +264,9 @@ def test_in_the_loss(name: str, kind: str) -> None:
 def test_in_the_loss_with_its_ratio(name: str, kind: str) -> None:
     logits = POLICY.clone().requires_grad_()
     _, gradient = _descended(kind, _kl_of(name, importance_weight=True))
-    torch.testing.assert_close(gradient, _gradient(_visited(kind, FACTS[name].value, logits, logits), logits), **CLOSE)
+    torch.testing.assert_close(
+        gradient, _gradient(_visited(kind, FACTS[name].value, logits, logits), logits), **CLOSE
+    )
 
 
 @each("kind", KINDS)
@@ -232,7 +288,9 @@ def test_in_the_reward(name: str, kind: str, in_baseline: bool) -> None:
     """The token's own part as in the table, and all of what comes after it."""
     logits = POLICY.clone().requires_grad_()
     facts = FACTS[name]
-    later = _visited(kind, facts.value, logits, logits, whole=True) - _visited(kind, facts.value, logits, logits)
+    later = _visited(kind, facts.value, logits, logits, whole=True) - _visited(
+        kind, facts.value, logits, logits
+    )
     expected = _gradient(_visited(kind, facts.reward, logits, logits) + later, logits)
     _, gradient = _descended(kind, _kl_of(name, "reward", in_baseline=in_baseline))
     torch.testing.assert_close(gradient, expected, **CLOSE)
@@ -246,7 +304,9 @@ def test_in_the_reward_of_the_rollout(name: str, kind: str, placement: str) -> N
     logits, mask = POLICY.clone().requires_grad_(), _mask(kind)
     (p1, p2), (r1, r2) = _distributions(POLICY), _distributions(REF)
     second = torch.stack([FACTS[name].token(p, r) for p, r in zip(p2, r2, strict=True)])
-    tokens = _rows(kind, FACTS[name].token(p1, r1)[FIRST[kind]], second[FIRST[kind], SECOND[kind]]).nan_to_num(0.0)
+    tokens = _rows(
+        kind, FACTS[name].token(p1, r1)[FIRST[kind]], second[FIRST[kind], SECOND[kind]]
+    ).nan_to_num(0.0)
     scores = tokens.sum(1) / (mask.sum(1) if placement == "reward_sequence" else 1)
     expected = _gradient((_probabilities(kind, logits) * scores).sum(), logits)
     for in_baseline in (False, True):
@@ -277,7 +337,10 @@ def test_k1_in_the_reward_descends_the_divergence_of_whole_rollouts(name: str, k
 @pytest.mark.parametrize("name", FACTS)
 def test_in_the_baseline_of_the_others_the_gradient_is_the_same(name: str) -> None:
     """All 25 pairs of samples, each a group: what the other sample is worth does not depend on this one."""
-    logits, pairs = POLICY.clone().requires_grad_(), torch.cartesian_prod(torch.arange(5), torch.arange(5)).flatten()
+    logits, pairs = (
+        POLICY.clone().requires_grad_(),
+        torch.cartesian_prod(torch.arange(5), torch.arange(5)).flatten(),
+    )
     old = _batch("single", POLICY, POLICY)
     batch = Batch(**{k: v[pairs] for k, v in old._asdict().items() if v is not None})
     batch = batch._replace(rollout_ids=torch.arange(50), group_ids=torch.arange(50) // 2)
@@ -286,17 +349,31 @@ def test_in_the_baseline_of_the_others_the_gradient_is_the_same(name: str) -> No
     kl = _kl_of(name, "reward", in_baseline=True)
     batch = loss_weights(estimate_advantages(batch, algorithm, kl), algorithm)
     logprobs = _logprobs("single", logits)[pairs]
-    loss, _ = surrogate(batch, TokenLogprobs(logprobs, torch.zeros_like(logprobs), full_kl=batch.full_kl), algorithm, kl)
-    torch.testing.assert_close(_gradient(loss, logits) / COEF, _descended("single", kl._replace(in_baseline=False))[1], **CLOSE)
+    loss, _ = surrogate(
+        batch,
+        TokenLogprobs(logprobs, torch.zeros_like(logprobs), full_kl=batch.full_kl),
+        algorithm,
+        kl,
+    )
+    torch.testing.assert_close(
+        _gradient(loss, logits) / COEF,
+        _descended("single", kl._replace(in_baseline=False))[1],
+        **CLOSE,
+    )
 
 
-@pytest.mark.parametrize("name, pulls", {"k1": 1.0, "forward": 1.0, "k2": 0.0, "k3": 0.0, "truncated": 0.0, "reverse": -1.0}.items())
+@pytest.mark.parametrize(
+    "name, pulls",
+    {"k1": 1.0, "forward": 1.0, "k2": 0.0, "k3": 0.0, "truncated": 0.0, "reverse": -1.0}.items(),
+)
 def test_near_the_reference_only_k1_in_the_reward_pulls(name: str, pulls: float) -> None:
     """To first order in the distance: the gradient of KL(π‖ref), nothing, or away."""
     logits = (REF[:5] + 1e-4 * POLICY[:5]).requires_grad_()
     p, r = logits.log_softmax(-1), REF[:5].log_softmax(-1)
     got, towards = _gradient(FACTS[name].reward(p, r), logits), _gradient(_kl(p, r), logits)
-    assert (got - pulls * towards).norm() <= 1e-3 * towards.norm()  # the next order is 1e-4 of it, times numbers of order 1
+    assert (
+        got - pulls * towards
+    ).norm() <= 1e-3 * towards.norm()  # the next order is 1e-4 of it, times numbers of order 1
 
 
 def test_k1_of_the_config_is_k1_in_the_reward() -> None:
@@ -318,24 +395,32 @@ def _equal_rewards() -> tuple[Batch, Tensor]:
     """The 21 episodes as one group with equal rewards; and k3 of each token, the coefficient in it."""
     batch = _batch("episode", POLICY, POLICY)
     estimates = k3(batch.logprobs_old, batch.logprobs_ref)
-    return batch._replace(rewards=torch.ones(21, dtype=torch.float64)), COEF * torch.where(batch.response_mask, estimates, 0.0)
+    return batch._replace(rewards=torch.ones(21, dtype=torch.float64)), COEF * torch.where(
+        batch.response_mask, estimates, 0.0
+    )
 
 
 def test_after_the_baseline_equal_rewards_leave_the_divergence_to_come() -> None:
     """Group statistics see the raw rewards, so a group of equal ones says nothing but the KL, in nats."""
     batch, penalty = _equal_rewards()
-    got = estimate_advantages(batch, _algorithm(torch.ones(21), _z_score), _kl_of("k3", "reward")).advantages
+    got = estimate_advantages(
+        batch, _algorithm(torch.ones(21), _z_score), _kl_of("k3", "reward")
+    ).advantages
     expected = torch.where(batch.response_mask, -penalty.flip(1).cumsum(1).flip(1), 0.0)
     torch.testing.assert_close(got, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("advantage", [_z_score, leave_one_out, raw])
-def test_in_the_baseline_the_penalty_of_the_rollout_is_a_part_of_its_reward(advantage: Callable[..., Tensor]) -> None:
+def test_in_the_baseline_the_penalty_of_the_rollout_is_a_part_of_its_reward(
+    advantage: Callable[..., Tensor],
+) -> None:
     """And a group of equal rewards is spread by its KL alone, to a deviation of 1 where it is divided by that."""
     batch, penalty = _equal_rewards()
     algorithm = _algorithm(torch.ones(21), advantage)
     got = estimate_advantages(batch, algorithm, _kl_of("k3", "reward", in_baseline=True)).advantages
-    by_hand = estimate_advantages(batch._replace(rewards=batch.rewards - penalty.sum(1)), algorithm).advantages
+    by_hand = estimate_advantages(
+        batch._replace(rewards=batch.rewards - penalty.sum(1)), algorithm
+    ).advantages
     torch.testing.assert_close(got, by_hand, **CLOSE)
     if advantage is _z_score:
         assert got[:, 1].std().item() == pytest.approx(1.0, abs=1e-4)  # the 1e-6 in the denominator
@@ -347,8 +432,13 @@ def test_the_mean_of_the_rollout_stands_at_its_last_token() -> None:
     mean = penalty.sum(1) / batch.response_mask.sum(1)
     expected = torch.zeros(21, 3, dtype=torch.float64)
     expected[torch.arange(21), batch.response_mask.sum(1)] = -mean
-    for kl, want in ((_kl_of("k3", "reward_sequence"), expected), (_kl_of("k3", "reward"), -penalty)):
-        got = estimate_advantages(batch, _algorithm(torch.ones(21), lambda token_rewards: token_rewards), kl).advantages
+    for kl, want in (
+        (_kl_of("k3", "reward_sequence"), expected),
+        (_kl_of("k3", "reward"), -penalty),
+    ):
+        got = estimate_advantages(
+            batch, _algorithm(torch.ones(21), lambda token_rewards: token_rewards), kl
+        ).advantages
         torch.testing.assert_close(got, want, **CLOSE)
 
 
@@ -364,7 +454,10 @@ def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: b
     if importance_weight and name in WEIGHTED:
         pytest.skip("refused")
     corners = torch.tensor(list(itertools.product([0.0, -1e4], repeat=3)))
-    logprobs, old, ref = (torch.stack([torch.full((8,), NAN), column, column.flip(0)], 1) for column in corners.unbind(1))
+    logprobs, old, ref = (
+        torch.stack([torch.full((8,), NAN), column, column.flip(0)], 1)
+        for column in corners.unbind(1)
+    )
     leaf = logprobs.clone().requires_grad_()
     kl = _kl_of(name, placement, importance_weight=importance_weight)
     batch = _batch("episode", POLICY, POLICY)
@@ -379,7 +472,9 @@ def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: b
     )
     algorithm = _algorithm(torch.full((8,), 1 / 16))
     batch = loss_weights(estimate_advantages(batch, algorithm, kl), algorithm)
-    loss, _ = surrogate(batch, TokenLogprobs(leaf, torch.zeros_like(leaf), full_kl=leaf * 0 + 1e4), algorithm, kl)
+    loss, _ = surrogate(
+        batch, TokenLogprobs(leaf, torch.zeros_like(leaf), full_kl=leaf * 0 + 1e4), algorithm, kl
+    )
     loss.backward()
     assert loss.isfinite() and leaf.grad.isfinite().all() and batch.advantages.isfinite().all()
 
@@ -387,12 +482,20 @@ def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: b
 @each("in_baseline", [False, True])
 @each("placement", ["reward", "reward_sequence"])
 @each("name", FACTS)
-def test_garbage_under_the_mask_changes_no_bit_of_the_advantages(name: str, placement: str, in_baseline: bool) -> None:
+def test_garbage_under_the_mask_changes_no_bit_of_the_advantages(
+    name: str, placement: str, in_baseline: bool
+) -> None:
     kl, algorithm = _kl_of(name, placement, in_baseline=in_baseline), _algorithm(torch.ones(21))
     batch = _batch("episode", POLICY, OLD)
     clean = estimate_advantages(batch, algorithm, kl).advantages
     for garbage in (0.0, float("inf"), -float("inf"), 1e4, -1e300):
-        floats = {k: v for k, v in batch._asdict().items() if v is not None and v.is_floating_point() and v.dim() == 2}
-        dirty = batch._replace(**{k: torch.where(batch.response_mask, v, garbage) for k, v in floats.items()})
+        floats = {
+            k: v
+            for k, v in batch._asdict().items()
+            if v is not None and v.is_floating_point() and v.dim() == 2
+        }
+        dirty = batch._replace(
+            **{k: torch.where(batch.response_mask, v, garbage) for k, v in floats.items()}
+        )
         assert torch.equal(estimate_advantages(dirty, algorithm, kl).advantages, clean)
     assert clean.isfinite().all() and clean.any()

@@ -18,7 +18,8 @@ from rlkit.config.compose import conf_dir
 
 PACKAGE = Path(__file__).resolve().parents[1] / "rlkit"
 MODULES = {
-    ".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): f for f in sorted(PACKAGE.rglob("*.py"))
+    ".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): f
+    for f in sorted(PACKAGE.rglob("*.py"))
 }
 # The folders in the order of their layers: each imports only from those before it, in functions too.
 ROOMS = [
@@ -91,9 +92,31 @@ TOKENS = {
     "__main__": 18,
 }
 FILE_TOKENS = 4_500
-LARGER_FILES = {"rlkit.algorithm": 4_650, "rlkit.engines.cached.scheduler": 5_250, "rlkit.sandbox._child": 5_000}
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-HEAVY = {"datasets", "transformers", "peft", "lightning", "hydra", "omegaconf", "tensorboard", "matplotlib", "pyarrow", "vllm"}
+LARGER_FILES = {
+    "rlkit.algorithm": 4_650,
+    "rlkit.engines.cached.scheduler": 5_250,
+    "rlkit.sandbox._child": 5_000,
+}
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+HEAVY = {
+    "datasets",
+    "transformers",
+    "peft",
+    "lightning",
+    "hydra",
+    "omegaconf",
+    "tensorboard",
+    "matplotlib",
+    "pyarrow",
+    "vllm",
+}
 
 
 @functools.cache
@@ -115,7 +138,11 @@ def imports(module: str, *, lazy: bool) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
             yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if f"{node.module}.{alias.name}" in MODULES)
+            yield from (
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if f"{node.module}.{alias.name}" in MODULES
+            )
         pending += ast.iter_child_nodes(node)
 
 
@@ -126,7 +153,10 @@ def part(module: str) -> str:
 
 def rooms_used(module: str, *, lazy: bool) -> set[str]:
     """The other rooms that a module imports."""
-    return {part(name) for name in imports(module, lazy=lazy) if name.startswith("rlkit.")} - {part(module), ""}
+    return {part(name) for name in imports(module, lazy=lazy) if name.startswith("rlkit.")} - {
+        part(module),
+        "",
+    }
 
 
 @functools.cache
@@ -162,7 +192,11 @@ def test_every_room_stays_small():
 
 def test_no_file_is_too_long_to_find_the_way_in():
     sizes = {module: tokens_of(module) for module in MODULES}
-    assert {module: size for module, size in sizes.items() if size > LARGER_FILES.get(module, FILE_TOKENS)} == {}
+    assert {
+        module: size
+        for module, size in sizes.items()
+        if size > LARGER_FILES.get(module, FILE_TOKENS)
+    } == {}
 
 
 def test_every_room_has_its_place():
@@ -199,22 +233,41 @@ def test_no_import_goes_in_a_circle():
 
 def test_the_package_itself_imports_nothing():
     """`import rlkit` is free; names come when they are asked for."""
-    assert {n.split(".")[0] for n in imports("rlkit", lazy=False)} <= {"__future__", "importlib", "typing"}
+    assert {n.split(".")[0] for n in imports("rlkit", lazy=False)} <= {
+        "__future__",
+        "importlib",
+        "typing",
+    }
 
 
 def test_hydra_stays_in_compose_and_the_command_line():
     """Also inside functions: every part works without Hydra."""
-    used = {m for m in MODULES if {n.split(".")[0] for n in imports(m, lazy=True)} & {"hydra", "omegaconf"}}
-    assert used <= {"rlkit.config.compose", "rlkit.commands.train", "rlkit.runs.sweeps.plan", "rlkit.runs.sweeps.run"}
+    used = {
+        m
+        for m in MODULES
+        if {n.split(".")[0] for n in imports(m, lazy=True)} & {"hydra", "omegaconf"}
+    }
+    assert used <= {
+        "rlkit.config.compose",
+        "rlkit.commands.train",
+        "rlkit.runs.sweeps.plan",
+        "rlkit.runs.sweeps.run",
+    }
 
 
 def test_internals_of_hydra_are_used_in_one_file():
     """pyproject bounds Hydra above as long as there is such a file."""
-    assert {m for m in MODULES if any(n.startswith("hydra._internal") for n in imports(m, lazy=True))} == {"rlkit.config.compose"}
+    assert {
+        m for m in MODULES if any(n.startswith("hydra._internal") for n in imports(m, lazy=True))
+    } == {"rlkit.config.compose"}
 
 
 def test_lightning_stays_in_the_loop_and_its_callbacks():
-    used = {m for m in MODULES if {n.split(".")[0] for n in imports(m, lazy=False)} & {"lightning", "pytorch_lightning"}}
+    used = {
+        m
+        for m in MODULES
+        if {n.split(".")[0] for n in imports(m, lazy=False)} & {"lightning", "pytorch_lightning"}
+    }
     used -= {"rlkit.training.module", "rlkit.distributed.strategies"}
     assert {m for m in used if not m.startswith("rlkit.training.callbacks.")} == set()
 
@@ -232,7 +285,12 @@ def target_names() -> set[str]:
             for value in node:
                 yield from walk(value)
 
-    return {t for file in conf_dir().rglob("*.yaml") for t in walk(yaml.safe_load(file.read_text())) if t.startswith("rlkit.")}
+    return {
+        t
+        for file in conf_dir().rglob("*.yaml")
+        for t in walk(yaml.safe_load(file.read_text()))
+        if t.startswith("rlkit.")
+    }
 
 
 def targets() -> set[str]:
@@ -284,7 +342,13 @@ def test_commands_start_light(module):
 
 def test_the_module_needs_neither_hydra_nor_datasets():
     """Tests on a bare machine with a GPU import the loop with torch, transformers, lightning and peft alone."""
-    assert not {n.split(".")[0] for n in closure("rlkit.training.module")} & {"hydra", "omegaconf", "datasets", "pyarrow", "tensorboard"}
+    assert not {n.split(".")[0] for n in closure("rlkit.training.module")} & {
+        "hydra",
+        "omegaconf",
+        "datasets",
+        "pyarrow",
+        "tensorboard",
+    }
 
 
 @each("module", [m for m, f in MODULES.items() if f.name == "__init__.py"])
@@ -321,6 +385,10 @@ def test_no_public_name_is_defined_twice_in_a_package():
     places: dict[str, list[str]] = {}
     for module in own:
         for node in tree_of(module).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            ) and not node.name.startswith("_"):
                 places.setdefault(f"{part(module)}.{node.name}", []).append(module)
-    assert {name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_TWICE} == {}
+    assert {
+        name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_TWICE
+    } == {}

@@ -12,7 +12,17 @@ import pytest
 
 from rlkit.commands.agent import parts
 from rlkit.engines import Batched
-from rlkit.environments import calculator, execute, get_weather, hermes, none, python_tool, split_thinking, tool_use, xml
+from rlkit.environments import (
+    calculator,
+    execute,
+    get_weather,
+    hermes,
+    none,
+    python_tool,
+    split_thinking,
+    tool_use,
+    xml,
+)
 from rlkit.episodes import collect
 from rlkit.episodes.record import transcript, visible
 from rlkit.rewards import (
@@ -65,7 +75,9 @@ GOOD = (
     XML,
     HERMES.replace('"3 + 4"', '"9**9**9"'),
     XML.replace("3 + 4", "1/0"),
-    HERMES.replace("calculator", "get_weather").replace("expression", "city").replace("3 + 4", "Paris"),
+    HERMES.replace("calculator", "get_weather")
+    .replace("expression", "city")
+    .replace("3 + 4", "Paris"),
     XML.replace("calculator", "get_weather"),
     HERMES.replace('{"expression": "3 + 4"}', '"{\\"expression\\": \\"3\\"}"'),
     f"<think>\nlet me see {HERMES}\n</think>\n\n#### 7",
@@ -100,7 +112,9 @@ def malformed(rng: random.Random) -> str:
                 f"<think>{text}{rng.choice(('', '</think>'))}",
                 f"<tool_call>{text}</tool_call>",
                 f'<tool name="{piece}">{text}</tool>',
-                text.replace('"calculator"', rng.choice(("3", "null", "[]", '""', '" "', '"nope"'))),
+                text.replace(
+                    '"calculator"', rng.choice(("3", "null", "[]", '""', '" "', '"nope"'))
+                ),
                 text.replace('"', rng.choice(("'", "“", '\\"'))),
                 text[: start or 1] * rng.randrange(1, 30),
             )
@@ -118,13 +132,30 @@ def played(text: str, parser: str) -> tuple[Rollout, Counter]:
     content, calls = PARSERS[parser](content)
     results = tuple(run(execute(call, TOOLS, timeout=None)) for call in calls[:8])
     classes: Counter = Counter()
-    classes["calls" if calls else "unclosed" if not closed else "answer" if content.strip() else "empty"] += 1
+    classes[
+        "calls" if calls else "unclosed" if not closed else "answer" if content.strip() else "empty"
+    ] += 1
     for call, result in zip(calls, results, strict=False):
         json.dumps(call.arguments, allow_nan=False).encode("utf-8")  # the history can be rendered
         result.content.encode("utf-8")
-        assert isinstance(call.name, str) and (result.ok or result.content) and not (call.error and (result.ok or call.arguments))
+        assert (
+            isinstance(call.name, str)
+            and (result.ok or result.content)
+            and not (call.error and (result.ok or call.arguments))
+        )
         classes["unreadable" if call.error else "ok" if result.ok else "failed"] += 1
-    step = Step((), (), (1,) * min(len(text), 999), (), "stop", thinking, content, closed, tuple(calls), results)
+    step = Step(
+        (),
+        (),
+        (1,) * min(len(text), 999),
+        (),
+        "stop",
+        thinking,
+        content,
+        closed,
+        tuple(calls),
+        results,
+    )
     return Rollout(TASK, (step,)), classes
 
 
@@ -157,15 +188,26 @@ def test_no_reply_raises_and_each_is_classified(count):
     for parser in ("hermes", "xml"):
         replies = {name: counts[parser][name] for name in ("calls", "unclosed", "answer", "empty")}
         calls = {name: counts[parser][name] for name in ("unreadable", "ok", "failed")}
-        assert sum(replies.values()) == count and min(*replies.values(), *calls.values()) >= count // 100, counts[parser]
+        assert (
+            sum(replies.values()) == count
+            and min(*replies.values(), *calls.values()) >= count // 100
+        ), counts[parser]
     for name in ("numeric", "parsed_match", "exact_match", "contains"):
-        assert set(counts[name]) == {"ok", "wrong", "unparseable"} and sum(counts[name].values()) == 3 * count
+        assert (
+            set(counts[name]) == {"ok", "wrong", "unparseable"}
+            and sum(counts[name].values()) == 3 * count
+        )
     for name in REWARD.terms:
         assert set(counts[name]) <= {"ok", "wrong", "unparseable"}, name
 
 
 @pytest.mark.parametrize(
-    ("pieces", "size"), [(["111,"], 200_000), (["<tool_call>"], 10**6), pytest.param(PIECES, 10**6, marks=pytest.mark.slow)]
+    ("pieces", "size"),
+    [
+        (["111,"], 200_000),
+        (["<tool_call>"], 10**6),
+        pytest.param(PIECES, 10**6, marks=pytest.mark.slow),
+    ],
 )
 def test_a_megabyte_is_read_and_scored(pieces, size):
     """A regular expression that reads the rest of a text from every place in it would take an hour: 111,111,…,1111 did."""
@@ -213,7 +255,9 @@ def code(rng: random.Random) -> str:
 def test_malformed_code_is_a_result_or_a_sentence(count):
     rng, tools = random.Random(2), {"python": python_tool(sandbox=Sandbox(time_limit=1.0))}
     kinds = Counter()
-    for text in itertools.chain(["print(7)", "1 / 0", "x" * 10**6], (code(rng) for _ in range(count - 3))):
+    for text in itertools.chain(
+        ["print(7)", "1 / 0", "x" * 10**6], (code(rng) for _ in range(count - 3))
+    ):
         (call,) = xml(f'<tool name="python">{text.replace("</tool>", "")}</tool>', tools=tools)[1]
         result = run(execute(call, tools))
         result.content.encode("utf-8")
@@ -226,5 +270,7 @@ def test_malformed_answers_are_judged_by_math_verify():
     pytest.importorskip("math_verify")
     rng = random.Random(3)
     rollouts = [played(malformed(rng), "none")[0] for _ in range(100)]
-    statuses = {r.statuses["m"] for r in score(rollouts, Reward("m", {"m": Term(1.0, math_verify)}))}
+    statuses = {
+        r.statuses["m"] for r in score(rollouts, Reward("m", {"m": Term(1.0, math_verify)}))
+    }
     assert {"ok", "wrong", "unparseable"} <= statuses <= {"ok", "wrong", "unparseable", "timeout"}

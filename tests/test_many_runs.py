@@ -290,7 +290,9 @@ DISTURBANCES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
-def test_the_next_call_ends_with_the_rows_of_an_undisturbed_matrix(name, disturb, undisturbed, tmp_path):
+def test_the_next_call_ends_with_the_rows_of_an_undisturbed_matrix(
+    name, disturb, undisturbed, tmp_path
+):
     place = furnish(tmp_path)
     disturb(name, place)
     done = complete(name, place)
@@ -336,7 +338,9 @@ class Jobs:
             return Ended(1)
         after = {"reward": len(self.started) / 10, "accuracy": 0.5}
         summary = {"ended": "finished", "steps": 1, "after": after, "before": after}
-        (folder / "summary.json").write_text(json.dumps(summary | {"identity": read_identity(folder)}))
+        (folder / "summary.json").write_text(
+            json.dumps(summary | {"identity": read_identity(folder)})
+        )
         (folder / "metrics.jsonl").write_text("")
         return Ended()
 
@@ -359,7 +363,9 @@ def test_a_bench_reuses_runs_of_the_same_settings_alone(tmp_path, capsys):
     assert start.started == ["a", "b"] and "2 of them done earlier" in capsys.readouterr().out
     for number, changed in enumerate(("trainer.steps=2", "optimizer.lr=0.5", "task.placebo=coin")):
         done = run(tmp_path, start, changed)
-        assert len(start.started) == 2 * (number + 2) and {job.status for job in done} == {"finished"}
+        assert len(start.started) == 2 * (number + 2) and {job.status for job in done} == {
+            "finished"
+        }
         said = capsys.readouterr().out
         assert "set aside 2 runs of other settings" in said and changed.partition("=")[0] in said
         (row, _) = (bench.read_row(cell) for cell in matrix(tmp_path))
@@ -391,7 +397,11 @@ def test_a_failed_run_is_told_and_tried_again(tmp_path, capsys):
     start = Jobs()
     start.failing = {"a"}
     first, second = run(tmp_path, start)
-    assert (first.status, first.reason, second.status) == ("failed", "exit 1: it was told to fail", "finished")
+    assert (first.status, first.reason, second.status) == (
+        "failed",
+        "exit 1: it was told to fail",
+        "finished",
+    )
     assert "failed  exit 1: it was told to fail  see " in capsys.readouterr().out
     start.failing = set()
     assert [job.status for job in run(tmp_path, start)] == ["finished", "finished"]
@@ -420,12 +430,28 @@ def test_a_job_counts_as_running_only_while_its_own_process_does(tmp_path):
     running(tmp_path)
     with pytest.raises(ConfigError, match=f"still runs there as process {os.getpid()}"):
         refuse_running(tmp_path)
-    for changed in ({"started": "7"}, {"place": "another boot"}, {"host": "elsewhere"}, {"pid": 2**22 + 1}, {"pid": "x"}):
+    for changed in (
+        {"started": "7"},
+        {"place": "another boot"},
+        {"host": "elsewhere"},
+        {"pid": 2**22 + 1},
+        {"pid": "x"},
+    ):
         running(tmp_path, **changed)
         refuse_running(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff", b'{"number": 0}', b'{"number": "x", "overrides": [], "folder": "a"}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"number": 0}',
+        b'{"number": "x", "overrides": [], "folder": "a"}',
+    ],
+)
 def test_a_damaged_record_is_passed_over(tmp_path, damage):
     running(tmp_path).write_bytes(damage)
     save(record_path(tmp_path, tmp_path / "b"), RunJob(1, [], tmp_path / "b", "finished"))
@@ -470,10 +496,17 @@ def test_a_second_start_is_refused_in_one_sentence(name, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "outputs" / "sweep"
     root.mkdir(parents=True)
-    living = {**owner.identity(), "pid": os.getppid(), "started": owner.started(os.getppid()), "token": "other"}
+    living = {
+        **owner.identity(),
+        "pid": os.getppid(),
+        "started": owner.started(os.getppid()),
+        "token": "other",
+    }
     (root / "owner.json").write_text(json.dumps(living))
     words = [word.replace("vowels", "noisy") for word in COMMANDS[name]]
     assert main(words) == 2
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and f"process {os.getppid()} on " in said[0] and "takeover=true" in said[0]
+    assert (
+        len(said) == 1 and f"process {os.getppid()} on " in said[0] and "takeover=true" in said[0]
+    )
     assert [path.name for path in root.iterdir()] == ["owner.json"]

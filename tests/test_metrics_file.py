@@ -74,7 +74,9 @@ def test_cut_back_mends_a_half_written_line_so_that_the_next_row_stands_alone(pa
     path.write_text(path.read_text()[:-9])
     cut_back(path, 9)
     append_row(path, 5, {"reward/mean": 0.9})
-    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4, 5] and read_rows(path)[-1]["reward/mean"] == 0.9
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4, 5] and read_rows(path)[-1][
+        "reward/mean"
+    ] == 0.9
 
 
 def test_cut_back_changes_no_byte_of_the_rows_it_keeps(path):
@@ -91,8 +93,18 @@ def test_csv_has_every_column_of_every_row(path):
     with target.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["step", "reward/mean", "kl/ref", "eval/accuracy", "odd, name"]
-    assert rows[0] == {"step": "1", "reward/mean": "0.1", "kl/ref": "", "eval/accuracy": "", "odd, name": ""}
-    assert (rows[5]["reward/mean"], rows[5]["eval/accuracy"], rows[5]["odd, name"]) == ("", "0.5", "1")
+    assert rows[0] == {
+        "step": "1",
+        "reward/mean": "0.1",
+        "kl/ref": "",
+        "eval/accuracy": "",
+        "odd, name": "",
+    }
+    assert (rows[5]["reward/mean"], rows[5]["eval/accuracy"], rows[5]["odd, name"]) == (
+        "",
+        "0.5",
+        "1",
+    )
 
 
 def test_csv_of_a_run_that_wrote_nothing(tmp_path):
@@ -108,11 +120,18 @@ def test_the_callback_writes_the_row_and_gives_loggers_its_numbers(tmp_path):
 
     class Stub:
         loggers, rl_step, metrics = (Logger(),), 4, {"a": 1.5, "b": NAN, "c": 2, "d": "word"}
-        rollouts, batch = (), SimpleNamespace(advantages=torch.zeros(1, 1), response_mask=torch.zeros(1, 1, dtype=torch.bool))
+        rollouts, batch = (
+            (),
+            SimpleNamespace(
+                advantages=torch.zeros(1, 1), response_mask=torch.zeros(1, 1, dtype=torch.bool)
+            ),
+        )
         learner, logged = SimpleNamespace(advance=lambda: ""), {}
 
     MetricsFile(tmp_path / "m.jsonl").on_train_batch_end(Stub(), Stub())
-    assert read_rows(tmp_path / "m.jsonl") == [{"step": 4, "a": 1.5, "b": None, "c": 2, "d": "word"}]
+    assert read_rows(tmp_path / "m.jsonl") == [
+        {"step": 4, "a": 1.5, "b": None, "c": 2, "d": "word"}
+    ]
     assert Stub.loggers[0].got == ({"a": 1.5, "c": 2}, 4)
 
 
@@ -173,14 +192,21 @@ def test_no_line_is_lost_whatever_stands_in_the_file_and_however_often_a_run_is_
         path = tmp_path / str(number) / "metrics.jsonl"
         path.parent.mkdir()
         steps = [draw.randrange(8) for _ in range(draw.randrange(9))]
-        lines = [draw.choice([json.dumps({"step": s, "a": i}).encode(), draw.choice(list(BAD.values()))]) for i, s in enumerate(steps)]
+        lines = [
+            draw.choice([json.dumps({"step": s, "a": i}).encode(), draw.choice(list(BAD.values()))])
+            for i, s in enumerate(steps)
+        ]
         path.write_bytes(b"\n".join(lines) + draw.choice([b"", b"\n", b"\n\n"]) * bool(lines))
         kept = read_rows(path)
         for step in (6, 3, 3):
             cut_back(path, step)
             kept = [row for row in kept if row["step"] <= step]
             assert read_rows(path) == kept
-        files = (path, path.with_name("metrics.discarded.jsonl"), path.with_name("metrics.unreadable"))
+        files = (
+            path,
+            path.with_name("metrics.discarded.jsonl"),
+            path.with_name("metrics.unreadable"),
+        )
         after = [line for file in files if file.exists() for line in file.read_bytes().splitlines()]
         assert sorted(after) == sorted(lines)
 

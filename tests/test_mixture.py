@@ -30,32 +30,64 @@ MIXTURE = ["task=mixture", "debug=fast", "trainer.accelerator=cpu", "logger=none
 def run(tmp_path_factory):
     """A step of four prompts, three of arithmetic to one game; eight held-out tasks."""
     folder = tmp_path_factory.mktemp("mixture")
-    x = experiment(compose([*MIXTURE, "task.weights.arithmetic=3", "batch.prompts=4", "evaluation.n=8", "trainer.steps=1"]))
+    x = experiment(
+        compose(
+            [
+                *MIXTURE,
+                "task.weights.arithmetic=3",
+                "batch.prompts=4",
+                "evaluation.n=8",
+                "trainer.steps=1",
+            ]
+        )
+    )
     tasks = load_tasks(x)
     summary, _ = train_in(x, tasks, folder, started=0.0, resume=None)
-    return tasks, summary, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return (
+        tasks,
+        summary,
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()],
+    )
 
 
 def test_each_step_and_the_held_out_rows_have_the_shares(run):
     tasks, _, rows = run
-    assert tasks.validation == [] and [sum(t.part == part for t in tasks.test) for part in ("arithmetic", "guess_number")] == [6, 2]
+    assert tasks.validation == [] and [
+        sum(t.part == part for t in tasks.test) for part in ("arithmetic", "guess_number")
+    ] == [6, 2]
     assert rows[1]["part/arithmetic/share"] == 0.75 and rows[1]["part/guess_number/share"] == 0.25
 
 
 def test_each_part_plays_in_its_own_environment(run):
     """There are no tools in a game, and none of these has more than two turns."""
     _, _, rows = run
-    assert rows[1]["part/guess_number/tools/calls"] == 0 and rows[1]["part/guess_number/tools/turns"] <= 2
+    assert (
+        rows[1]["part/guess_number/tools/calls"] == 0
+        and rows[1]["part/guess_number/tools/turns"] <= 2
+    )
     assert rows[1]["part/arithmetic/tools/calls"] > 0
 
 
 def test_means_of_the_parts_add_up_to_the_whole(run):
     _, _, rows = run
     parts = ("arithmetic", "guess_number")
-    for name in ("reward/mean", "len/mean", "len/truncated_frac", "group/frac_mixed", "tools/turns", "reward/task/ok_frac"):
-        whole = sum(rows[1][f"part/{part}/share"] * rows[1][f"part/{part}/{name}"] for part in parts)
+    for name in (
+        "reward/mean",
+        "len/mean",
+        "len/truncated_frac",
+        "group/frac_mixed",
+        "tools/turns",
+        "reward/task/ok_frac",
+    ):
+        whole = sum(
+            rows[1][f"part/{part}/share"] * rows[1][f"part/{part}/{name}"] for part in parts
+        )
         assert whole == pytest.approx(rows[1][name], abs=1e-9)  # rounding
-    keys = {key for key in rows[1] if key.startswith(("reward/", "group/frac", "len/", "stop_reason/", "tools/"))}
+    keys = {
+        key
+        for key in rows[1]
+        if key.startswith(("reward/", "group/frac", "len/", "stop_reason/", "tools/"))
+    }
     assert all(f"part/{part}/{key}" in rows[1] for part in parts for key in keys)
 
 
@@ -64,7 +96,9 @@ def test_held_out_accuracy_is_that_of_the_parts_together(run, tmp_path):
     for row, result in ((rows[0], summary["before"]), (rows[1], summary["after"])):
         own = result["parts"]
         assert {part: r["n"] for part, r in own.items()} == {"arithmetic": 6, "guess_number": 2}
-        assert sum(r["n"] * r["accuracy"] for r in own.values()) == pytest.approx(8 * result["accuracy"])
+        assert sum(r["n"] * r["accuracy"] for r in own.values()) == pytest.approx(
+            8 * result["accuracy"]
+        )
         assert row["test/part/arithmetic/accuracy"] == own["arithmetic"]["accuracy"]
     assert "accuracy, guess_number" in closing_lines(summary, tmp_path)
 
@@ -87,7 +121,12 @@ def mixed() -> list[Rollout]:
 
 
 def scored(rollouts):
-    return score(rollouts, Reward("by_task", {"task": Term(1.0, lambda rs: by_task(rs, rewards=REWARDS), batched=True)}))
+    return score(
+        rollouts,
+        Reward(
+            "by_task", {"task": Term(1.0, lambda rs: by_task(rs, rewards=REWARDS), batched=True)}
+        ),
+    )
 
 
 REWARDS = {"numeric": numeric, "few_turns": few_turns}
@@ -95,8 +134,12 @@ REWARDS = {"numeric": numeric, "few_turns": few_turns}
 
 def test_every_part_is_scored_by_the_reward_of_its_rows():
     together = scored(mixed())
-    alone = [score([r], Reward("one", {"task": Term(1.0, REWARDS[r.task.reward])}))[0] for r in mixed()]
-    assert [r.reward for r in together] == [r.reward for r in alone] and len({r.reward for r in together}) == 3
+    alone = [
+        score([r], Reward("one", {"task": Term(1.0, REWARDS[r.task.reward])}))[0] for r in mixed()
+    ]
+    assert [r.reward for r in together] == [r.reward for r in alone] and len(
+        {r.reward for r in together}
+    ) == 3
 
 
 @pytest.mark.parametrize("part", ["sums", "games"])
@@ -105,7 +148,9 @@ def test_an_advantage_within_groups_is_that_of_each_part_alone(part, experiment)
 
     def advantages(rollouts):
         batch = estimate_advantages(
-            filter_rollouts(assemble(rollouts, pad_token_id=0), experiment.algorithm), experiment.algorithm, experiment.kl
+            filter_rollouts(assemble(rollouts, pad_token_id=0), experiment.algorithm),
+            experiment.algorithm,
+            experiment.kl,
         )
         own = torch.tensor([rollouts[i].task.part == part for i in batch.rollout_ids.tolist()])
         return batch.advantages[own]
@@ -120,21 +165,40 @@ def test_results_of_parts_are_those_of_their_rollouts_alone():
     sums = [r for r in whole if r.task.part == "sums"]
     assert _with_parts(whole, accuracy)["parts"]["sums"] == accuracy(sums)
     metrics = summarize(whole)
-    mine = {k.removeprefix("part/sums/"): v for k, v in metrics.items() if k.startswith("part/sums/")}
-    expected = summarize([r._replace(task=r.task._replace(part="")) for r in sums]) | {"share": 4 / 6}
+    mine = {
+        k.removeprefix("part/sums/"): v for k, v in metrics.items() if k.startswith("part/sums/")
+    }
+    expected = summarize([r._replace(task=r.task._replace(part="")) for r in sums]) | {
+        "share": 4 / 6
+    }
     assert mine.keys() == expected.keys()
-    assert all(a == expected[k] or (math.isnan(a) and math.isnan(expected[k])) for k, a in mine.items())
+    assert all(
+        a == expected[k] or (math.isnan(a) and math.isnan(expected[k])) for k, a in mine.items()
+    )
     assert not any(k.startswith("part/") for k in expected)
-    result = {"split": "test", "n": 3, "distinct": 2, "greedy": _with_parts(whole, accuracy), "sampled": {}, "wall_seconds": 0.0}
-    result["sampled"] = curves(whole, samples=2, k=[1]) | {"parts": {p: curves(sums, samples=2, k=[1]) for p in ("sums", "games")}}
+    result = {
+        "split": "test",
+        "n": 3,
+        "distinct": 2,
+        "greedy": _with_parts(whole, accuracy),
+        "sampled": {},
+        "wall_seconds": 0.0,
+    }
+    result["sampled"] = curves(whole, samples=2, k=[1]) | {
+        "parts": {p: curves(sums, samples=2, k=[1]) for p in ("sums", "games")}
+    }
     lines = accuracy_table(result, Path("out")).splitlines()
-    assert any(line.startswith("sums: greedy accuracy") for line in lines) and any(line.startswith("games: pass@1") for line in lines)
+    assert any(line.startswith("sums: greedy accuracy") for line in lines) and any(
+        line.startswith("games: pass@1") for line in lines
+    )
     assert result_row(result["greedy"], "eval/")["eval/part/games/n"] == 2
 
 
 def test_a_reward_that_can_score_no_row_of_a_part_is_refused():
     """Also where the part is so light that it is not among the first rows of all."""
-    tasks = [Task(f"a/{i}", (), "7", part="a") for i in range(100)] + [Task("b/0", (), "blue", part="b")]
+    tasks = [Task(f"a/{i}", (), "7", part="a") for i in range(100)] + [
+        Task("b/0", (), "blue", part="b")
+    ]
     check_reward(tasks[:100], Reward("numeric", {"numeric": Term(1.0, numeric)}))
     with pytest.raises(ConfigError, match=r"none of the first 1 rows \(the first is b/0\)"):
         check_reward(tasks, Reward("numeric", {"numeric": Term(1.0, numeric)}))
@@ -142,7 +206,12 @@ def test_a_reward_that_can_score_no_row_of_a_part_is_refused():
 
 @pytest.mark.slow
 def test_parts_are_composed_on_the_command_line():
-    more = ["+task@task.parts.more=arithmetic", "task.parts.more.seed=7", "task.weights.more=2", "task.weights.guess_number=0"]
+    more = [
+        "+task@task.parts.more=arithmetic",
+        "task.parts.more.seed=7",
+        "task.weights.more=2",
+        "task.weights.guess_number=0",
+    ]
     x = experiment(compose(["task=mixture", *more]))
     parts = [t.part for t in x.task(split="train")[:6]]
     assert sorted(parts) == ["arithmetic", "arithmetic", "more", "more", "more", "more"]

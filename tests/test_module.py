@@ -22,13 +22,19 @@ FAST = [
     "task.max_samples=64",
     "generation.max_new_tokens=32",
 ]
-MIXED = ["batch.group_size=8", "batch.prompts=2", "seed=3"]  # with which little steps have a gradient
+MIXED = [
+    "batch.group_size=8",
+    "batch.prompts=2",
+    "seed=3",
+]  # with which little steps have a gradient
 
 
 def train(folder: Path, *overrides: str, resume: bool = False) -> list[dict]:
     """Trains in a folder, or goes on there; the rows of the run's steps."""
     x = experiment(compose([*FAST, *overrides]))
-    train_in(x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None)
+    train_in(
+        x, load_tasks(x), folder, started=0.0, resume=folder / "checkpoints" if resume else None
+    )
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in found if "reward/mean" in row]
 
@@ -42,9 +48,13 @@ def equal(ours, theirs) -> bool:
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs)
     if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(equal(value, theirs[key]) for key, value in ours.items())
+        return ours.keys() == theirs.keys() and all(
+            equal(value, theirs[key]) for key, value in ours.items()
+        )
     if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        return len(ours) == len(theirs) and all(
+            equal(a, b) for a, b in zip(ours, theirs, strict=True)
+        )
     return ours == theirs or (ours != ours and theirs != theirs)
 
 
@@ -65,11 +75,19 @@ def test_packing_and_the_work_outside_the_model_are_in_every_row(ppo):
 
 
 def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
-    rows = train(tmp_path / "run", "algorithm/group_filter=mixed", "algorithm.max_refills=8", "trainer.steps=2", "seed=2")
+    rows = train(
+        tmp_path / "run",
+        "algorithm/group_filter=mixed",
+        "algorithm.max_refills=8",
+        "trainer.steps=2",
+        "seed=2",
+    )
     for row in rows:
         assert row["group/sampled"] >= 2 and row["batch/rollouts"] == 4
         assert row["group/acceptance_rate"] == pytest.approx(2 / row["group/sampled"])
-        assert row["group/frac_mixed"] == pytest.approx(row["group/acceptance_rate"])  # metrics are of all that was sampled
+        assert row["group/frac_mixed"] == pytest.approx(
+            row["group/acceptance_rate"]
+        )  # metrics are of all that was sampled
     assert max(row["group/sampled"] for row in rows) > 2
 
 
@@ -80,11 +98,16 @@ def test_remax_plays_each_prompt_once_more_and_trains_on_none_of_it(tiny):
     from rlkit.rewards import score
     from rlkit.training.groups import experience
 
-    x, plain = (experiment(compose([*FAST, *MIXED, f"algorithm={name}"])) for name in ("remax", "reinforce"))
+    x, plain = (
+        experiment(compose([*FAST, *MIXED, f"algorithm={name}"])) for name in ("remax", "reinforce")
+    )
     tasks = load_tasks(x).train
     sampled, trained, _ = experience(x, tiny, tasks, StreamState(), step=0)
     others, *_ = experience(plain, tiny, tasks, StreamState(), step=0)
-    ids = [[[step.response_ids for step in r.steps] for r in rollouts] for rollouts in (sampled, others)]
+    ids = [
+        [[step.response_ids for step in r.steps] for r in rollouts]
+        for rollouts in (sampled, others)
+    ]
     assert ids[0] == ids[1] and len(sampled) == len(trained) == 16
     drawn, _ = take(tasks, StreamState(), 2, seed=3)
     params = x.generation.params | {"temperature": 0.0}
@@ -120,25 +143,55 @@ def test_rewards_are_trained_on_the_scale_of_the_run_and_logged_as_they_are(tmp_
         "trainer.steps=1",
     ]
     (raw,) = train(tmp_path / "raw", *always, "kl=none", "reference=none")
-    (scaled,) = train(tmp_path / "scaled", *always, "reward.normalize=true", "kl=none", "reference=none")
+    (scaled,) = train(
+        tmp_path / "scaled", *always, "reward.normalize=true", "kl=none", "reference=none"
+    )
     assert raw["reward/mean"] == scaled["reward/mean"] == 1.0 and raw["adv/mean"] == 1.0
     assert scaled["optim/skipped_no_signal"] > 0 and scaled["optim/updates"] == 0
-    assert checkpoint(tmp_path / "scaled", 1)["rlkit"]["moments"] == [raw["batch/rollouts"], 1.0, 0.0]
+    assert checkpoint(tmp_path / "scaled", 1)["rlkit"]["moments"] == [
+        raw["batch/rollouts"],
+        1.0,
+        0.0,
+    ]
 
 
 @pytest.mark.slow
 def test_updates_end_where_the_policy_has_moved_too_far(tmp_path):
-    free = train(tmp_path / "free", "algorithm.epochs=4", "algorithm.minibatches=1", "trainer.steps=1", *MIXED)
-    held = train(tmp_path / "held", "algorithm.epochs=4", "algorithm.minibatches=1", "trainer.steps=1", "algorithm.target_kl=1e-7", *MIXED)
+    free = train(
+        tmp_path / "free",
+        "algorithm.epochs=4",
+        "algorithm.minibatches=1",
+        "trainer.steps=1",
+        *MIXED,
+    )
+    held = train(
+        tmp_path / "held",
+        "algorithm.epochs=4",
+        "algorithm.minibatches=1",
+        "trainer.steps=1",
+        "algorithm.target_kl=1e-7",
+        *MIXED,
+    )
     assert free[0]["optim/updates"] == 4 and free[0]["optim/ended_by_target_kl"] == 0
-    assert held[0]["optim/updates"] == 1 and held[0]["optim/ended_by_target_kl"] == 1  # the first update starts at the old policy
+    assert (
+        held[0]["optim/updates"] == 1 and held[0]["optim/ended_by_target_kl"] == 1
+    )  # the first update starts at the old policy
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["reward", "reward_sequence"])
 def test_a_kl_in_the_reward_is_no_term_of_the_loss_and_moves_the_advantages(tmp_path, placement):
-    rows = train(tmp_path / "run", "kl=k1", f"kl.placement={placement}", "kl.coef=10", "trainer.steps=3", *MIXED)
-    assert rows[0]["adv/mean"] == pytest.approx(rows[0]["adv/mean"]) and abs(rows[0]["kl/ref"]) < 1e-6  # the policy is the reference
+    rows = train(
+        tmp_path / "run",
+        "kl=k1",
+        f"kl.placement={placement}",
+        "kl.coef=10",
+        "trainer.steps=3",
+        *MIXED,
+    )
+    assert (
+        rows[0]["adv/mean"] == pytest.approx(rows[0]["adv/mean"]) and abs(rows[0]["kl/ref"]) < 1e-6
+    )  # the policy is the reference
     assert rows[-1]["kl/ref_k3"] > 1e-5
     assert all(math.isfinite(row["loss/total"]) for row in rows)
 
@@ -153,8 +206,13 @@ def test_an_exact_kl_trains(tmp_path):
 def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
     """The same run with and without: the same policy before the first update, another one after it."""
     common = ("kl=none", "reference=none", "algorithm.minibatches=1", "trainer.steps=3", *MIXED)
-    plain, bonus = train(tmp_path / "plain", *common), train(tmp_path / "bonus", *common, "algorithm.entropy_coef=1.0")
-    assert bonus[0]["policy/entropy"] == pytest.approx(plain[0]["policy/entropy"], rel=1e-5)  # float32 sums
+    plain, bonus = (
+        train(tmp_path / "plain", *common),
+        train(tmp_path / "bonus", *common, "algorithm.entropy_coef=1.0"),
+    )
+    assert bonus[0]["policy/entropy"] == pytest.approx(
+        plain[0]["policy/entropy"], rel=1e-5
+    )  # float32 sums
     assert bonus[-1]["policy/entropy"] > 1.5 * plain[-1]["policy/entropy"]
 
 
@@ -176,7 +234,10 @@ def test_the_critic_learns_alone_in_its_warm_up(ppo):
     first = rows[0]
     assert first["optim/updates"] == 0 and first["optim/critic_updates"] > 0
     assert rows[1]["optim/updates"] == rows[1]["optim/critic_updates"] > 0
-    assert all(row["value/loss"] is not None and row["value/explained_variance"] is not None for row in rows)
+    assert all(
+        row["value/loss"] is not None and row["value/explained_variance"] is not None
+        for row in rows
+    )
     assert first["optim/critic_lr"] != first["optim/lr"]
 
 
@@ -184,7 +245,10 @@ def test_the_critic_learns_alone_in_its_warm_up(ppo):
 def test_the_policy_does_not_move_in_the_critics_warm_up(tmp_path, tiny):
     train(tmp_path / "run", *PPO, "trainer.steps=1", "algorithm.critic.warmup=1")
     state = checkpoint(tmp_path / "run", 1)["state_dict"]
-    assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in tiny.model.state_dict().items())
+    assert all(
+        torch.equal(state[f"model.{name}"], tensor)
+        for name, tensor in tiny.model.state_dict().items()
+    )
     assert any(name.startswith("critic.") for name in state)
 
 
@@ -201,7 +265,13 @@ def test_a_resumed_run_with_a_critic_is_the_same_run(ppo, tmp_path):
 
 @pytest.mark.slow
 def test_a_separate_critic_trains_its_own_trunk_and_not_the_policys(tmp_path, tiny):
-    train(tmp_path / "run", *PPO, "algorithm/critic=separate", "trainer.steps=1", "algorithm.critic.warmup=1")
+    train(
+        tmp_path / "run",
+        *PPO,
+        "algorithm/critic=separate",
+        "trainer.steps=1",
+        "algorithm.critic.warmup=1",
+    )
     state = checkpoint(tmp_path / "run", 1)["state_dict"]
     base = dict(tiny.model.named_parameters())
     assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in base.items())
@@ -229,24 +299,42 @@ PHASED = [
 @pytest.fixture(scope="module")
 def phased(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "phased"
-    return folder, train(folder, *PHASED, "trainer.steps=3", "schedule.phases.refine.algorithm.critic.warmup=1")
+    return folder, train(
+        folder, *PHASED, "trainer.steps=3", "schedule.phases.refine.algorithm.critic.warmup=1"
+    )
 
 
 def test_the_second_phase_begins_with_its_critic(phased):
     folder, rows = phased
     assert [row["schedule/phase"] for row in rows] == [0, 1, 1]
     assert rows[0]["optim/critic_updates"] == 0 and rows[1]["optim/critic_updates"] > 0
-    assert [row["optim/updates"] > 0 for row in rows] == [True, False, True]  # the critic's warm-up is the phase's first step
-    switches = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "schedule/switch" in line]
+    assert [row["optim/updates"] > 0 for row in rows] == [
+        True,
+        False,
+        True,
+    ]  # the critic's warm-up is the phase's first step
+    switches = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        if "schedule/switch" in line
+    ]
     assert len(switches) == 1 and switches[0]["step"] == 1
-    assert "explore → refine" in switches[0]["schedule/switch"] and "ppo" in switches[0]["schedule/switch"]
+    assert (
+        "explore → refine" in switches[0]["schedule/switch"]
+        and "ppo" in switches[0]["schedule/switch"]
+    )
 
 
 def test_every_scheduled_number_is_in_every_row(phased):
     _, rows = phased
     assert all({"schedule/optimizer.lr", "schedule/kl.coef"} <= row.keys() for row in rows)
-    assert rows[0]["schedule/kl.coef"] == rows[0]["kl/coef"] and rows[-1]["schedule/kl.coef"] != rows[0]["schedule/kl.coef"]
-    assert all(row["schedule/optimizer.lr"] == row["optim/lr"] for row in rows if row["optim/updates"])
+    assert (
+        rows[0]["schedule/kl.coef"] == rows[0]["kl/coef"]
+        and rows[-1]["schedule/kl.coef"] != rows[0]["schedule/kl.coef"]
+    )
+    assert all(
+        row["schedule/optimizer.lr"] == row["optim/lr"] for row in rows if row["optim/updates"]
+    )
 
 
 @pytest.mark.slow
@@ -272,7 +360,9 @@ def test_a_phase_of_its_own_reference_starts_it_from_the_policy_of_that_moment(t
         SPAN,
     ]  # fmt: skip
     rows = train(tmp_path / "whole", *own, "trainer.steps=3")
-    assert abs(rows[1]["kl/ref_k3"]) < 1e-9 < rows[2]["kl/ref_k3"]  # nothing moved since the phase began
+    assert (
+        abs(rows[1]["kl/ref_k3"]) < 1e-9 < rows[2]["kl/ref_k3"]
+    )  # nothing moved since the phase began
     train(tmp_path / "again", *own, "trainer.steps=2")
     train(tmp_path / "again", *own, "trainer.steps=3", resume=True)
     ours, theirs = checkpoint(tmp_path / "again", 3), checkpoint(tmp_path / "whole", 3)

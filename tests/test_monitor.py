@@ -28,7 +28,11 @@ def test_what_sessions_do_between_replies_is_not_the_models(passing):
         passing(6)
         engine.busy_s += 4.5
         engine.late_s += 0.5
-    assert clock.parts == {"generate": 6.0, "environment": 1.5, "reward": 0.0, "update": 0.0, "model": 4.5} and clock.late == 0.5
+    assert (
+        clock.parts
+        == {"generate": 6.0, "environment": 1.5, "reward": 0.0, "update": 0.0, "model": 4.5}
+        and clock.late == 0.5
+    )
 
 
 def test_the_time_between_steps_is_that_of_callbacks_without_evaluations(passing):

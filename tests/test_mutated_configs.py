@@ -61,7 +61,11 @@ def mutants(config: dict[str, Any], generator: random.Random) -> Iterator[Mutant
             added = f"{path.rpartition('.')[0]}.nonsense".lstrip(".")
             yield Mutant(f"+{added}=1", added, "plus")
             target = f"{path.rpartition('.')[0]}._target_".lstrip(".")
-            yield Mutant(f"{target}={generator.choice(['[rlkit.rewards.numeric]', '{a: 1}', '3', 'true'])}", target, "target")
+            yield Mutant(
+                f"{target}={generator.choice(['[rlkit.rewards.numeric]', '{a: 1}', '3', 'true'])}",
+                target,
+                "target",
+            )
         yield Mutant(f"{path}=???", path, "hole")
         if isinstance(value, bool):
             yield Mutant(f"{path}=maybe", path, "type")
@@ -102,7 +106,11 @@ def test_no_mutated_config_is_taken(base):
         assert time.process_time() - began < 5, mutant
         if said is None:
             taken.append(mutant)
-        elif mutant.path.rpartition(".")[2] not in said or "Traceback" in said or len(said) < len(mutant.path) + 10:
+        elif (
+            mutant.path.rpartition(".")[2] not in said
+            or "Traceback" in said
+            or len(said) < len(mutant.path) + 10
+        ):
             unclear.append((mutant, said))
     assert taken == []
     assert unclear == []
@@ -129,7 +137,11 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize("overrides, word", cases(IMPOSSIBLE, 2, unpack=True), ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+@pytest.mark.parametrize(
+    "overrides, word",
+    cases(IMPOSSIBLE, 2, unpack=True),
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
 def test_impossible_combinations_are_refused(overrides, word):
     said = refusal(overrides)
     assert said is not None and word in said
@@ -149,7 +161,14 @@ def test_no_option_that_does_not_exist_is_taken():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [["optimizer.lrr=1"], ["+batch.nonsense=1"], ["trainer.steps=many"], ["task=jsonl"], ["optimizer.lr=-1"], ["-m", "seed=1,x"]],
+    [
+        ["optimizer.lrr=1"],
+        ["+batch.nonsense=1"],
+        ["trainer.steps=many"],
+        ["task=jsonl"],
+        ["optimizer.lr=-1"],
+        ["-m", "seed=1,x"],
+    ],
     ids=" ".join,
 )
 def test_the_command_refuses_without_a_traceback(words, tmp_path, monkeypatch, capsys):

@@ -13,9 +13,38 @@ from rlkit.commands.cli import main
 from rlkit.config.problems.names import name_problems
 from rlkit.runs.sweeps.plan import folder_name
 
-OUTSIDE = ["../../x", "", "/tmp/x", "a/../../b", ".", "..", "~", "~/x", "-x", "a/-x", "a//b", "a/", "/", "x" * 300, "é" * 150, "x ", " x"]
+OUTSIDE = [
+    "../../x",
+    "",
+    "/tmp/x",
+    "a/../../b",
+    ".",
+    "..",
+    "~",
+    "~/x",
+    "-x",
+    "a/-x",
+    "a//b",
+    "a/",
+    "/",
+    "x" * 300,
+    "é" * 150,
+    "x ",
+    " x",
+]
 ODD = ["a\nb", "a\tb", "a\x7fb", "a\u2028b", "a\u202eb", "a/./b", "a\0b"]
-KEPT = ["grpo", "my run", "a/b", "grpo_to_dapo", "v1.2", "run+x=3,y", "été", "...", "a..b", ".hidden"]
+KEPT = [
+    "grpo",
+    "my run",
+    "a/b",
+    "grpo_to_dapo",
+    "v1.2",
+    "run+x=3,y",
+    "été",
+    "...",
+    "a..b",
+    ".hidden",
+]
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, *ODD])
@@ -30,7 +59,9 @@ def test_a_plain_name_is_taken(name):
 
 
 def test_the_message_names_the_key_that_the_name_comes_from():
-    assert name_problems({"name": "../x", "algorithm": {"name": "../x"}})[0].startswith("algorithm.name=")
+    assert name_problems({"name": "../x", "algorithm": {"name": "../x"}})[0].startswith(
+        "algorithm.name="
+    )
     both = {"name": "../x", "algorithm": {"name": "../x"}, "schedule": {"name": "../x"}}
     assert name_problems(both)[0].startswith("schedule.name=")
 
@@ -93,11 +124,29 @@ def test_a_sweep_refuses_such_a_name_in_any_of_its_jobs(tmp_path, monkeypatch, c
 
 
 def test_the_folder_of_a_job_is_one_plain_part():
-    for text in ("name=../x,seed=1", "a=" + "é" * 150, "a=b\nc", "a=" + "x" * 400, "~kl,seed=1", "-x", ".", "..", "", "a=\u202e"):
+    for text in (
+        "name=../x,seed=1",
+        "a=" + "é" * 150,
+        "a=b\nc",
+        "a=" + "x" * 400,
+        "~kl,seed=1",
+        "-x",
+        ".",
+        "..",
+        "",
+        "a=\u202e",
+    ):
         made = folder_name(text)
-        assert "/" not in made and made not in ("", ".", "..") and made.isprintable() and len(os.fsencode(made)) < 200, (text, made)
+        assert (
+            "/" not in made
+            and made not in ("", ".", "..")
+            and made.isprintable()
+            and len(os.fsencode(made)) < 200
+        ), (text, made)
     assert folder_name("a=" + "é" * 150) != folder_name("a=" + "é" * 151)
-    assert folder_name("algorithm=grpo,seed=1") == "algorithm=grpo,seed=1"  # folders of sweeps that are there already
+    assert (
+        folder_name("algorithm=grpo,seed=1") == "algorithm=grpo,seed=1"
+    )  # folders of sweeps that are there already
 
 
 @pytest.mark.parametrize("arm", ["..", ".", "", "a/b", "-x"])

@@ -28,10 +28,21 @@ COMMON = [
     "generation.max_new_tokens=32", "optimizer.lr=1e-3", "optimizer.betas=[0.9,0.999]", "schedule=constant", "logger=none",
     "task.max_samples=64", "algorithm/correction=none", "seed=3",
 ]  # fmt: skip
-REFILLS = ["algorithm/group_filter=mixed", "algorithm.max_refills=2", "algorithm.epochs=3", "algorithm.target_kl=1e-3"]
+REFILLS = [
+    "algorithm/group_filter=mixed",
+    "algorithm.max_refills=2",
+    "algorithm.epochs=3",
+    "algorithm.target_kl=1e-3",
+]
 PPO = ["algorithm=ppo", "algorithm.critic.warmup=1", "algorithm.critic.optimizer.betas=[0.9,0.999]"]
 EMA = ["reference=ema", "reference.decay=0.5", "kl=k3", "kl.coef=0.1"]
-ON_KL = ["reference=on_kl", "reference.threshold=1e-6", "kl=k3", "kl.coef=0.1", "reward.normalize=true"]
+ON_KL = [
+    "reference=on_kl",
+    "reference.threshold=1e-6",
+    "kl=k3",
+    "kl.coef=0.1",
+    "reward.normalize=true",
+]
 
 
 def model_of(x):
@@ -49,8 +60,14 @@ def settings(x):
         x.algorithm, kl=x.kl, value_learning_rate=rate, max_grad_norm=x.trainer.max_grad_norm, group_size=x.batch.group_size,
         normalize_rewards=x.reward.normalize,
     )  # fmt: skip
-    sampling = GenerationConfig(x.generation.max_new_tokens, x.generation.temperature, 1.0, 0, enable_thinking=None)
-    return sampling, config, {"environment": x.environment, "engine": x.generation.engine, "seed": x.seed}
+    sampling = GenerationConfig(
+        x.generation.max_new_tokens, x.generation.temperature, 1.0, 0, enable_thinking=None
+    )
+    return (
+        sampling,
+        config,
+        {"environment": x.environment, "engine": x.generation.engine, "seed": x.seed},
+    )
 
 
 def by_runs(x, tasks, update_fn, tmp_path):
@@ -69,13 +86,28 @@ def by_runs(x, tasks, update_fn, tmp_path):
 def by_iterations(x, tasks, update_fn, tmp_path):
     """training_iteration on prompts that the notebook draws."""
     model, tokenizer = model_of(x)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=x.optimizer.keywords["lr"], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=x.optimizer.keywords["lr"], weight_decay=0.0
+    )
     sampling, config, given = settings(x)
     ref_model = create_reference_model(model) if update_fn else None
     stream, states = StreamState(), []
     for _ in range(x.trainer.steps):
         drawn, stream = take(tasks, stream, x.batch.prompts, seed=x.seed)
-        states.append(training_iteration(model, tokenizer, drawn, sampling, config, x.reward, optimizer, ref_model, update_fn, **given))
+        states.append(
+            training_iteration(
+                model,
+                tokenizer,
+                drawn,
+                sampling,
+                config,
+                x.reward,
+                optimizer,
+                ref_model,
+                update_fn,
+                **given,
+            )
+        )
     return model, states
 
 
@@ -102,6 +134,11 @@ def test_a_notebook_gives_the_weights_of_a_run(loop, overrides, update_fn, seen,
         assert any((row.get(name) or 0) > bound for row in rows), name
     run = torch.load(tmp_path / "checkpoints" / "step_000003.ckpt", weights_only=True)["state_dict"]
     model, ours = loop(x, tasks.train, update_fn, tmp_path / "notebook")
-    assert all(torch.equal(value, run[f"model.{name}"]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, run[f"model.{name}"]) for name, value in model.state_dict().items()
+    )
     assert [state.step for state in ours] == [1, 2, 3]
-    assert all(state.metrics["reward/mean"] == row["reward/mean"] for state, row in zip(ours, rows, strict=True))
+    assert all(
+        state.metrics["reward/mean"] == row["reward/mean"]
+        for state, row in zip(ours, rows, strict=True)
+    )

@@ -31,7 +31,11 @@ def stepped(*overrides, steps=2):
     x = experiment(compose([*COMMON, *overrides]))
     torch.set_num_threads(1)
     rng.seed(x.seed)
-    learner, tasks, flight = Learner(x, x.model(device="cpu"), exact=True), load_tasks(x).train, Flight()
+    learner, tasks, flight = (
+        Learner(x, x.model(device="cpu"), exact=True),
+        load_tasks(x).train,
+        Flight(),
+    )
     row = {}
     for _ in range(steps):
         groups, flight = next_groups(learner, tasks, flight)
@@ -61,8 +65,14 @@ def test_only_the_trainers_old_policy_takes_a_pass(scored):
         learner, rows[old], _ = stepped("algorithm.minibatches=2", f"algorithm.old={old}", steps=1)
         assert scored.count(16) == whole and set(scored) <= {4, 8, 16}
         assert (learner.batch.logprobs_old is None) == (old != "trainer")
-        assert math.isnan(rows[old]["kl/old"]) == math.isnan(rows[old]["ratio/first_mean"]) == (old != "trainer")
-        assert rows[old]["mismatch/kl"] < 1e-6  # of the first update alone, before which nothing has moved
+        assert (
+            math.isnan(rows[old]["kl/old"])
+            == math.isnan(rows[old]["ratio/first_mean"])
+            == (old != "trainer")
+        )
+        assert (
+            rows[old]["mismatch/kl"] < 1e-6
+        )  # of the first update alone, before which nothing has moved
         for name in ("ratio/mean", "ratio/var", "optim/grad_norm", "kl/step"):
             assert rows[old][name] == pytest.approx(rows["trainer"][name], rel=1e-3)
 
@@ -70,19 +80,32 @@ def test_only_the_trainers_old_policy_takes_a_pass(scored):
 def test_stale_samples_move_the_ratio_of_the_sampler_and_not_that_of_the_trainer():
     """The second step is sampled by the start. One update a step: the trainer's ratio is 1, whatever the age, and its clip sees nothing."""
     words = [*LAG, "algorithm.minibatches=1"]
-    rows = {old: stepped(*words, f"algorithm.old={old}")[1] for old in ("trainer", "sampler", "loglinear")}
+    rows = {
+        old: stepped(*words, f"algorithm.old={old}")[1]
+        for old in ("trainer", "sampler", "loglinear")
+    }
     spread = {old: row["ratio/var"] for old, row in rows.items()}
-    assert spread["trainer"] < 1e-10 < 1e-3 < spread["loglinear"] < spread["sampler"] / 2  # half the log-ratio, a quarter of its variance
+    assert (
+        spread["trainer"] < 1e-10 < 1e-3 < spread["loglinear"] < spread["sampler"] / 2
+    )  # half the log-ratio, a quarter of its variance
     assert rows["sampler"]["ratio/mean"] == pytest.approx(rows["trainer"]["scale/mean"], rel=1e-5)
-    assert rows["sampler"]["scale/mean"] == 1 and rows["loglinear"]["scale/mean"] == pytest.approx(rows["loglinear"]["ratio/mean"])
+    assert rows["sampler"]["scale/mean"] == 1 and rows["loglinear"]["scale/mean"] == pytest.approx(
+        rows["loglinear"]["ratio/mean"]
+    )
     for row in rows.values():  # of the policy before the update, whatever the old one is
         assert row["staleness/steps_max"] == 1 and row["staleness/chi2_token"] > 0
-        assert row["staleness/ess_seq"] == pytest.approx(rows["trainer"]["staleness/ess_seq"], rel=1e-4) and row["staleness/ess_seq"] < 0.95
+        assert (
+            row["staleness/ess_seq"]
+            == pytest.approx(rows["trainer"]["staleness/ess_seq"], rel=1e-4)
+            and row["staleness/ess_seq"] < 0.95
+        )
 
 
 def test_with_one_update_a_step_the_correction_is_that_of_the_policy_before_it():
     """There is no pass before such an update but for the correction; without one the policy is its own old one, and nothing corrects."""
-    learner, _, groups = stepped(*LAG, "algorithm.minibatches=1", "algorithm/correction=token_truncate")
+    learner, _, groups = stepped(
+        *LAG, "algorithm.minibatches=1", "algorithm/correction=token_truncate"
+    )
     learner.begin()
     batch = learner.prepared(groups().trained)
     mask, now = batch.response_mask, update.batch_logprobs(learner, learner.model, batch).logprobs
@@ -98,8 +121,12 @@ def test_with_one_update_a_step_the_correction_is_that_of_the_policy_before_it()
 @pytest.mark.slow
 def test_a_critic_is_scored_before_the_update_and_the_ratio_still_is_the_samplers(scored):
     """Values take the pass; "old" does not come from it."""
-    learner, row, _ = stepped(*LAG, "algorithm=ppo", "algorithm.old=sampler", "algorithm.critic.warmup=0", steps=3)
-    assert scored.count(16) == 3 and learner.batch.logprobs_old is not None and row["ratio/var"] > 1e-5
+    learner, row, _ = stepped(
+        *LAG, "algorithm=ppo", "algorithm.old=sampler", "algorithm.critic.warmup=0", steps=3
+    )
+    assert (
+        scored.count(16) == 3 and learner.batch.logprobs_old is not None and row["ratio/var"] > 1e-5
+    )
 
 
 def test_auto_is_none_where_the_loss_has_the_samplers_ratio():
@@ -143,8 +170,15 @@ def test_what_has_no_meaning_is_refused(words):
 DOUBTED = {
     "is to the sampler already": ["algorithm=vespo", "algorithm/correction=icepop"],
     "a fixed band of the mean log-ratio": ["algorithm/correction=k1_mask"],
-    "drops many of up to 24 tokens": ["algorithm/correction=product", "algorithm/correction@algorithm.correction.parts.mask=k1_mask"],
-    "with one update a step the ratio is 1": ["asynchrony=lag", "algorithm=reinforce", "algorithm/correction=none"],
+    "drops many of up to 24 tokens": [
+        "algorithm/correction=product",
+        "algorithm/correction@algorithm.correction.parts.mask=k1_mask",
+    ],
+    "with one update a step the ratio is 1": [
+        "asynchrony=lag",
+        "algorithm=reinforce",
+        "algorithm/correction=none",
+    ],
 }
 
 
@@ -157,4 +191,6 @@ def test_what_is_probably_not_meant_is_said():
         [*LAG, "algorithm=vespo"],
         [*LAG, "algorithm.old=sampler", "algorithm/correction=none"],
     ):
-        assert not any("correction" in line for line in warnings(experiment(compose([*COMMON, *given]))))
+        assert not any(
+            "correction" in line for line in warnings(experiment(compose([*COMMON, *given])))
+        )

@@ -30,7 +30,12 @@ from test_asynchrony import COMMON, KINDS, LAG, TURNS
 from test_asynchrony import trained as trained_in_one
 
 TALKS = ["environment=dialogue", "environment.max_turns=3", "generation.max_new_tokens=48"]
-WAITS = ["environment=tool_use", "environment._target_=overlap_parts.slowed", "+environment.seconds=0.05", "+environment.straggler=10"]
+WAITS = [
+    "environment=tool_use",
+    "environment._target_=overlap_parts.slowed",
+    "+environment.seconds=0.05",
+    "+environment.straggler=10",
+]
 LAWS = {
     "grpo": [],
     **{kind: KINDS[kind] for kind in ("sampler", "turns", "tools", "lora", "ppo", "phases", "moments")},
@@ -38,7 +43,13 @@ LAWS = {
     "delays": [*TURNS[:2], *WAITS, "task=arithmetic", "model=tiny"],
     "transformers": ["generation=transformers"],
 }  # fmt: skip
-ALONE = ("grpo", "draws", "delays", "lora", "transformers")  # in a process of their own; the others save its start
+ALONE = (
+    "grpo",
+    "draws",
+    "delays",
+    "lora",
+    "transformers",
+)  # in a process of their own; the others save its start
 
 
 class Thread:
@@ -77,13 +88,19 @@ def trained(*overrides, steps=4, between=lambda: None):
     torch.set_num_threads(1)
     rng.seed(x.seed)
     tasks, flight, out = load_tasks(x).train, Flight(), []
-    learner = Learner(x, x.model(device="cpu"), exact=True)  # first: two threads cannot load a model at the same time
+    learner = Learner(
+        x, x.model(device="cpu"), exact=True
+    )  # first: two threads cannot load a model at the same time
     with sampling_process(x, builder(composed.config), tasks) as process:
         for _ in range(steps):
             groups, flight = next_groups(learner, tasks, flight, process)
             between()
             row = learner.step(groups.sampled, groups.trained)
-            row = {k: v for k, v in row.items() if not (k.startswith("perf/") or k.endswith("_s") or "in_flight" in k)}
+            row = {
+                k: v
+                for k, v in row.items()
+                if not (k.startswith("perf/") or k.endswith("_s") or "in_flight" in k)
+            }
             out.append((groups.version, timeless(groups.sampled), timeless(groups.trained), row))
     return learner, out
 
@@ -92,7 +109,9 @@ def timeless(rollouts):
     """Rollouts without the seconds that tools took."""
 
     def step(own):
-        return own._replace(tool_results=tuple(result._replace(seconds=0.0) for result in own.tool_results))
+        return own._replace(
+            tool_results=tuple(result._replace(seconds=0.0) for result in own.tool_results)
+        )
 
     return [r._replace(steps=tuple(map(step, r.steps))) for r in rollouts]
 
@@ -129,7 +148,9 @@ def test_overlap_is_lag_whoever_is_faster(kind, staleness, same, monkeypatch):
         assert same(trained(*LAWS[kind])[0].state_dict(), ahead.state_dict())
 
 
-def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(in_a_thread, tmp_path, same):
+def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
+    in_a_thread, tmp_path, same
+):
     """From a checkpoint that was written while nothing had arrived yet: with it go the weights that are due to sample them."""
     words = [*COMMON, *mode("overlap", 2)]
     composed = compose(words)
@@ -143,20 +164,28 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(in_a_t
         learner.step(groups.sampled, groups.trained)
         while process.answers.empty():
             time.sleep(0.01)
-        assert packed(flight, process)["flight"]  # what has arrived is saved, and still there for the next step
+        assert packed(flight, process)[
+            "flight"
+        ]  # what has arrived is saved, and still there for the next step
         groups, flight = next_groups(learner, tasks, flight, process)
         learner.step(groups.sampled, groups.trained)
         process.arrived = lambda ahead: ahead
         state = learner.state_dict() | {"flight": packed(flight, process)}
         torch.save(state, tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
-    assert [r["version"] for r in state["flight"]["requests"]] == [0, 1] and set(state["flight"]["weights"]) == {0, 1}
+    assert [r["version"] for r in state["flight"]["requests"]] == [0, 1] and set(
+        state["flight"]["weights"]
+    ) == {0, 1}
     learner = other
     learner.load_state_dict(state)
     with sampling_process(x, builder(composed.config), tasks) as process:
         flight = restored(state["flight"], tasks, seed=3)
-        assert packed(flight) == {**packed(flight), "flight": []} and isinstance(flight.ahead[0], Asked)
-        assert continued(learner, flight).ahead == ()  # without a second process they are sampled anew
+        assert packed(flight) == {**packed(flight), "flight": []} and isinstance(
+            flight.ahead[0], Asked
+        )
+        assert (
+            continued(learner, flight).ahead == ()
+        )  # without a second process they are sampled anew
         flight = continued(learner, flight, process)
         for _ in range(2):
             groups, flight = next_groups(learner, tasks, flight, process)
@@ -184,7 +213,9 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
     for version in (1, 2, 1):
         slots.read(version)
         assert all(map(torch.equal, model.values(), kept[version]))
-    with pytest.raises(EngineError, match="version 0 are asked for, and their place holds version 2"):
+    with pytest.raises(
+        EngineError, match="version 0 are asked for, and their place holds version 2"
+    ):
         slots.read(0)
     saved = slots.saved(1)
     slots.write(3)
@@ -206,7 +237,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", cases(REFUSED, ["ranks", "vllm"]))
 def test_what_a_second_process_cannot_sample_is_refused(case, monkeypatch):
-    monkeypatch.setattr("rlkit.engines.vllm.engine.find_spec", lambda name: True)  # as if vLLM were installed
+    monkeypatch.setattr(
+        "rlkit.engines.vllm.engine.find_spec", lambda name: True
+    )  # as if vLLM were installed
     words, said = REFUSED[case]
     with pytest.raises(ConfigError) as error:
         experiment(compose([*COMMON, "asynchrony=overlap", *words]))
@@ -215,15 +248,23 @@ def test_what_a_second_process_cannot_sample_is_refused(case, monkeypatch):
 
 def test_python_objects_are_refused():
     x = experiment(compose([*COMMON, "asynchrony=overlap"]))
-    with pytest.raises(ConfigError, match="Python objects are not part of"), sampling_process(x, None, []):
+    with (
+        pytest.raises(ConfigError, match="Python objects are not part of"),
+        sampling_process(x, None, []),
+    ):
         pass
-    with pytest.raises(ConfigError, match="tasks cannot be handed"), sampling_process(x, int, [lambda: 0]):
+    with (
+        pytest.raises(ConfigError, match="tasks cannot be handed"),
+        sampling_process(x, int, [lambda: 0]),
+    ):
         pass
 
 
 def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     """As itself, with the sentence that it has in one process; and a full memory and another model are said."""
-    with pytest.raises(overlap.RLKitError, match=r"OSError: the door is locked at .*overlap_parts.py"):
+    with pytest.raises(
+        overlap.RLKitError, match=r"OSError: the door is locked at .*overlap_parts.py"
+    ):
         trained(*TALKS, "environment.prompt_fn._target_=overlap_parts.locked", *mode("overlap", 1))
 
     class Full(WeightSlots):
@@ -233,9 +274,14 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     composed = compose([*COMMON, *mode("overlap", 1)])
     x = experiment(composed)
     model = x.model(device="cpu").model
-    with sampling_process(x, builder(composed.config), []) as process, pytest.MonkeyPatch.context() as patch:
+    with (
+        sampling_process(x, builder(composed.config), []) as process,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(overlap, "WeightSlots", Full)
-        with pytest.raises(EngineError, match=r"no memory for 2 versions of \d MiB \(No space left"):
+        with pytest.raises(
+            EngineError, match=r"no memory for 2 versions of \d MiB \(No space left"
+        ):
             process.publish(model, 0, 1)
     model.model.norm.weight.requires_grad = False
     with sampling_process(x, builder(composed.config), []) as process:
@@ -278,7 +324,9 @@ def gone(pid, within=10.0):
 
 def running(pid, lines, step, log):
     """Waits until a run has done a step; the process id of its sampling process."""
-    while (lines.read_text().count('"reward/mean"') if lines.exists() else 0) < step or sampler_of(pid) is None:
+    while (lines.read_text().count('"reward/mean"') if lines.exists() else 0) < step or sampler_of(
+        pid
+    ) is None:
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), log.read_text()[-3000:]
         time.sleep(0.01)
     return sampler_of(pid)
@@ -290,7 +338,9 @@ def test_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     whole, run, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log.txt"
     words, draw = [*RUN, f"trainer.steps={2 * KILLS + 2}"], random.Random("kills")
-    child = forked([*words, "asynchrony=lag", "asynchrony.staleness=2", f"hydra.run.dir={whole}"], log)
+    child = forked(
+        [*words, "asynchrony=lag", "asynchrony.staleness=2", f"hydra.run.dir={whole}"], log
+    )
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, log.read_text()[-3000:]
     words += ["asynchrony=overlap", "asynchrony.staleness=2"]
     for kill in range(KILLS):
@@ -301,12 +351,23 @@ def test_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkeypatch, 
         time.sleep(0.5 * draw.random())
         os.kill(child if who == "trainer" else sampler, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert status == (-signal.SIGKILL if who == "trainer" else 1), (kill, who, log.read_text()[-3000:])
+        assert status == (-signal.SIGKILL if who == "trainer" else 1), (
+            kill,
+            who,
+            log.read_text()[-3000:],
+        )
         assert gone(sampler), (kill, who)
     assert "the sampling process was killed by SIGKILL; what it printed" in log.read_text()
-    assert os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0, log.read_text()[-3000:]
-    a, b = (torch.load(f / "checkpoints" / f"step_{2 * KILLS + 2:06d}.ckpt", weights_only=True) for f in (whole, run))
-    assert same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
+    assert (
+        os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0
+    ), log.read_text()[-3000:]
+    a, b = (
+        torch.load(f / "checkpoints" / f"step_{2 * KILLS + 2:06d}.ckpt", weights_only=True)
+        for f in (whole, run)
+    )
+    assert same(a["state_dict"], b["state_dict"]) and same(
+        a["optimizer_states"], b["optimizer_states"]
+    )
 
 
 @pytest.mark.slow
@@ -318,11 +379,17 @@ def test_a_signal_ends_both_and_saves(signum, tmp_path, monkeypatch, forked, sam
     child = forked([*words, f"hydra.run.dir={run}"], log)
     sampler = running(child, run / "metrics.jsonl", 3, log)
     os.kill(child, signum)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum, log.read_text()[-3000:]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum, log.read_text()[
+        -3000:
+    ]
     assert gone(sampler)
     for own in (["train", f"resume={run}"], [*RUN, *mode("lag", 1), f"hydra.run.dir={whole}"]):
-        assert os.waitstatus_to_exitcode(os.waitpid(forked(own, log), 0)[1]) == 0, log.read_text()[-3000:]
-    a, b = (torch.load(f / "checkpoints" / "step_000012.ckpt", weights_only=True) for f in (whole, run))
+        assert os.waitstatus_to_exitcode(os.waitpid(forked(own, log), 0)[1]) == 0, log.read_text()[
+            -3000:
+        ]
+    a, b = (
+        torch.load(f / "checkpoints" / "step_000012.ckpt", weights_only=True) for f in (whole, run)
+    )
     assert same(a["state_dict"], b["state_dict"])
 
 
@@ -330,8 +397,18 @@ def test_a_signal_ends_both_and_saves(signum, tmp_path, monkeypatch, forked, sam
 def test_a_sampler_that_dies_by_itself_ends_the_run_with_a_sentence(tmp_path, monkeypatch, forked):
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "log.txt"
-    words = [*RUN, *mode("overlap", 1), *TALKS, "environment.prompt_fn._target_=overlap_parts.killed"]
-    assert os.waitstatus_to_exitcode(os.waitpid(forked([*words, f"hydra.run.dir={tmp_path / 'run'}"], log), 0)[1]) == 1
+    words = [
+        *RUN,
+        *mode("overlap", 1),
+        *TALKS,
+        "environment.prompt_fn._target_=overlap_parts.killed",
+    ]
+    assert (
+        os.waitstatus_to_exitcode(
+            os.waitpid(forked([*words, f"hydra.run.dir={tmp_path / 'run'}"], log), 0)[1]
+        )
+        == 1
+    )
     said = [line for line in log.read_text().splitlines() if line.startswith("rlkit:")][-1]
     assert said.endswith(
         f"the sampling process was killed by SIGKILL; what it printed: {tmp_path}/run/sampler.log. "

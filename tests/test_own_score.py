@@ -149,7 +149,9 @@ PROGRAMS = {
 def process(tiny, tmp_path, code: str):
     (tmp_path / "secret").write_text(SECRET)
     (tmp_path / "agent.py").write_text(ASK + code)
-    environment = program(command=["python", str(tmp_path / "agent.py"), str(tmp_path / "secret")], score="file")
+    environment = program(
+        command=["python", str(tmp_path / "agent.py"), str(tmp_path / "secret")], score="file"
+    )
     (rollout,) = collect(tiny, [Task("t", ASKED)], engine=said_by("a"), environment=environment)
     return rollout
 
@@ -159,7 +161,9 @@ def test_an_episode_ends_whatever_its_program_left(kind, tiny, tmp_path):
     code, reward = PROGRAMS[kind]
     rollout = within(120, lambda: process(tiny, tmp_path, code))
     assert rollout.steps[-1].reward == reward
-    assert bool(rollout.metadata.get("error")) == (reward is None) and SECRET not in str(rollout.metadata)
+    assert bool(rollout.metadata.get("error")) == (reward is None) and SECRET not in str(
+        rollout.metadata
+    )
 
 
 LATE = """
@@ -184,7 +188,12 @@ def test_every_process_of_an_episode_is_dead_when_its_score_is_read(tiny, tmp_pa
 
     def looks(place):
         for _ in range(20):  # a writer that lives would empty the file between two looks
-            sizes.append((os.stat("reward.txt", dir_fd=place).st_mtime_ns, os.stat("reward.txt", dir_fd=place).st_size))
+            sizes.append(
+                (
+                    os.stat("reward.txt", dir_fd=place).st_mtime_ns,
+                    os.stat("reward.txt", dir_fd=place).st_size,
+                )
+            )
             time.sleep(0.001)
         return 0.0
 
@@ -225,7 +234,11 @@ def test_a_command_asks_for_consent_and_says_why(command, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     assert main([command, *WORDS]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("rlkit: environment.score=file:") and "trust=true" in said
+    assert (
+        said.count("\n") == 1
+        and said.startswith("rlkit: environment.score=file:")
+        and "trust=true" in said
+    )
     assert "writes its own reward" in said and not list(tmp_path.iterdir())
 
 
@@ -243,15 +256,30 @@ def test_python_asks_too():
     assert experiment(*WORDS, trust=True).environment.program
     assert experiment(*WORDS, "trust=true").environment.program
     assert "trust=true" not in experiment(*WORDS, "trust=true").overrides
-    assert experiment(environment=single_turn()) and not isinstance(program(command=["true"], score="file"), Exception)
+    assert experiment(environment=single_turn()) and not isinstance(
+        program(command=["true"], score="file"), Exception
+    )
 
 
 @pytest.mark.slow
 def test_consent_is_given_for_one_command_line_and_kept_in_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(ASK + "open('reward.txt', 'w').write('0.5')")
-    small = ["batch.prompts=1", "batch.group_size=2", "generation.max_new_tokens=8", "evaluation.n=0", "logger=none", "trainer.steps=1"]
-    words = [*WORDS[:1], "environment.command=[python,agent.py]", WORDS[2], *small, "hydra.run.dir=run"]
+    small = [
+        "batch.prompts=1",
+        "batch.group_size=2",
+        "generation.max_new_tokens=8",
+        "evaluation.n=0",
+        "logger=none",
+        "trainer.steps=1",
+    ]
+    words = [
+        *WORDS[:1],
+        "environment.command=[python,agent.py]",
+        WORDS[2],
+        *small,
+        "hydra.run.dir=run",
+    ]
     assert main(["train", *words, "trust=true"]) == 0, capsys.readouterr()
     assert all("trust=true" not in p.read_text() for p in Path("run").rglob("*.yaml"))
     capsys.readouterr()

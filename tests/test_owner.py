@@ -24,7 +24,16 @@ from rlkit.config.changes import difference
 from rlkit.runs import folder as runs
 from rlkit.runs.sweeps.plan import folder_problems
 from rlkit.system import owner
-from rlkit.system.owner import Occupied, TakenOver, check_owner, identity, lost, occupied, owned, release
+from rlkit.system.owner import (
+    Occupied,
+    TakenOver,
+    check_owner,
+    identity,
+    lost,
+    occupied,
+    owned,
+    release,
+)
 
 SMALL = [
     "debug=fast",
@@ -42,7 +51,12 @@ KEYS = ("host", "pid", "place", "started", "beat", "slurm")
 def other():
     """A living process that is not this one: its record."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield {**identity(), "pid": process.pid, "started": owner.started(process.pid), "token": "other"}
+    yield {
+        **identity(),
+        "pid": process.pid,
+        "started": owner.started(process.pid),
+        "token": "other",
+    }
     process.stdin.close()
     process.wait()
 
@@ -50,7 +64,12 @@ def other():
 def dead() -> dict:
     """The record of a process of this machine that is gone."""
     process = subprocess.Popen([sys.executable, "-c", ""])
-    record = {**identity(), "pid": process.pid, "started": owner.started(process.pid) or "1", "token": "dead"}
+    record = {
+        **identity(),
+        "pid": process.pid,
+        "started": owner.started(process.pid) or "1",
+        "token": "dead",
+    }
     process.wait()
     return record
 
@@ -69,7 +88,9 @@ def read(folder: Path) -> dict:
 def test_the_owner_is_named_while_it_works_and_leaves_nothing(tmp_path):
     with owned(tmp_path / "new" / "run"):
         found = read(tmp_path / "new" / "run")
-        assert {key: found[key] for key in KEYS if key != "beat"} == {key: identity()[key] for key in KEYS if key != "beat"}
+        assert {key: found[key] for key in KEYS if key != "beat"} == {
+            key: identity()[key] for key in KEYS if key != "beat"
+        }
         assert found["pid"] == os.getpid() and abs(found["beat"] - time.time()) < 60
         check_owner(tmp_path / "new" / "run")
     assert list((tmp_path / "new" / "run").iterdir()) == [] and owner.HELD == {}
@@ -77,8 +98,13 @@ def test_the_owner_is_named_while_it_works_and_leaves_nothing(tmp_path):
 
 def test_a_living_owner_is_named_with_the_way_to_take_over(tmp_path, other):
     write(tmp_path, other)
-    for refused in (lambda: owned(tmp_path).__enter__(), lambda: (_ for _ in ()).throw(Occupied(occupied(tmp_path)))):
-        with pytest.raises(Occupied, match=rf"process {other['pid']} on {socket.gethostname()} .*takeover=true"):
+    for refused in (
+        lambda: owned(tmp_path).__enter__(),
+        lambda: (_ for _ in ()).throw(Occupied(occupied(tmp_path))),
+    ):
+        with pytest.raises(
+            Occupied, match=rf"process {other['pid']} on {socket.gethostname()} .*takeover=true"
+        ):
             refused()
     assert read(tmp_path) == other
     with owned(tmp_path, takeover=True):
@@ -97,14 +123,26 @@ SLURM = ("17", 1)  # this process's job and how often it was queued again
 CASES = {  # record → whether its process may live
     "a process that is gone": (dead, False),
     "another process with its number": (lambda: elsewhere(started="7"), False),
-    "the same with an old beat": (lambda: elsewhere(started=owner.started(os.getppid()), beat=ago(9999)), True),
+    "the same with an old beat": (
+        lambda: elsewhere(started=owner.started(os.getppid()), beat=ago(9999)),
+        True,
+    ),
     "another machine": (lambda: elsewhere(host="elsewhere", beat=ago(10)), True),
-    "another machine, silent for less than five minutes": (lambda: elsewhere(host="elsewhere", beat=ago(280)), True),
+    "another machine, silent for less than five minutes": (
+        lambda: elsewhere(host="elsewhere", beat=ago(280)),
+        True,
+    ),
     "another machine, silent for more": (lambda: elsewhere(host="elsewhere", beat=ago(320)), False),
     "a machine whose clock is ahead": (lambda: elsewhere(host="elsewhere", beat=ago(-100)), True),
-    "another container, or before a restart": (lambda: elsewhere(place="other", beat=ago(10)), True),
+    "another container, or before a restart": (
+        lambda: elsewhere(place="other", beat=ago(10)),
+        True,
+    ),
     "the same, silent": (lambda: elsewhere(place="other", beat=ago(320)), False),
-    "this SLURM job before it was queued again": (lambda: elsewhere(host="node2", slurm=["17", 0]), False),
+    "this SLURM job before it was queued again": (
+        lambda: elsewhere(host="node2", slurm=["17", 0]),
+        False,
+    ),
     "this SLURM job, another task": (lambda: elsewhere(host="node2", slurm=["17", 1]), True),
     "another SLURM job": (lambda: elsewhere(host="node2", slurm=["18", 0]), True),
     "an impossible process": (lambda: elsewhere(pid=-1, beat=ago(320)), False),
@@ -132,11 +170,16 @@ def test_a_beat_in_the_future_is_reported_with_both_times(tmp_path, ahead):
     write(tmp_path, elsewhere(host="elsewhere", beat=time.time() + ahead))
     with pytest.raises(Occupied) as refusal:
         owned(tmp_path).__enter__()
-    found = re.search(r"sign of life at (.*) by its clock, while it is (.*) here: one of the two", str(refusal.value))
+    found = re.search(
+        r"sign of life at (.*) by its clock, while it is (.*) here: one of the two",
+        str(refusal.value),
+    )
     assert found and "process" in str(refusal.value) and "takeover=true" in str(refusal.value)
     assert here <= datetime.fromisoformat(found[2]) <= here + timedelta(seconds=60)
     if ahead < 1e6:
-        assert abs(datetime.fromisoformat(found[1]) - here - timedelta(seconds=ahead)) < timedelta(seconds=60)
+        assert abs(datetime.fromisoformat(found[1]) - here - timedelta(seconds=ahead)) < timedelta(
+            seconds=60
+        )
     with owned(tmp_path, takeover=True):
         assert read(tmp_path)["pid"] == os.getpid()
 
@@ -150,7 +193,12 @@ def test_a_beat_that_is_no_time_is_that_of_a_damaged_file(tmp_path, beat):
 def test_what_is_left_of_a_killed_process_is_dead(tmp_path):
     """Nobody has waited for it: its number and its start time are still there."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    record = {**identity(), "pid": process.pid, "started": owner.started(process.pid), "token": "other"}
+    record = {
+        **identity(),
+        "pid": process.pid,
+        "started": owner.started(process.pid),
+        "token": "other",
+    }
     assert owner.lives(record)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -195,14 +243,23 @@ class Once:
         return False
 
 
-def test_the_beat_is_renewed_every_30_seconds_also_where_the_file_was_deleted(tmp_path, monkeypatch):
+def test_the_beat_is_renewed_every_30_seconds_also_where_the_file_was_deleted(
+    tmp_path, monkeypatch
+):
     record = {**identity(), "token": "mine"}
     owner.claim(tmp_path, record)
     monkeypatch.setattr(owner.time, "time", lambda: record["beat"] + 30)
-    for change in (lambda: None, (tmp_path / "owner.json").unlink, lambda: (tmp_path / "owner.json").write_text("damaged")):
+    for change in (
+        lambda: None,
+        (tmp_path / "owner.json").unlink,
+        lambda: (tmp_path / "owner.json").write_text("damaged"),
+    ):
         change()
         owner.beat(tmp_path, record, ended := Once())
-        assert read(tmp_path) == {**record, "beat": record["beat"] + 30} and ended.waited == [30, 30]
+        assert read(tmp_path) == {**record, "beat": record["beat"] + 30} and ended.waited == [
+            30,
+            30,
+        ]
     shutil.rmtree(tmp_path)
     owner.beat(tmp_path, record, Once())
     assert not tmp_path.exists()  # a run folder that was deleted does not come back
@@ -257,13 +314,28 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize(
     "start, locks",
-    cases([("an empty folder", True), ("a dead owner", True), ("an empty folder", False)], 1, unpack=True),
+    cases(
+        [("an empty folder", True), ("a dead owner", True), ("an empty folder", False)],
+        1,
+        unpack=True,
+    ),
     ids=["empty", "dead owner", "no locks"],
 )
-def test_of_processes_that_start_at_the_same_moment_exactly_one_owns_the_folder(tmp_path, start, locks):
+def test_of_processes_that_start_at_the_same_moment_exactly_one_owns_the_folder(
+    tmp_path, start, locks
+):
     """Real processes. On a file system without locks the exclusive creation of the file decides, where no dead owner's is there."""
-    racer = RACER if locks else "import fcntl\n\ndef none(*_):\n    raise OSError\n\nfcntl.flock = none\n" + RACER
-    racers = [subprocess.Popen([sys.executable, "-c", racer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    racer = (
+        RACER
+        if locks
+        else "import fcntl\n\ndef none(*_):\n    raise OSError\n\nfcntl.flock = none\n" + RACER
+    )
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", racer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
     try:
         assert [r.stdout.readline() for r in racers] == ["ready\n"] * 4
         draw, gone = random.Random(start), dead()
@@ -277,7 +349,10 @@ def test_of_processes_that_start_at_the_same_moment_exactly_one_owns_the_folder(
                 r.stdin.write(f"{folder}\n")
                 r.stdin.flush()
             said = [r.stdout.readline().strip() for r in racers]
-            said = [r.stdout.readline().strip() if line.startswith("resume: ") else line for r, line in zip(racers, said, strict=True)]
+            said = [
+                r.stdout.readline().strip() if line.startswith("resume: ") else line
+                for r, line in zip(racers, said, strict=True)
+            ]
             assert sorted(said) == ["owner", "refused", "refused", "refused"]
             for r in racers:
                 r.stdin.write("\n")
@@ -321,10 +396,16 @@ def test_a_second_process_is_refused_and_changes_nothing(copy, other, capsys, ho
     write(copy, other)
     before = contents(copy)
     fresh = [*SMALL, "name=small", "trainer.steps=3"]
-    words = {"resume=FOLDER": [f"resume={copy}", "trainer.steps=3"], "resume=auto": [*fresh, "resume=auto"]}
+    words = {
+        "resume=FOLDER": [f"resume={copy}", "trainer.steps=3"],
+        "resume=auto": [*fresh, "resume=auto"],
+    }
     assert main(["train", *words.get(how, [*fresh, f"hydra.run.dir={copy}"])]) == 2
     said = capsys.readouterr().err
-    assert f"process {other['pid']} on {socket.gethostname()} works there" in said and "takeover=true" in said
+    assert (
+        f"process {other['pid']} on {socket.gethostname()} works there" in said
+        and "takeover=true" in said
+    )
     assert contents(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
 
 
@@ -378,7 +459,9 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
         surrogate, steps = rlkit.training.update.surrogate, []
 
         def held(*given):
-            if not steps and (folder / "metrics.jsonl").exists():  # a row is there: this is the second step
+            if (
+                not steps and (folder / "metrics.jsonl").exists()
+            ):  # a row is there: this is the second step
                 steps.append(1)
                 at.write_text("here")
                 go.read_text()
@@ -386,8 +469,20 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
 
         rlkit.training.update.surrogate = held
 
-    child = forked(["train", *SMALL, "algorithm.entropy_coef=0.01", "trainer.steps=3", f"hydra.run.dir={folder}"], log, hold)
-    ready = os.open(at, os.O_RDONLY | os.O_NONBLOCK)  # a child that ends early must not leave this waiting for ever
+    child = forked(
+        [
+            "train",
+            *SMALL,
+            "algorithm.entropy_coef=0.01",
+            "trainer.steps=3",
+            f"hydra.run.dir={folder}",
+        ],
+        log,
+        hold,
+    )
+    ready = os.open(
+        at, os.O_RDONLY | os.O_NONBLOCK
+    )  # a child that ends early must not leave this waiting for ever
     assert select.select([ready], [], [], 300)[0], log.read_text()
     os.close(ready)
     assert main(["train", f"resume={folder}"]) == 2
@@ -398,9 +493,14 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
     with owned(folder):  # as if the new owner still worked there
         go.write_text("go on")
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert f"taken over by process {os.getpid()} on " in log.read_text() and "Traceback" not in log.read_text()
+    assert (
+        f"taken over by process {os.getpid()} on " in log.read_text()
+        and "Traceback" not in log.read_text()
+    )
     assert contents(folder) == before
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -408,7 +508,13 @@ def test_of_several_ranks_the_first_one_owns_the_folder(copy, other, capfd):
     """All of them end with the status of a refusal, and at once."""
     write(copy, other)
     before = contents(copy)
-    two = [f"resume={copy}", "trainer.steps=3", "trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"]
+    two = [
+        f"resume={copy}",
+        "trainer.steps=3",
+        "trainer=ddp",
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+    ]
     assert main(["train", *two]) == 2
     assert f"process {other['pid']} on {socket.gethostname()} works there" in capfd.readouterr().err
     assert contents(copy) == before
@@ -425,7 +531,9 @@ def test_a_run_that_is_killed_locks_nobody_out(tmp_path, forked):
 
         rlkit.training.update.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
-    child = forked(["train", *SMALL, "algorithm.entropy_coef=0.01", f"hydra.run.dir={folder}"], log, killed)
+    child = forked(
+        ["train", *SMALL, "algorithm.entropy_coef=0.01", f"hydra.run.dir={folder}"], log, killed
+    )
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert read(folder)["pid"] == child
     assert main(["train", f"resume={folder}"]) == 0

@@ -45,7 +45,9 @@ from rlkit.training.metrics import UpdateTerms, update_metrics
 from rlkit.training.references import ema, moved
 from rlkit.types import Batch, Estimate, Measured, Rollout, Step, Task, TokenLogprobs
 
-ROWS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # the rollout of each row; rollout 8 has no row
+ROWS = torch.tensor(
+    [0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7]
+)  # the rollout of each row; rollout 8 has no row
 
 
 def make_batch() -> Batch:
@@ -53,7 +55,9 @@ def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(12, 9, generator=generator) < 0.6
     mask[:, 0], mask[:, 2], mask[4] = False, True, False
-    logprobs = [-2 * torch.rand(12, 9, generator=generator, dtype=torch.float64) * mask for _ in range(4)]
+    logprobs = [
+        -2 * torch.rand(12, 9, generator=generator, dtype=torch.float64) * mask for _ in range(4)
+    ]
     return Batch(
         ids=torch.arange(12 * 9).view(12, 9), attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=ROWS,
         step_ids=torch.arange(12 * 9).view(12, 9), rewards=torch.tensor([1, 0, 0.5, 1, 1, 1, 0, float("nan"), 1]).double(),
@@ -93,26 +97,39 @@ def with_metrics(function: Callable[..., Any]) -> Callable[..., Any]:
         asked = {name: given[name] for name in inner}
         tokens = given["step_ids"].double() + given["logprobs_sampler"]
         mean = tokens[given["response_mask"]].mean()
-        return function(**asked), {"tokens": tokens, "rollouts": given["rewards"] + given["lengths"], "own": mean}
+        return function(**asked), {
+            "tokens": tokens,
+            "rollouts": given["rewards"] + given["lengths"],
+            "own": mean,
+        }
 
     import inspect
 
     signature = inspect.signature(function)
     inner = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     more = {"step_ids", "logprobs_sampler", "response_mask", "rewards", "lengths"} - set(inner)
-    positional = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*inner, *sorted(more))]
+    positional = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in (*inner, *sorted(more))
+    ]
     numbers = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
     measured.__signature__ = inspect.Signature([*positional, *numbers])  # type: ignore[attr-defined]
     return measured
 
 
 def built(parts: dict[str, Callable[..., Any]], **more: Any) -> tuple[Algorithm, Any]:
-    own = {name: function for name, function in parts.items() if name not in ("kl_estimator", "value_loss")}
+    own = {
+        name: function
+        for name, function in parts.items()
+        if name not in ("kl_estimator", "value_loss")
+    }
     kl = KL("k3", parts["kl_estimator"], coef=0.3)
     return algorithm(**own, critic=Critic("head", parts["value_loss"]), **more), kl
 
 
-def updated(a: Algorithm, kl: Any, *, budget: int, seed: int = 0) -> tuple[list[torch.Tensor], dict[str, float]]:
+def updated(
+    a: Algorithm, kl: Any, *, budget: int, seed: int = 0
+) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Gradients and metrics of a step's updates, cut as a module cuts them."""
     batch = token_scale(estimate_advantages(filter_rollouts(make_batch(), a), a, kl), a)
     terms, gradients = UpdateTerms(), []
@@ -130,7 +147,9 @@ def updated(a: Algorithm, kl: Any, *, budget: int, seed: int = 0) -> tuple[list[
     return gradients, update_metrics(batch, terms, SimpleNamespace(algorithm=a, kl=kl))  # type: ignore[arg-type]
 
 
-MEASURING, PLAIN = ({name: change(f) for name, f in SHIPPED.items()} for change in (with_metrics, lambda f: f))
+MEASURING, PLAIN = (
+    {name: change(f) for name, f in SHIPPED.items()} for change in (with_metrics, lambda f: f)
+)
 NAMES = {f"{name}/{kind}" for name in PARTS for kind in ("tokens", "rollouts", "own")}
 
 
@@ -140,21 +159,34 @@ def test_metrics_of_parts_are_the_same_for_every_split_and_every_order_of_miniba
     _, whole = updated(a, kl, budget=10**6)
     found = {name: value for name, value in whole.items() if name in NAMES}
     assert found.keys() == NAMES
-    for more, budget, seed in (({}, 1, 0), ({}, 20, 0), ({"minibatches": 3}, 20, 1), ({"minibatches": 3, "epochs": 2}, 9, 2)):
+    for more, budget, seed in (
+        ({}, 1, 0),
+        ({}, 20, 0),
+        ({"minibatches": 3}, 20, 1),
+        ({"minibatches": 3, "epochs": 2}, 9, 2),
+    ):
         _, got = updated(a._replace(**more), kl, budget=budget, seed=seed)
         for name, value in found.items():
-            assert got[name] == pytest.approx(value, rel=1e-6), name  # sums of float32 in another order
+            assert got[name] == pytest.approx(value, rel=1e-6), (
+                name
+            )  # sums of float32 in another order
 
 
 def test_metrics_of_parts_are_means_over_what_counts():
     batch = make_batch()
     a, kl = built(MEASURING)
     _, row = updated(a, kl, budget=20)
-    tokens = (torch.arange(12 * 9).view(12, 9).double() + batch.logprobs_sampler)[batch.response_mask]
+    tokens = (torch.arange(12 * 9).view(12, 9).double() + batch.logprobs_sampler)[
+        batch.response_mask
+    ]
     for name in ("policy_loss/tokens", "policy_loss/own", "aggregation/own"):
         assert row[name] == pytest.approx(float(tokens.mean()), rel=1e-6)  # float32
     rollouts = (batch.rewards + batch.lengths)[:7]  # one cannot be scored, and one has no token
-    assert row["advantage/rollouts"] == row["ratio/rollouts"] == pytest.approx(float(rollouts.mean()), rel=1e-6)
+    assert (
+        row["advantage/rollouts"]
+        == row["ratio/rollouts"]
+        == pytest.approx(float(rollouts.mean()), rel=1e-6)
+    )
 
 
 def test_a_group_filter_measures_what_it_drops_too():
@@ -163,27 +195,40 @@ def test_a_group_filter_measures_what_it_drops_too():
 
     batch = filter_rollouts(make_batch(), algorithm(group_filter=fussy))
     batch = estimate_advantages(batch, algorithm(advantage=F.raw))
-    row = update_metrics(batch, UpdateTerms(), SimpleNamespace(algorithm=algorithm(), kl=KL("none")))  # type: ignore[arg-type]
-    assert row["group_filter/rewards"] == pytest.approx(4.5 / 7)  # not of the ones alone that were kept
+    row = update_metrics(
+        batch, UpdateTerms(), SimpleNamespace(algorithm=algorithm(), kl=KL("none"))
+    )  # type: ignore[arg-type]
+    assert row["group_filter/rewards"] == pytest.approx(
+        4.5 / 7
+    )  # not of the ones alone that were kept
 
 
 def test_metrics_change_no_bit_of_a_gradient():
     for more in ({}, {"minibatches": 3, "epochs": 2}):
         with_, without = (updated(*built(parts, **more), budget=20) for parts in (MEASURING, PLAIN))
         assert len(with_[0]) == len(without[0]) and all(map(torch.equal, with_[0], without[0]))
-        assert {name: value for name, value in with_[1].items() if name not in NAMES} == pytest.approx(
-            without[1], rel=0, abs=0, nan_ok=True
-        )
+        assert {
+            name: value for name, value in with_[1].items() if name not in NAMES
+        } == pytest.approx(without[1], rel=0, abs=0, nan_ok=True)
 
 
 def test_a_metric_that_is_taken_or_is_no_number_is_refused():
     def ratio(logprobs, logprobs_old):
         return (logprobs - logprobs_old).exp(), {"mean": 1.0}
 
-    with pytest.raises(PartError, match="ratio/mean, which rlkit has already; give it another name"):
+    with pytest.raises(
+        PartError, match="ratio/mean, which rlkit has already; give it another name"
+    ):
         updated(*built(PLAIN | {"ratio": ratio}), budget=20)
-    for value, said in ((torch.zeros(5), r"shape \(5,\)"), ("high", r"'high' \(str\)"), (None, "None")):
-        with pytest.raises(PartError, match=rf"algorithm.ratio .*metric 'mine' is {said}; give a number, or a tensor of shape \[N\] or"):
+    for value, said in (
+        (torch.zeros(5), r"shape \(5,\)"),
+        ("high", r"'high' \(str\)"),
+        (None, "None"),
+    ):
+        with pytest.raises(
+            PartError,
+            match=rf"algorithm.ratio .*metric 'mine' is {said}; give a number, or a tensor of shape \[N\] or",
+        ):
             part("ratio", lambda logprobs, value=value: (logprobs, {"mine": value}), given())
 
 
@@ -192,7 +237,11 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
 
 def given() -> dict[str, Any]:
     batch = make_batch()
-    return quantities(batch) | {"logprobs": batch.logprobs_old, "ratio": batch.logprobs_old.exp(), "advantages": batch.logprobs_old}
+    return quantities(batch) | {
+        "logprobs": batch.logprobs_old,
+        "ratio": batch.logprobs_old.exp(),
+        "advantages": batch.logprobs_old,
+    }
 
 
 def returning(value: Any) -> Callable[..., Any]:
@@ -231,21 +280,34 @@ def test_a_wrong_value_is_named_by_part_function_and_what_was_expected(name, val
 
 
 def test_every_place_of_an_algorithm_is_checked_in_the_words_of_its_protocol():
-    places = {f"algorithm.{name}" for name in algorithm(critic=Critic("head", F.squared_error)).parts} | {"kl.estimator"}
+    places = {
+        f"algorithm.{name}" for name in algorithm(critic=Critic("head", F.squared_error)).parts
+    } | {"kl.estimator"}
     assert {path for path, *_ in PARTS.values()} == places
     for path, protocol, wanted in PARTS.values():
-        assert all(size in protocol.__doc__ for spec in wanted for size in spec.removesuffix(" bool").split(" or ")), path
+        assert all(
+            size in protocol.__doc__
+            for spec in wanted
+            for size in spec.removesuffix(" bool").split(" or ")
+        ), path
 
 
 def test_metrics_may_stand_beside_every_kind_of_value():
-    for name, value in {"overlong": (ROLLOUTS, ROLLOUTS > 0), "advantage": Estimate(TOKENS, TOKENS), "ratio": TOKENS}.items():
+    for name, value in {
+        "overlong": (ROLLOUTS, ROLLOUTS > 0),
+        "advantage": Estimate(TOKENS, TOKENS),
+        "ratio": TOKENS,
+    }.items():
         for pair in ((value, {"x": 1}), Measured(value, {"x": 1})):
             got, metrics = part(name, returning(pair), given())
             assert got is value and list(metrics) == [f"{name}/x"]
 
 
 def test_a_quantity_that_is_not_there_yet_is_named():
-    with pytest.raises(PartError, match=r"algorithm.group_filter \(.*\): asks for 'advantages', which there is not, or not yet"):
+    with pytest.raises(
+        PartError,
+        match=r"algorithm.group_filter \(.*\): asks for 'advantages', which there is not, or not yet",
+    ):
         filter_rollouts(make_batch(), algorithm(group_filter=lambda advantages: advantages > 0))
 
 
@@ -254,11 +316,17 @@ def test_a_quantity_that_is_not_there_yet_is_named():
 
 def composed(tmp_path, monkeypatch, source: str, *overrides: str):
     """An experiment with functions of a module of the user's own, `own`."""
-    (tmp_path / "own.py").write_text("import torch\nfrom rlkit.types import Measured\n" + textwrap.dedent(source))
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom rlkit.types import Measured\n" + textwrap.dedent(source)
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("own", None)
     resolve.cache_clear()
-    return experiment(compose(["debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", *overrides]))
+    return experiment(
+        compose(
+            ["debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", *overrides]
+        )
+    )
 
 
 OWN = "algorithm.advantage={_target_: own.mine, _partial_: true}"
@@ -273,7 +341,9 @@ OWN = "algorithm.advantage={_target_: own.mine, _partial_: true}"
         ("mine(rewards): return rewards / 0", "advantage gave nan or inf"),
     ],
 )  # fmt: skip
-def test_what_a_part_asks_for_and_gives_is_checked_before_a_model_is_loaded(body, said, tmp_path, monkeypatch):
+def test_what_a_part_asks_for_and_gives_is_checked_before_a_model_is_loaded(
+    body, said, tmp_path, monkeypatch
+):
     with pytest.raises(ConfigError, match=said):
         composed(tmp_path, monkeypatch, f"def {body}", OWN)
 
@@ -284,33 +354,59 @@ def test_a_part_that_reads_metadata_is_composed_without_rows(tmp_path, monkeypat
 
 
 def test_what_is_no_tensor_survives_selection_and_moves_and_a_checkpoint_is_spared_it():
-    batch = loss_weights(estimate_advantages(make_batch(), algorithm()), algorithm())._replace(metadata=({"made": object()},) * 9)
+    batch = loss_weights(estimate_advantages(make_batch(), algorithm()), algorithm())._replace(
+        metadata=({"made": object()},) * 9
+    )
     one = select(batch, torch.tensor([3, 4]))
-    assert one.metadata is batch.metadata and one.components is batch.components and one.versions.shape[0] == 2
+    assert (
+        one.metadata is batch.metadata
+        and one.components is batch.components
+        and one.versions.shape[0] == 2
+    )
     there = drift.on(one, torch.device("meta"))
-    assert there.metadata is batch.metadata and {t.device.type for t in (there.versions, *there.components.values())} == {"meta"}
+    assert there.metadata is batch.metadata and {
+        t.device.type for t in (there.versions, *there.components.values())
+    } == {"meta"}
     kept = drift.few(batch)
     assert kept.metadata is None and all(value is None or torch.is_tensor(value) for value in kept)
 
 
 # ------------------------------------------------------------------------------------------------- rewards and references
 
-ROLLOUT = Rollout(Task("row/0", ()), (Step((), (1,), (2,), (0.0,), "stop"),), metadata={"a": 0.25, "kept": 1})
+ROLLOUT = Rollout(
+    Task("row/0", ()), (Step((), (1,), (2,), (0.0,), "stop"),), metadata={"a": 0.25, "kept": 1}
+)
 
 
 def scored(aggregator: Any, count: int = 2) -> list[Rollout]:
-    return score([ROLLOUT] * count, Reward("test", {"a": Term(1.0, lambda r: r.metadata["a"])}, aggregator))
+    return score(
+        [ROLLOUT] * count, Reward("test", {"a": Term(1.0, lambda r: r.metadata["a"])}, aggregator)
+    )
 
 
 def test_an_aggregator_may_measure_one_rollout_or_all():
     [one, _] = scored(lambda scores, weights: (scores["a"] * 2, {"doubled": 2}))
-    assert one.reward == 0.5 and one.metadata == {"a": 0.25, "kept": 1, "aggregator": {"doubled": 2.0}}
+    assert one.reward == 0.5 and one.metadata == {
+        "a": 0.25,
+        "kept": 1,
+        "aggregator": {"doubled": 2.0},
+    }
     many = scored(batched(lambda rollouts, weights: ([0.1, 0.2], {"each": [3.0, 4.0], "all": 5.0})))
-    assert [r.metadata["aggregator"] for r in many] == [{"each": 3.0, "all": 5.0}, {"each": 4.0, "all": 5.0}]
+    assert [r.metadata["aggregator"] for r in many] == [
+        {"each": 3.0, "all": 5.0},
+        {"each": 4.0, "all": 5.0},
+    ]
 
 
 @pytest.mark.parametrize(
-    "value, said", [(None, None), ("x", "'x'"), ((1.0, {"m": "x"}), "'x'"), (torch.ones(2), "tensor"), ((1.0, 2.0), r"\(1.0, 2.0\)")]
+    "value, said",
+    [
+        (None, None),
+        ("x", "'x'"),
+        ((1.0, {"m": "x"}), "'x'"),
+        (torch.ones(2), "tensor"),
+        ((1.0, 2.0), r"\(1.0, 2.0\)"),
+    ],
 )
 def test_an_aggregator_that_gives_no_reward_is_named(value, said):
     def mine(scores, weights):
@@ -319,17 +415,40 @@ def test_an_aggregator_that_gives_no_reward_is_named(value, said):
     if said is None:
         assert scored(mine)[0].reward is None
         return
-    with pytest.raises(RewardError, match=rf"reward aggregator \(.*test_parts.*mine\) returned no reward on task 'row/0': {said}"):
+    with pytest.raises(
+        RewardError,
+        match=rf"reward aggregator \(.*test_parts.*mine\) returned no reward on task 'row/0': {said}",
+    ):
         scored(mine)
 
 
 def test_a_reference_whose_update_forgets_its_state_is_named_and_a_pair_is_a_state():
     reference = ema(decay=0.5)
-    with pytest.raises(PartError, match=r"reference.update \(.*test_parts.*\): gave None, expected the state"):
-        moved(reference._replace(update=lambda state, policy, **_: None), "state", torch.nn.Linear(1, 1), step=1, kl=0.0)
+    with pytest.raises(
+        PartError, match=r"reference.update \(.*test_parts.*\): gave None, expected the state"
+    ):
+        moved(
+            reference._replace(update=lambda state, policy, **_: None),
+            "state",
+            torch.nn.Linear(1, 1),
+            step=1,
+            kl=0.0,
+        )
     pair = ("weights", {"n": 1})
-    for given, want in ((pair, (pair, {})), (Measured(pair, {"n": 1}), (pair, {"reference/n": 1.0}))):
-        assert moved(reference._replace(update=lambda *_, given=given, **__: given), pair, torch.nn.Linear(1, 1), step=1, kl=0.0) == want
+    for given, want in (
+        (pair, (pair, {})),
+        (Measured(pair, {"n": 1}), (pair, {"reference/n": 1.0})),
+    ):
+        assert (
+            moved(
+                reference._replace(update=lambda *_, given=given, **__: given),
+                pair,
+                torch.nn.Linear(1, 1),
+                step=1,
+                kl=0.0,
+            )
+            == want
+        )
 
 
 # ------------------------------------------------------------------------------------------------- a run
@@ -340,26 +459,48 @@ def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
     from rlkit.training.run import train_in
 
     def advantage(rewards, components, metadata, versions, rollout_ids):
-        assert len(metadata) == len(rewards) and versions.shape[0] == len(rollout_ids) and metadata[0]["level"] == 2
-        return rewards * 0 + torch.arange(len(rewards)), {"task": components["task"], "versions": versions, "one": 1}
+        assert (
+            len(metadata) == len(rewards)
+            and versions.shape[0] == len(rollout_ids)
+            and metadata[0]["level"] == 2
+        )
+        return rewards * 0 + torch.arange(len(rewards)), {
+            "task": components["task"],
+            "versions": versions,
+            "one": 1,
+        }
 
     def loss(ratio, advantages, components):
         return -ratio * advantages, {"ratio": ratio, "components": float(len(components))}
 
     short = ["logger=none", "evaluation.n=0", "generation.max_new_tokens=32", "task.max_samples=32"]
-    x = experiment(compose(["debug=fast", "trainer.accelerator=cpu", *short, "kl=none", "reference=none"]))
+    x = experiment(
+        compose(["debug=fast", "trainer.accelerator=cpu", *short, "kl=none", "reference=none"])
+    )
     x = x._replace(
         algorithm=x.algorithm._replace(advantage=advantage, policy_loss=loss, minibatches=2),
-        reward=x.reward._replace(aggregator=lambda scores, weights: (sum(scores.values()), {"terms": len(scores)})),
+        reward=x.reward._replace(
+            aggregator=lambda scores, weights: (sum(scores.values()), {"terms": len(scores)})
+        ),
     )
     tasks = load_tasks(x)
     tasks = tasks._replace(train=[task._replace(metadata={"level": 2}) for task in tasks.train])
     train_in(x, tasks, tmp_path / "run", started=0.0, resume=None)
-    rows = [r for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "optim/lr" in (r := json.loads(line))]
+    rows = [
+        r
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if "optim/lr" in (r := json.loads(line))
+    ]
     assert len(rows) == 2
     for row in rows:
-        assert row["advantage/task"] == pytest.approx(row["reward/task/mean"]) and row["advantage/one"] == row["aggregator/terms"] == 1
-        assert row["policy_loss/ratio"] == pytest.approx(row["ratio/mean"]) and row["policy_loss/components"] == 1
+        assert (
+            row["advantage/task"] == pytest.approx(row["reward/task/mean"])
+            and row["advantage/one"] == row["aggregator/terms"] == 1
+        )
+        assert (
+            row["policy_loss/ratio"] == pytest.approx(row["ratio/mean"])
+            and row["policy_loss/components"] == 1
+        )
         assert row["advantage/versions"] == row["step"] - 1
 
 
@@ -369,12 +510,18 @@ def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
 def test_every_option_of_conf_is_under_its_protocol():
     """What mypy reads in rlkit.functional._checked is all there is."""
     known = {f for entry in vars(_checked).values() if isinstance(entry, tuple) for f in entry}
-    places = {path.split(".")[1] for path, *_ in PARTS.values() if path.startswith("algorithm.")} - {"critic"}
-    files = [f for f in (conf_dir() / "algorithm").glob("*/*.yaml") if f.parent.name in places] + list((conf_dir() / "kl").glob("*.yaml"))
+    places = {
+        path.split(".")[1] for path, *_ in PARTS.values() if path.startswith("algorithm.")
+    } - {"critic"}
+    files = [
+        f for f in (conf_dir() / "algorithm").glob("*/*.yaml") if f.parent.name in places
+    ] + list((conf_dir() / "kl").glob("*.yaml"))
     nodes = [yaml.safe_load(f.read_text()) or {} for f in files]
     nodes += [node["estimator"] for node in nodes if isinstance(node.get("estimator"), dict)]
     targets = {node.get("_target_") for node in nodes}
-    functions = {resolve(target) for target in targets if target and target.startswith("rlkit.functional")}
+    functions = {
+        resolve(target) for target in targets if target and target.startswith("rlkit.functional")
+    }
     assert len(functions) > 20 and functions <= known
 
 
@@ -393,8 +540,13 @@ BY_MYPY = {
 def test_mypy_refuses_a_part_that_returns_what_its_place_does_not_take(tmp_path):
     for i, (protocol, line) in enumerate(BY_MYPY):
         head = f"from torch import Tensor\nfrom rlkit.types import {protocol}\n"
-        (tmp_path / f"own_{i}.py").write_text(f"{head}{line}\nCHECKED: tuple[{protocol}, ...] = (mine,)\n")
+        (tmp_path / f"own_{i}.py").write_text(
+            f"{head}{line}\nCHECKED: tuple[{protocol}, ...] = (mine,)\n"
+        )
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    refused = [f"own_{i}.py:4: error: Incompatible types in assignment" in done.stdout for i in range(len(BY_MYPY))]
+    refused = [
+        f"own_{i}.py:4: error: Incompatible types in assignment" in done.stdout
+        for i in range(len(BY_MYPY))
+    ]
     assert refused == [not good for good in BY_MYPY.values()], done.stdout + done.stderr

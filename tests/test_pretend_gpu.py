@@ -15,7 +15,9 @@ from rlkit.models import load_policy
 from rlkit.training import memory
 from rlkit.training.learner import Learner
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch built without CUDA")
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="needs a torch built without CUDA"
+)
 
 SMALL = {
     "logger": "none",
@@ -32,7 +34,15 @@ CASES = {
     "grpo": ({}, 311),
     "lora_ema": ({"model.lora.rank": "4", "reference": "ema"}, 369),
     "ppo": ({"algorithm": "ppo", "batch.prompts": "4", "batch.group_size": "1"}, 643),
-    "ppo_separate": ({"algorithm": "ppo", "algorithm.critic.model": "separate", "batch.prompts": "4", "batch.group_size": "1"}, 643),
+    "ppo_separate": (
+        {
+            "algorithm": "ppo",
+            "algorithm.critic.model": "separate",
+            "batch.prompts": "4",
+            "batch.group_size": "1",
+        },
+        643,
+    ),
     "dapo_refills": ({"algorithm": "dapo", "algorithm.max_refills": "2"}, 237),
     "kl_full": ({"kl": "full"}, 311),
     "transformers": ({"generation": "transformers"}, 300),
@@ -53,7 +63,13 @@ def gpu(monkeypatch):
 
 
 def train(folder, **overrides) -> int:
-    return cli.main(["train", f"hydra.run.dir={folder}", *(f"{key}={value}" for key, value in (SMALL | overrides).items())])
+    return cli.main(
+        [
+            "train",
+            f"hydra.run.dir={folder}",
+            *(f"{key}={value}" for key, value in (SMALL | overrides).items()),
+        ]
+    )
 
 
 @pytest.fixture
@@ -69,7 +85,9 @@ def host_reads(gpu, monkeypatch):
     begin = Learner.begin
 
     def begun(self, *given, **named):
-        if self.begun < self.rl_step:  # the first call of a step; `step` calls it again, after the rollouts
+        if (
+            self.begun < self.rl_step
+        ):  # the first call of a step; `step` calls it again, after the rollouts
             gpu.syncs.clear()
         return begin(self, *given, **named)
 
@@ -83,7 +101,9 @@ def host_reads(gpu, monkeypatch):
 
 def test_two_devices_in_one_operation_are_torchs_own_error(gpu):
     x = torch.ones(3, device="cuda")
-    assert x.device == torch.device("cuda", 0) and (x + 1).is_cuda and (x + torch.tensor(2.0)).is_cuda
+    assert (
+        x.device == torch.device("cuda", 0) and (x + 1).is_cuda and (x + torch.tensor(2.0)).is_cuda
+    )
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)
     with pytest.raises(RuntimeError, match="indices should be"):
@@ -127,7 +147,9 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
     """Captured or kernel by kernel, and nothing in it is on the host; the replies are those of the CPU."""
     policy = load_policy(path="tiny")
     prompts = [tuple(range(100, 100 + n)) for n in (5, 9, 9, 30)]
-    expected = complete(Cached(kernel="eager"), policy, prompts, range(4), max_new_tokens=14, **params)
+    expected = complete(
+        Cached(kernel="eager"), policy, prompts, range(4), max_new_tokens=14, **params
+    )
     policy.model.to("cuda")
     asked, kernels, step = [], [], Scheduler.step
 
@@ -143,7 +165,10 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
     # A capture waits once until the device is idle. Each shape runs kernel by kernel, is captured, and is replayed from then on.
     assert sum(asked) == gpu.captures == engine.captured_shapes > 0, gpu.report()
-    assert sum(map(bool, kernels)) == 2 * gpu.captures and gpu.replays == len(asked) - gpu.captures > 12
+    assert (
+        sum(map(bool, kernels)) == 2 * gpu.captures
+        and gpu.replays == len(asked) - gpu.captures > 12
+    )
 
 
 def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatch):
@@ -151,7 +176,9 @@ def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatc
     policy = load_policy(path="tiny")
     policy.model.to("cuda")
     hidden = Scheduler.hidden
-    monkeypatch.setattr(Scheduler, "hidden", lambda self, ids, mask: (bool(mask.any()), hidden(self, ids, mask))[1])
+    monkeypatch.setattr(
+        Scheduler, "hidden", lambda self, ids, mask: (bool(mask.any()), hidden(self, ids, mask))[1]
+    )
     with pytest.warns(UserWarning, match="cannot be captured") as caught:
         complete(Cached(), policy, [(100, 101)], [1], max_new_tokens=3)
     assert len(caught) == 1 and not gpu.captures and not gpu.replays
@@ -166,7 +193,9 @@ def test_a_run_on_one_gpu(case, gpu, host_reads, tmp_path, recwarn):
     overrides, reads = CASES[case]
     assert train(tmp_path, **overrides) == 0
     assert host_reads and max(host_reads) <= 1.1 * reads, (host_reads, gpu.report())
-    assert not [w for w in recwarn if "captured" in str(w.message)]  # a decoding step that asks the host is not captured
+    assert not [
+        w for w in recwarn if "captured" in str(w.message)
+    ]  # a decoding step that asks the host is not captured
     assert gpu.replays or "generation" in overrides
 
 
@@ -184,7 +213,9 @@ def test_out_of_memory_in_the_probe_halves_the_micro_batches(gpu, tmp_path, monk
     def exhausted(*given, **named):
         if left:
             left.pop()
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (pretended).")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB (pretended)."
+            )
         return forward(*given, **named)
 
     monkeypatch.setattr(memory, "forward_logprobs", exhausted)

@@ -37,7 +37,15 @@ def test_threads_by_size_and_cores(parameters, available, asked, expected, monke
     "membership, files, expected",
     [
         ("0::/", {"cpu.max": "150000 100000"}, 2),  # a core and a half: two threads can run
-        ("0::/job/step", {"cpu.max": "max 100000", "job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000"}, 3),
+        (
+            "0::/job/step",
+            {
+                "cpu.max": "max 100000",
+                "job/cpu.max": "300000 100000",
+                "job/step/cpu.max": "max 100000",
+            },
+            3,
+        ),
         ("0::/", {"cpu.max": "max 100000"}, 8),
         ("0::/", {"cpu.max": "nonsense"}, 8),
         (None, {}, 8),
@@ -76,11 +84,19 @@ def test_the_command_line_has_openmp_wait_without_spinning():
     program += "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     clean = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     for given, expected in [({}, "passive False"), ({"OMP_WAIT_POLICY": "active"}, "active False")]:
-        done = subprocess.run([sys.executable, "-c", program], env=clean | given, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=clean | given,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.splitlines()[-1] == expected
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what was freed")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what was freed"
+)
 def test_freed_blocks_are_taken_again_without_the_system():
     """Each page from the system is a fault and is filled with zeros: an eighth of the time of a long update."""
     program = """if True:
@@ -94,6 +110,9 @@ def test_freed_blocks_are_taken_again_without_the_system():
         for _ in range(5):
             np.ones(2 << 20)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
-    system, kept = (int(subprocess.check_output([sys.executable, "-c", program, *more])) for more in ((), ("keep",)))
+    system, kept = (
+        int(subprocess.check_output([sys.executable, "-c", program, *more]))
+        for more in ((), ("keep",))
+    )
     assert system >= 20  # of huge pages; 20,480 of small ones
     assert kept <= 5

@@ -26,12 +26,16 @@ def test_a_part_from_outside_has_its_ranges_too(tmp_path, monkeypatch):
     compose(chosen, config_dir=str(tmp_path / "conf"))
     for width, said in [(2, "must be at most 1"), (-1, "must be at least 0")]:
         with pytest.raises(ConfigError, match=f"algorithm.advantage.width={width}: {said}"):
-            compose([*chosen, f"algorithm.advantage.width={width}"], config_dir=str(tmp_path / "conf"))
+            compose(
+                [*chosen, f"algorithm.advantage.width={width}"], config_dir=str(tmp_path / "conf")
+            )
 
 
 def test_an_experiment_built_by_hand_has_them_too():
     x = experiment(compose([]))
-    assert "batch.prompts=0: must be at least 1" in problems_of(x._replace(batch=x.batch._replace(prompts=0)))
+    assert "batch.prompts=0: must be at least 1" in problems_of(
+        x._replace(batch=x.batch._replace(prompts=0))
+    )
 
 
 def test_a_range_of_a_number_that_is_not_there_is_refused():

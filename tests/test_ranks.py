@@ -47,7 +47,9 @@ def test_every_item_is_worked_on_once_at_its_own_position(as_rank, monkeypatch, 
         found = []
         for r in range(n):
             as_rank(r, n)
-            found += ranks.split_work(items, lambda own, begin: [(begin + i, item) for i, item in enumerate(own)])
+            found += ranks.split_work(
+                items, lambda own, begin: [(begin + i, item) for i, item in enumerate(own)]
+            )
         assert found == list(enumerate(items))
 
 
@@ -84,7 +86,12 @@ def test_every_rank_has_as_many_micro_batches_as_the_busiest(as_rank, monkeypatc
         (["trainer=ddp", "batch.prompts=1"], "2 ranks need at least as many prompts"),
         (["trainer=ddp", "trainer.timeout=0"], "trainer.timeout=0"),
         (
-            ["trainer=fsdp", "model.lora.rank=4", "schedule=on_reward", "+reference@schedule.phases.refine.reference=frozen"],
+            [
+                "trainer=fsdp",
+                "model.lora.rank=4",
+                "schedule=on_reward",
+                "+reference@schedule.phases.refine.reference=frozen",
+            ],
             "a reference of its own",
         ),
     ],
@@ -102,7 +109,9 @@ def test_more_machines_need_a_launcher_from_outside(capsys):
 
 def test_ranks_are_started_once():
     """Under torchrun, and under srun with a task a device, nothing is started; an allocation alone is no rank."""
-    torchrun = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "1")
+    torchrun = dict.fromkeys(
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "1"
+    )
     assert launch.started_outside(torchrun, 2, 1)
     assert launch.started_outside({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, 2, 1)
     assert not launch.started_outside({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 2, 1)
@@ -135,7 +144,10 @@ END = "import os, signal, sys, threading; rank = int(os.environ['RANK'])\n"
         ("sys.exit(0)", 0),
         ("sys.exit(3) if rank else threading.Event().wait()", 3),
         ("os.kill(os.getpid(), signal.SIGKILL) if rank else threading.Event().wait()", 137),
-        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(5) if rank else threading.Event().wait()", 5),
+        (
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(5) if rank else threading.Event().wait()",
+            5,
+        ),
     ],
     ids=["all end", "one fails", "one is killed", "the others do not listen"],
 )
@@ -161,7 +173,14 @@ RUNS = {  # small micro-batches: the ranks have different numbers of them
         *("batch.group_size=4", "batch.prompts=3", "seed=3", "trainer.micro_batch_tokens=200"),
         "algorithm.token_filter._target_=ranks_worker.half",
     ],
-    "ppo": ["algorithm=ppo", "batch.group_size=4", "algorithm.minibatches=2", "reference=ema", "reference.decay=0.5", "kl/coef=adaptive"],
+    "ppo": [
+        "algorithm=ppo",
+        "batch.group_size=4",
+        "algorithm.minibatches=2",
+        "reference=ema",
+        "reference.decay=0.5",
+        "kl/coef=adaptive",
+    ],
     "separate": [
         "algorithm=ppo",
         "algorithm/critic=separate",
@@ -178,7 +197,14 @@ RUNS = {  # small micro-batches: the ranks have different numbers of them
         "seed=3",
     ],
     "double": [
-        *("algorithm=dapo", "batch.group_size=4", "batch.prompts=3", "algorithm.max_refills=4", "algorithm/group_filter=mixed", "seed=3"),
+        *(
+            "algorithm=dapo",
+            "batch.group_size=4",
+            "batch.prompts=3",
+            "algorithm.max_refills=4",
+            "algorithm/group_filter=mixed",
+            "seed=3",
+        ),
         *("trainer.steps=3", "model._target_=ranks_worker.double"),
         *("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "optimizer.lr=0.1"),
     ],
@@ -189,21 +215,50 @@ RUNS = {  # small micro-batches: the ranks have different numbers of them
         *("reference=ema", "reference.decay=0.5", "algorithm.minibatches=1"),
     ],
     "phases": [
-        *("batch.group_size=4", "batch.prompts=3", "seed=2", "schedule=on_reward", "schedule.phases.explore.until=1"),
+        *(
+            "batch.group_size=4",
+            "batch.prompts=3",
+            "seed=2",
+            "schedule=on_reward",
+            "schedule.phases.explore.until=1",
+        ),
         "+reference@schedule.phases.refine.reference=ema",
     ],
 }
 OWN = {  # what several ranks have and one process has not
-    "draws": ["batch.prompts=3", "reward=numeric", "reward.terms.numeric.fn._target_=ranks_worker.draws"],
+    "draws": [
+        "batch.prompts=3",
+        "reward=numeric",
+        "reward.terms.numeric.fn._target_=ranks_worker.draws",
+    ],
     "blocked": ["batch.group_size=4", "seed=3", "model.lora.rank=4"],
     "bad": [
-        *("batch.group_size=4", "seed=1", "kl=none", "trainer.max_nonfinite=2", "~algorithm.policy_loss"),
+        *(
+            "batch.group_size=4",
+            "seed=1",
+            "kl=none",
+            "trainer.max_nonfinite=2",
+            "~algorithm.policy_loss",
+        ),
         "+algorithm.policy_loss={_target_: ranks_worker.bad, _partial_: true}",
     ],
 }
-FROM_ONE = {"from_one": "ppo", "lora_from_one": "lora_ema", "phases_from_one": "phases"}  # begun there, resumed on two ranks
-ON_ONE = {"from_two": "ppo", "lora_from_two": "lora_ema", "phases_from_two": "phases", "draws_on_one": "draws"}  # the other way round
-EXACT, ROUNDED, DRIFTED = 1e-6, 5e-6, 1e-3  # sums in another order; after some steps of SGD; after Adam has divided small gradients
+FROM_ONE = {
+    "from_one": "ppo",
+    "lora_from_one": "lora_ema",
+    "phases_from_one": "phases",
+}  # begun there, resumed on two ranks
+ON_ONE = {
+    "from_two": "ppo",
+    "lora_from_two": "lora_ema",
+    "phases_from_two": "phases",
+    "draws_on_one": "draws",
+}  # the other way round
+EXACT, ROUNDED, DRIFTED = (
+    1e-6,
+    5e-6,
+    1e-3,
+)  # sums in another order; after some steps of SGD; after Adam has divided small gradients
 
 
 def run(forked, root: Path, strategy: str, runs: list[tuple]) -> str:
@@ -211,17 +266,35 @@ def run(forked, root: Path, strategy: str, runs: list[tuple]) -> str:
     two, which are forks of this one; what they say."""
     root.mkdir(exist_ok=True)
     more = [] if strategy == "single" else [f"trainer={strategy}", "trainer.timeout=300"]
-    (root / "runs.json").write_text(json.dumps([(name, [*FAST, *more, *(RUNS | OWN)[key]], source) for name, key, source in runs]))
+    (root / "runs.json").write_text(
+        json.dumps(
+            [(name, [*FAST, *more, *(RUNS | OWN)[key]], source) for name, key, source in runs]
+        )
+    )
     with socket.create_server(("127.0.0.1", 0)) as found:
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        group = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(found.getsockname()[1]),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
     log = root / f"{runs[0][0]}.log"
-    places = [{}] if strategy == "single" else [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    children = [forked(root, log, partial(os.environ.update, place), ranks_worker.main) for place in places]
+    places = (
+        [{}]
+        if strategy == "single"
+        else [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    )
+    children = [
+        forked(root, log, partial(os.environ.update, place), ranks_worker.main) for place in places
+    ]
     ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     said = log.read_text()
     assert not any(ended), said[-4000:]
     for name, key, _ in runs:
-        assert (root / f"{name}.status").read_text() == ("1" if key == "bad" else "0"), (name, said[-4000:])
+        assert (root / f"{name}.status").read_text() == ("1" if key == "bad" else "0"), (
+            name,
+            said[-4000:],
+        )
     return said
 
 
@@ -237,8 +310,13 @@ def two(request, one, forked):
     """The same runs on two ranks; one that one process has begun; and on one process one that the two have begun."""
     root = one.parent / request.param
     (root / "blocked" / "checkpoints" / "step_000001.ckpt" / "in the way").mkdir(parents=True)
-    goes_on = {name: (key, f"../one/{key}") for name, key in FROM_ONE.items()} | {"draws_on_two": ("draws", "draws")}
-    runs = [*((name, name, None) for name in RUNS | OWN), *((name, *source) for name, source in goes_on.items())]
+    goes_on = {name: (key, f"../one/{key}") for name, key in FROM_ONE.items()} | {
+        "draws_on_two": ("draws", "draws")
+    }
+    runs = [
+        *((name, name, None) for name in RUNS | OWN),
+        *((name, *source) for name, source in goes_on.items()),
+    ]
     (root / "said").write_text(run(forked, root, request.param, runs))
     run(forked, root, "single", [(name, key, key) for name, key in ON_ONE.items()])
     return root
@@ -262,7 +340,11 @@ def same_rows(ours: list[dict], theirs: list[dict], rel: float) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
         assert mine.get("schedule/switch") == other.get("schedule/switch")
-        for key in mine.keys() - {"schedule/switch"} - {k for k in mine if k.startswith(("perf/", "mismatch/", "kl/nonzero_frac"))}:
+        for key in (
+            mine.keys()
+            - {"schedule/switch"}
+            - {k for k in mine if k.startswith(("perf/", "mismatch/", "kl/nonzero_frac"))}
+        ):
             a, b = (float("nan") if row[key] is None else row[key] for row in (mine, other))
             assert a == pytest.approx(b, rel=rel, abs=1e-6, nan_ok=True), (mine["step"], key)
 
@@ -274,7 +356,9 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one_process(one, two, name)
     with SGD and weights in float64 ("double") they stay as close as the first."""
     ours, theirs = gradients(two, name), gradients(one, name)
     assert len(ours) == len(theirs) > 1 and all(float(g.norm()) > 0 for g in theirs)
-    assert distance(ours[0], theirs[0]) < (ROUNDED if name == "fused" else EXACT)  # shards are not passed by C
+    assert distance(ours[0], theirs[0]) < (
+        ROUNDED if name == "fused" else EXACT
+    )  # shards are not passed by C
     assert max(map(distance, ours, theirs)) < (ROUNDED if name == "double" else DRIFTED)
     same_rows(rows(two / name), rows(one / name), DRIFTED)
     same_rows(rows(two / name)[:1], rows(one / name)[:1], 0.0)  # the held-out evaluation before
@@ -287,7 +371,9 @@ def test_refills_were_needed_and_agreed(one, two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FROM_ONE, *(name for name in ON_ONE if name.endswith("from_two"))])
+@pytest.mark.parametrize(
+    "name", [*FROM_ONE, *(name for name in ON_ONE if name.endswith("from_two"))]
+)
 def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
     """Policy or adapters, critic, both optimizers, a moving reference, one of a phase, the KL controller: the second step is that of the
     whole run."""
@@ -295,7 +381,10 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
     ours, theirs = gradients(two, name), gradients(one, key)
     assert distance(ours[0], theirs[-len(ours)]) < (EXACT if name in FROM_ONE else DRIFTED)
     same_rows(rows(two / name)[-1:], rows(one / key)[-1:], DRIFTED)
-    mine, other = (torch.load(f / "checkpoints" / "step_000002.ckpt", weights_only=True) for f in (two / name, one / key))
+    mine, other = (
+        torch.load(f / "checkpoints" / "step_000002.ckpt", weights_only=True)
+        for f in (two / name, one / key)
+    )
     assert mine["state_dict"].keys() == other["state_dict"].keys()
     for a, b in zip(mine["optimizer_states"], other["optimizer_states"], strict=True):
         assert a["state"].keys() == b["state"].keys()
@@ -310,13 +399,22 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
 def test_each_rank_goes_on_with_its_own_generators(two):
     """A reward draws from all of them. On as many ranks a resumed run is the whole one, bit for bit; on one process it has rank 0's."""
     whole, again, alone = (
-        torch.load(two / name / "checkpoints" / "step_000002.ckpt", weights_only=True) for name in ("draws", "draws_on_two", "draws_on_one")
+        torch.load(two / name / "checkpoints" / "step_000002.ckpt", weights_only=True)
+        for name in ("draws", "draws_on_two", "draws_on_one")
     )
-    begun = torch.load(two / "draws" / "checkpoints" / "step_000001.ckpt", weights_only=True)["rlkit"]["generators"]
+    begun = torch.load(two / "draws" / "checkpoints" / "step_000001.ckpt", weights_only=True)[
+        "rlkit"
+    ]["generators"]
     for generators in (begun, whole["rlkit"]["generators"]):
-        assert len(generators) == 2 and not torch.equal(generators[0]["torch"], generators[1]["torch"])
-        assert generators[0]["python"] != generators[1]["python"] and not torch.equal(generators[0]["numpy"][1], generators[1]["numpy"][1])
-    assert all(torch.equal(value, again["state_dict"][name]) for name, value in whole["state_dict"].items())
+        assert len(generators) == 2 and not torch.equal(
+            generators[0]["torch"], generators[1]["torch"]
+        )
+        assert generators[0]["python"] != generators[1]["python"] and not torch.equal(
+            generators[0]["numpy"][1], generators[1]["numpy"][1]
+        )
+    assert all(
+        torch.equal(value, again["state_dict"][name]) for name, value in whole["state_dict"].items()
+    )
     for mine, other in zip(again["rlkit"]["generators"], whole["rlkit"]["generators"], strict=True):
         assert mine["python"] == other["python"] and torch.equal(mine["torch"], other["torch"])
     assert len(alone["rlkit"]["generators"]) == 1
@@ -326,19 +424,34 @@ def test_each_rank_goes_on_with_its_own_generators(two):
 def test_all_ranks_go_on_after_a_save_that_failed(two):
     """A folder stands where the first checkpoint belongs; the second is whole, with its adapters for from_pretrained."""
     said = (two / "said").read_text()
-    assert said.count("checkpoint step_000001.ckpt not written (Is a directory); the run goes on") == 1
+    assert (
+        said.count("checkpoint step_000001.ckpt not written (Is a directory); the run goes on") == 1
+    )
     assert (two / "blocked" / "checkpoints" / "step_000002.ckpt").is_file()
-    written = load_file(two / "blocked" / "checkpoints" / "step_000002.adapter" / "adapter_model.safetensors")
-    state = torch.load(two / "blocked" / "checkpoints" / "step_000002.ckpt", weights_only=True)["state_dict"]
+    written = load_file(
+        two / "blocked" / "checkpoints" / "step_000002.adapter" / "adapter_model.safetensors"
+    )
+    state = torch.load(two / "blocked" / "checkpoints" / "step_000002.ckpt", weights_only=True)[
+        "state_dict"
+    ]
     assert len(written) == len(state)
-    assert all(torch.equal(t, state[f"model.{name.replace('.weight', '.default.weight')}"]) for name, t in written.items())
+    assert all(
+        torch.equal(t, state[f"model.{name.replace('.weight', '.default.weight')}"])
+        for name, t in written.items()
+    )
     assert json.loads((two / "blocked" / "summary.json").read_text())["ended"] == "finished"
 
 
 @pytest.mark.slow
 def test_a_bundle_of_several_ranks_replays_on_one_process(two, monkeypatch, capsys):
     (bundle,) = (two / "bad" / "debug").iterdir()
-    assert {p.name for p in bundle.iterdir()} == {"traceback.txt", "config.yaml", "rollouts.jsonl.gz", "batch.pt", "state.ckpt"}
+    assert {p.name for p in bundle.iterdir()} == {
+        "traceback.txt",
+        "config.yaml",
+        "rollouts.jsonl.gz",
+        "batch.pt",
+        "state.ckpt",
+    }
     trained = torch.load(bundle / "state.ckpt", weights_only=True)["state_dict"]
     start = load_policy(path="tiny").model.state_dict()  # no update was made
     assert all(torch.equal(value, trained[f"model.{name}"]) for name, value in start.items())
@@ -348,15 +461,29 @@ def test_a_bundle_of_several_ranks_replays_on_one_process(two, monkeypatch, caps
 
 @pytest.mark.slow
 def test_only_the_first_rank_writes(one, two):
-    assert {p.name for p in (two / "grpo").rglob("*")} == {p.name for p in (one / "grpo").rglob("*")}
+    assert {p.name for p in (two / "grpo").rglob("*")} == {
+        p.name for p in (one / "grpo").rglob("*")
+    }
 
 
 # ------------------------------------------------------------------------------------------ a rank that does not go on
 
 FAULTS = {
-    "fails": ("raise ValueError('no judge')", 1, ["reward term 'numeric' raised", "rank 1 failed: RewardError"]),
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["rank 1 of 2 was killed by SIGKILL", "rank 0 of 2 waited in vain"]),
-    "hangs": ("threading.Event().wait()", 1, ["rank 0 of 2 waited in vain", "took longer than trainer.timeout"]),
+    "fails": (
+        "raise ValueError('no judge')",
+        1,
+        ["reward term 'numeric' raised", "rank 1 failed: RewardError"],
+    ),
+    "is killed": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        137,
+        ["rank 1 of 2 was killed by SIGKILL", "rank 0 of 2 waited in vain"],
+    ),
+    "hangs": (
+        "threading.Event().wait()",
+        1,
+        ["rank 0 of 2 waited in vain", "took longer than trainer.timeout"],
+    ),
 }
 
 
@@ -392,16 +519,33 @@ def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(tmp_path, monkeypatch, capsys):
+def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "faulty.py").write_text(
         "import os, sys\nfrom rlkit.functional import clipped\n\ndef loss(ratio, advantages):\n"
         "    if os.environ.get('RANK') == '1' and 'rlkit.training.module' in sys.modules:  # no dry run\n"
         "        raise ValueError('no such kernel')\n"
         "    return clipped(ratio, advantages, clip_low=0.2, clip_high=0.2)\n"
     )
-    fault = ["~algorithm.policy_loss", "+algorithm.policy_loss={_target_: faulty.loss, _partial_: true}", "evaluation.n=0"]
+    fault = [
+        "~algorithm.policy_loss",
+        "+algorithm.policy_loss={_target_: faulty.loss, _partial_: true}",
+        "evaluation.n=0",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "rlkit", "train", *FAST, "seed=1", "batch.group_size=4", *fault, "trainer=ddp", "hydra.run.dir=run"],
+        [
+            sys.executable,
+            "-m",
+            "rlkit",
+            "train",
+            *FAST,
+            "seed=1",
+            "batch.group_size=4",
+            *fault,
+            "trainer=ddp",
+            "hydra.run.dir=run",
+        ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -409,8 +553,15 @@ def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(tmp_p
         timeout=400,
     )
     assert done.returncode == 1, done.stderr[-4000:]
-    bundles = {p.name: {f.name for f in p.iterdir()} for p in (tmp_path / "run" / "debug").iterdir()}
-    assert {"batch.pt", "state.ckpt"} <= bundles["step_000001_rank1"] and "state.ckpt" not in bundles.get("step_000001", set())
+    bundles = {
+        p.name: {f.name for f in p.iterdir()} for p in (tmp_path / "run" / "debug").iterdir()
+    }
+    assert {"batch.pt", "state.ckpt"} <= bundles[
+        "step_000001_rank1"
+    ] and "state.ckpt" not in bundles.get("step_000001", set())
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["replay", f"bundle={tmp_path / 'run' / 'debug' / 'step_000001_rank1'}", "trust=true"]) == 0
+    assert (
+        main(["replay", f"bundle={tmp_path / 'run' / 'debug' / 'step_000001_rank1'}", "trust=true"])
+        == 0
+    )
     assert "the fault did not come again" in capsys.readouterr().out

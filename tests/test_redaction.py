@@ -40,7 +40,12 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
     """The value is covered wherever it turns up, also escaped; what says nothing, and what the config says in clear, stays."""
     monkeypatch.setenv("SOME_API_KEY", "sk-0123456789")
     monkeypatch.setenv("PLAINLY", 'v4lue "of" origin')
-    for name, value in {"SEED_OF": "12345678", "ALGORITHM": "reinforce", "FOLDER": str(Path.cwd()), "SHORT": "ab"}.items():
+    for name, value in {
+        "SEED_OF": "12345678",
+        "ALGORITHM": "reinforce",
+        "FOLDER": str(Path.cwd()),
+        "SHORT": "ab",
+    }.items():
         monkeypatch.setenv(name, value)
     names = {"x": "PLAINLY", "b": "SEED_OF", "c": "ALGORITHM", "d": "FOLDER", "e": "SHORT"}
     raw = {
@@ -49,13 +54,27 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
         "password": "hunter22", "pin": {"password": 1234}, "tokens": 5, "eos_token": "<|im_end|>",
         "store": "postgres://jane:s3cr3tpw@host/db", "api": "https://host/v1?api_key=k3yk3yk3y&n=1",
     }  # fmt: skip
-    config = raw | {"a": {"x": 'v4lue "of" origin', "b": "12345678", "c": "reinforce", "d": str(Path.cwd()), "e": "ab"}}
+    config = raw | {
+        "a": {
+            "x": 'v4lue "of" origin',
+            "b": "12345678",
+            "c": "reinforce",
+            "d": str(Path.cwd()),
+            "e": "ab",
+        }
+    }
     learn(config, raw)
     written = redacted(config)
     assert written["a"] == config["a"] | {"x": "${oc.env:PLAINLY}"}
-    assert written["algorithm"] == raw["algorithm"] and (written["tokens"], written["eos_token"]) == (5, "<|im_end|>")
+    assert written["algorithm"] == raw["algorithm"] and (
+        written["tokens"],
+        written["eos_token"],
+    ) == (5, "<|im_end|>")
     assert (written["password"], written["pin"]["password"]) == (REDACTED, REDACTED)
-    assert written["store"] == f"postgres://jane:{REDACTED}@host/db" and written["api"] == f"https://host/v1?api_key={REDACTED}&n=1"
+    assert (
+        written["store"] == f"postgres://jane:{REDACTED}@host/db"
+        and written["api"] == f"https://host/v1?api_key={REDACTED}&n=1"
+    )
     text = 'no access: sk-0123456789 v4lue \\"of\\" origin hunter22 s3cr3tpw k3yk3yk3y v4lue%20%22of%22%20origin http://a:b@c'
     assert (
         cover(text)
@@ -68,7 +87,11 @@ def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):
     """A traceback on standard error, a closed pipe, a full disk: the first showed the value, the others ended the run."""
     KNOWN["s3cr3tvalue"] = REDACTED
     with (tmp_path / "log").open("wb") as file:
-        out = Output(io.BufferedWriter(Descriptor(file.fileno(), "wb", closefd=False)), encoding="utf-8", errors="backslashreplace")
+        out = Output(
+            io.BufferedWriter(Descriptor(file.fileno(), "wb", closefd=False)),
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
         print("the key s3cr3tvalue \ud800", file=out, flush=True)
         out.detach()
     assert (tmp_path / "log").read_text() == f"the key {REDACTED} \\ud800\n"
@@ -93,19 +116,28 @@ def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
         assert runs.without_secrets([text]) == [f"{text.partition('=')[0]}={REDACTED}"]
 
 
-@pytest.mark.parametrize("given", ["+logger.x.api_key=n4med-literal", "+logger.x.uri=https://jane:p4ssw0rd@host"])
+@pytest.mark.parametrize(
+    "given", ["+logger.x.api_key=n4med-literal", "+logger.x.uri=https://jane:p4ssw0rd@host"]
+)
 def test_a_sweep_names_no_folder_by_a_secret(tmp_path, monkeypatch, capsys, given):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "-m", "seed=1,2", given]) == 2
     said = capsys.readouterr().err
-    assert "holds a secret" in said and given.partition("=")[2] not in said and list(tmp_path.iterdir()) == []
+    assert (
+        "holds a secret" in said
+        and given.partition("=")[2] not in said
+        and list(tmp_path.iterdir()) == []
+    )
 
 
 SECRETS = {  # how it is given → the value that must not turn up
     "by origin": ("+callbacks.extra.first='${oc.env:OF_THE_ENVIRONMENT}'", "0rigin-of-env"),
     "in a URL": ("+callbacks.extra.second=https://jane:p4ssw0rd-url@host/x", "p4ssw0rd-url"),
     "by name": ("+callbacks.extra.api_key=n4med-literal", "n4med-literal"),
-    "by the variable's name": ("+callbacks.extra.fourth=${oc.env:SOME_HUB_TOKEN}", "hub-t0ken-value"),
+    "by the variable's name": (
+        "+callbacks.extra.fourth=${oc.env:SOME_HUB_TOKEN}",
+        "hub-t0ken-value",
+    ),
 }
 
 
@@ -120,7 +152,14 @@ def test_no_text_that_leaves_a_run_holds_a_secret(tmp_path):
     )
     folder = tmp_path / "run"
     extra = "+callbacks.extra={_target_: talks.extra, _partial_: true}"
-    words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=1", "logger=tensorboard", extra]
+    words = [
+        "train",
+        *FAST,
+        "trainer.steps=3",
+        "callbacks.checkpoint.every=1",
+        "logger=tensorboard",
+        extra,
+    ]
     words += [given for given, _ in SECRETS.values()]
     values = {
         "OF_THE_ENVIRONMENT": "0rigin-of-env",
@@ -131,24 +170,47 @@ def test_no_text_that_leaves_a_run_holds_a_secret(tmp_path):
 
     def run(*given: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rlkit", *given]
-        return subprocess.run(command, cwd=tmp_path, env=os.environ | values, capture_output=True, text=True, timeout=300)
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | values,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
 
     done = run(*words, f"hydra.run.dir={folder}")
     said = done.stdout + done.stderr
-    assert done.returncode == 1 and "cannot reach it with" in done.stderr and "said {" in done.stdout, said
+    assert (
+        done.returncode == 1 and "cannot reach it with" in done.stderr and "said {" in done.stdout
+    ), said
     again = run("train", f"resume={folder}")
-    assert again.returncode == 2 and "callbacks.extra.second held a secret" in again.stderr, again.stderr
-    again = run("train", f"resume={folder}", *(given for how, (given, _) in SECRETS.items() if how in ("in a URL", "by name")))
-    assert "after step" in again.stdout and "callbacks.extra" not in again.stdout.split("code outside")[0], again.stdout + again.stderr
+    assert again.returncode == 2 and "callbacks.extra.second held a secret" in again.stderr, (
+        again.stderr
+    )
+    again = run(
+        "train",
+        f"resume={folder}",
+        *(given for how, (given, _) in SECRETS.items() if how in ("in a URL", "by name")),
+    )
+    assert (
+        "after step" in again.stdout
+        and "callbacks.extra" not in again.stdout.split("code outside")[0]
+    ), again.stdout + again.stderr
     report = run("report", str(folder))
     assert report.returncode == 0, report.stderr
     texts = {"said": said + again.stdout + again.stderr + report.stdout}
     for path in (p for p in tmp_path.rglob("*") if p.is_file() and p.name != "talks.py"):
         data = path.read_bytes()
-        texts[str(path)] = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("latin1")
+        texts[str(path)] = (gzip.decompress(data) if path.suffix == ".gz" else data).decode(
+            "latin1"
+        )
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                texts |= {f"{path}:{name}": archive.read(name).decode("latin1") for name in archive.namelist()}
+                texts |= {
+                    f"{path}:{name}": archive.read(name).decode("latin1")
+                    for name in archive.namelist()
+                }
     assert {Path(name).name for name in texts} >= {
         "config.yaml",
         "run.json",
@@ -157,6 +219,11 @@ def test_no_text_that_leaves_a_run_holds_a_secret(tmp_path):
         "traceback.txt",
         "report.html",
     }
-    found = [(how, name) for how, (_, value) in SECRETS.items() for name, text in texts.items() if value in text]
+    found = [
+        (how, name)
+        for how, (_, value) in SECRETS.items()
+        for name, text in texts.items()
+        if value in text
+    ]
     assert found == []
     assert runs.read_config(folder)["callbacks"]["extra"]["first"] == "${oc.env:OF_THE_ENVIRONMENT}"

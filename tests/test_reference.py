@@ -55,7 +55,9 @@ def test_frozen_shares_no_memory_with_the_policy_and_takes_no_gradient(model):
     state = reference.frozen().init(model)
     policy = {p.data_ptr() for p in model.parameters()}
     assert not policy & {p.data_ptr() for p in state.parameters()}
-    assert not any(p.requires_grad for p in state.parameters()) and all(p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad for p in state.parameters()) and all(
+        p.requires_grad for p in model.parameters()
+    )
     assert not state.training
 
 
@@ -80,7 +82,9 @@ def test_under_lora_nothing_is_copied_and_the_base_is_scored(model):
     for _ in range(2):  # the first step only moves the half of an adapter that starts at 0
         train_one_step(policy)
     assert not torch.equal(scores(policy), start)
-    assert torch.equal(reference_scores(kept, kept.update(state, policy, step=1, kl=None), policy), start)
+    assert torch.equal(
+        reference_scores(kept, kept.update(state, policy, step=1, kl=None), policy), start
+    )
 
 
 def test_under_lora_the_adapter_is_on_again_afterwards(model):
@@ -100,14 +104,19 @@ def test_none_keeps_nothing_and_refuses_to_score(model):
     nothing = reference.none()
     state = nothing.init(model)
     assert state is None and nothing.update(state, model, step=1, kl=None) is None
-    with pytest.raises(ValueError, match=r"reference.*none.*reference=frozen"), nothing.model(state, model):
+    with (
+        pytest.raises(ValueError, match=r"reference.*none.*reference=frozen"),
+        nothing.model(state, model),
+    ):
         pass
 
 
 @pytest.mark.parametrize("kept", [reference.none(), reference.frozen()], ids=lambda r: r.name)
 def test_the_name_is_that_of_the_option(kept):
     """compose tells `reference=none` by its name."""
-    assert getattr(reference, kept.name)() == kept or kept.name == getattr(reference, kept.name)().name
+    assert (
+        getattr(reference, kept.name)() == kept or kept.name == getattr(reference, kept.name)().name
+    )
 
 
 # ----------------------------------------------------------------------------------------- references that move
@@ -148,7 +157,11 @@ def kept_weights(kept, state, model):
 
 
 def adapter(model, name):
-    return {n.replace(f".{name}.", "."): p.detach().clone() for n, p in model.named_parameters() if f".{name}." in n}
+    return {
+        n.replace(f".{name}.", "."): p.detach().clone()
+        for n, p in model.named_parameters()
+        if f".{name}." in n
+    }
 
 
 def policy_of(model, lora):
@@ -168,8 +181,16 @@ def test_ema_is_the_average_that_a_loop_gives():
     for step in range(1, 6):
         policy.shake(step)
         state = kept.update(state, policy, step=step, kl=NAN)
-        expected = [0.7 * r + 0.3 * float(v) for r, v in zip(expected, flat(policy.parameters()), strict=True)]
-        torch.testing.assert_close(flat(state.model.parameters()), torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-13)
+        expected = [
+            0.7 * r + 0.3 * float(v)
+            for r, v in zip(expected, flat(policy.parameters()), strict=True)
+        ]
+        torch.testing.assert_close(
+            flat(state.model.parameters()),
+            torch.tensor(expected, dtype=torch.float64),
+            rtol=1e-13,
+            atol=1e-13,
+        )
         assert torch.equal(flat(state.model.buffers()), flat(policy.buffers()))
 
 
@@ -183,7 +204,9 @@ def test_ema_of_a_bfloat16_policy_moves():
         state = kept.update(state, policy, step=step, kl=NAN)
     wanted = torch.full((2, 3), 2 - 0.999**100)
     torch.testing.assert_close(state.weights["linear.weight"], wanted, rtol=1e-5, atol=0)
-    assert state.model.linear.weight.dtype is torch.bfloat16 and torch.equal(state.model.linear.weight, wanted.bfloat16())
+    assert state.model.linear.weight.dtype is torch.bfloat16 and torch.equal(
+        state.model.linear.weight, wanted.bfloat16()
+    )
 
 
 def test_ema_without_memory_is_a_copy_after_every_step():
@@ -192,9 +215,16 @@ def test_ema_without_memory_is_a_copy_after_every_step():
     states = [kept.init(policy) for kept in kinds]
     for step in range(1, 4):
         policy.shake(step)
-        states = [kept.update(state, policy, step=step, kl=NAN) for kept, state in zip(kinds, states, strict=True)]
-        first, second = (kept_weights(kept, state, policy) for kept, state in zip(kinds, states, strict=True))
-        assert torch.equal(first, second) and torch.equal(first, flat([*policy.parameters(), *policy.buffers()]))
+        states = [
+            kept.update(state, policy, step=step, kl=NAN)
+            for kept, state in zip(kinds, states, strict=True)
+        ]
+        first, second = (
+            kept_weights(kept, state, policy) for kept, state in zip(kinds, states, strict=True)
+        )
+        assert torch.equal(first, second) and torch.equal(
+            first, flat([*policy.parameters(), *policy.buffers()])
+        )
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
@@ -206,16 +236,24 @@ def test_periodic_copies_at_multiples_and_at_no_other_step(every):
         state = kept.update(state, policy.shake(step), step=step, kl=1e9)
         after = kept_weights(kept, state, policy)
         wanted = flat([*policy.parameters(), *policy.buffers()]) if step % every == 0 else before
-        assert torch.equal(after, wanted) and not torch.equal(before, flat([*policy.parameters(), *policy.buffers()]))
+        assert torch.equal(after, wanted) and not torch.equal(
+            before, flat([*policy.parameters(), *policy.buffers()])
+        )
 
 
 def test_on_kl_copies_when_the_sum_passes_the_threshold_and_starts_anew():
     """0.25 + 0.25 does not pass 0.5, the next step does; what is left over is not carried on, and nan adds nothing."""
     policy, kept = Small().shake(0), reference.on_kl(threshold=0.5)
     state, copied, sums = kept.init(policy), [], []
-    for step, kl in enumerate([0.25, NAN, 0.25, 0.125, 0.5, 0.25, float("inf"), -0.125, 2.0], start=1):
+    for step, kl in enumerate(
+        [0.25, NAN, 0.25, 0.125, 0.5, 0.25, float("inf"), -0.125, 2.0], start=1
+    ):
         state = kept.update(state, policy.shake(step), step=step, kl=kl)
-        copied.append(torch.equal(kept_weights(kept, state, policy), flat([*policy.parameters(), *policy.buffers()])))
+        copied.append(
+            torch.equal(
+                kept_weights(kept, state, policy), flat([*policy.parameters(), *policy.buffers()])
+            )
+        )
         sums.append(state.kl)
     assert copied == [False, False, False, True, False, True, False, False, True]
     assert sums == [0.25, 0.25, 0.5, 0.0, 0.5, 0.0, 0.0, -0.125, 0.0]
@@ -231,7 +269,9 @@ def test_on_kl_by_distance_copies_at_the_first_step_that_is_beyond_the_threshold
         copied[measure] = []
         for step, kl in enumerate(kls, start=1):
             state = kept.update(state, policy.shake(step), step=step, kl=kl)
-            if torch.equal(kept_weights(kept, state, policy), flat([*policy.parameters(), *policy.buffers()])):
+            if torch.equal(
+                kept_weights(kept, state, policy), flat([*policy.parameters(), *policy.buffers()])
+            ):
                 copied[measure].append(step)
     assert copied == {"accumulated": [3, 6, 9], "distance": [6, 9]}
 
@@ -244,20 +284,41 @@ def test_on_kl_refuses_a_measure_that_it_does_not_know():
 def factors(policy, name):
     """Module → (A, B) of an adapter, in float64. The effective weight is W + scale · B A, the scale alike everywhere."""
     found = adapter(policy, name)
-    return {n.partition(".lora_A")[0]: (found[n].double(), found[n.replace("lora_A", "lora_B")].double()) for n in found if "lora_A" in n}
+    return {
+        n.partition(".lora_A")[0]: (
+            found[n].double(),
+            found[n.replace("lora_A", "lora_B")].double(),
+        )
+        for n in found
+        if "lora_A" in n
+    }
 
 
 @pytest.mark.parametrize(
     "lr, decay, noise, least, most",
-    cases([(1e-2, 0.9, False, 0.10, 0.20), (1e-3, 0.9, False, 0.04, 0.06), (1e-2, 0.99, True, 0.4, 0.65)], 1, unpack=True),
+    cases(
+        [
+            (1e-2, 0.9, False, 0.10, 0.20),
+            (1e-3, 0.9, False, 0.04, 0.06),
+            (1e-2, 0.99, True, 0.4, 0.65),
+        ],
+        1,
+        unpack=True,
+    ),
 )
-def test_under_lora_ema_averages_the_factors_which_is_not_the_average_of_their_products(model, lr, decay, noise, least, most):
+def test_under_lora_ema_averages_the_factors_which_is_not_the_average_of_their_products(
+    model, lr, decay, noise, least, most
+):
     """B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā), with Σ w = 1: what is left out is the covariance of the factors over the average's memory.
 
     Twenty steps of AdamW leave out 5 %, 13 % and, where gradients are noise and the memory is long, 54 % of the averaged product's norm.
     """
     torch.manual_seed(0)  # the adapters' start: from other starts 13 % became 14 and 16
-    policy, kept, generator = add_lora(model, LoRA(rank=2)), reference.ema(decay=decay), torch.Generator().manual_seed(0)
+    policy, kept, generator = (
+        add_lora(model, LoRA(rank=2)),
+        reference.ema(decay=decay),
+        torch.Generator().manual_seed(0),
+    )
     state, seen, weights = kept.init(policy), [factors(policy, "default")], [1.0]
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=lr)
     for step in range(1, 21):
@@ -266,13 +327,23 @@ def test_under_lora_ema_averages_the_factors_which_is_not_the_average_of_their_p
         (forward_logprobs(policy, pack(IDS, MASK))[0] * wanted).sum().backward()
         optimizer.step()
         state = kept.update(state, policy, step=step, kl=NAN)
-        seen, weights = [*seen, factors(policy, "default")], [decay * w for w in weights] + [1 - decay]
+        seen, weights = (
+            [*seen, factors(policy, "default")],
+            [decay * w for w in weights] + [1 - decay],
+        )
     whole = left_out = 0.0
     for name, (a, b) in factors(policy, "reference").items():
         average = sum(w * s[name][1] @ s[name][0] for w, s in zip(weights, seen, strict=True))
-        covariance = sum(w * (s[name][1] - b) @ (s[name][0] - a) for w, s in zip(weights, seen, strict=True))
-        torch.testing.assert_close(b @ a, average - covariance, rtol=1e-4, atol=1e-6)  # averaged in float32
-        whole, left_out = whole + float(average.square().sum()), left_out + float(covariance.square().sum())
+        covariance = sum(
+            w * (s[name][1] - b) @ (s[name][0] - a) for w, s in zip(weights, seen, strict=True)
+        )
+        torch.testing.assert_close(
+            b @ a, average - covariance, rtol=1e-4, atol=1e-6
+        )  # averaged in float32
+        whole, left_out = (
+            whole + float(average.square().sum()),
+            left_out + float(covariance.square().sum()),
+        )
     assert least < (left_out / whole) ** 0.5 < most
 
 
@@ -313,14 +384,23 @@ def test_ema_scores_between_its_start_and_the_policy(model, lora):
 def test_under_lora_no_weight_of_the_base_is_copied(model, kept):
     """The second adapter is all that is new, in float32 and without gradient; other random numbers are as they were."""
     policy = policy_of(model, lora=True)
-    before, trained = {p.data_ptr() for p in policy.parameters()}, [p for p in policy.parameters() if p.requires_grad]
+    before, trained = (
+        {p.data_ptr() for p in policy.parameters()},
+        [p for p in policy.parameters() if p.requires_grad],
+    )
     memory = sum(p.numel() for p in policy.parameters())
     random = torch.get_rng_state()
     state = kept.init(policy)
     assert torch.equal(torch.get_rng_state(), random)
     new = [p for p in policy.parameters() if p.data_ptr() not in before]
-    assert sum(p.numel() for p in policy.parameters()) - memory == sum(p.numel() for p in new) == sum(p.numel() for p in trained)
-    assert {t.data_ptr() for t in state.weights.values()} == {p.data_ptr() for p in new} and state.model is None
+    assert (
+        sum(p.numel() for p in policy.parameters()) - memory
+        == sum(p.numel() for p in new)
+        == sum(p.numel() for p in trained)
+    )
+    assert {t.data_ptr() for t in state.weights.values()} == {
+        p.data_ptr() for p in new
+    } and state.model is None
     assert not any(p.requires_grad for p in new) and all(p.dtype is torch.float32 for p in new)
     now = [p for p in policy.parameters() if p.requires_grad]
     assert len(now) == len(trained) and all(a is b for a, b in zip(now, trained, strict=True))
@@ -402,7 +482,9 @@ def test_what_is_saved_continues_as_if_nothing_had_happened(model, kept, lora):
     for step in (3, 4):
         for changed in (policy, twin):
             train_one_step(changed)
-        state, again = (kept.update(s, p, step=step, kl=0.25) for s, p in ((state, policy), (again, twin)))
+        state, again = (
+            kept.update(s, p, step=step, kl=0.25) for s, p in ((state, policy), (again, twin))
+        )
     assert torch.equal(reference_scores(kept, again, twin), reference_scores(kept, state, policy))
 
 
@@ -452,4 +534,6 @@ def test_numbers_out_of_range_are_refused(make, settings):
 
 @moving
 def test_the_name_of_a_moving_reference_is_that_of_its_option(kept):
-    assert kept.name in RULES and getattr(reference, kept.name)(**RULES[kept.name]).name == kept.name
+    assert (
+        kept.name in RULES and getattr(reference, kept.name)(**RULES[kept.name]).name == kept.name
+    )

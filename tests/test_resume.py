@@ -61,15 +61,26 @@ def as_if_killed(folder: Path) -> None:
 def test_a_bad_line_and_a_tail_that_is_no_text_cost_a_resumed_run_no_row(copy, capsys):
     metrics = copy / "metrics.jsonl"
     first, second = metrics.read_bytes().splitlines()
-    metrics.write_bytes(b'{"step": 1, "rew\n' + first + b"\n" + second + b'\n{"step": 3, "a": "\xff')
+    metrics.write_bytes(
+        b'{"step": 1, "rew\n' + first + b"\n" + second + b'\n{"step": 3, "a": "\xff'
+    )
     (copy / "run.json").write_bytes(b"\xff" + (copy / "run.json").read_bytes())
     (copy / "failed_rollout.jsonl.gz").write_bytes(b"a rollout")
     assert main(["train", f"resume={copy}", "trainer.steps=3"]) == 0
-    assert steps(metrics) == [1, 2, 3] and metrics.read_bytes().startswith(first + b"\n" + second + b"\n")
-    assert (copy / "metrics.unreadable").read_bytes() == b'{"step": 1, "rew\n{"step": 3, "a": "\xff\n'
+    assert steps(metrics) == [1, 2, 3] and metrics.read_bytes().startswith(
+        first + b"\n" + second + b"\n"
+    )
+    assert (
+        copy / "metrics.unreadable"
+    ).read_bytes() == b'{"step": 1, "rew\n{"step": 3, "a": "\xff\n'
     said = capsys.readouterr().out
-    assert "2 line(s) of metrics.jsonl cannot be read" in said and "run.json cannot be read and is kept as run.json.unreadable" in said
-    assert (copy / "run.json.unreadable").read_bytes().startswith(b"\xff") and len(json.loads((copy / "run.json").read_text())) == 1
+    assert (
+        "2 line(s) of metrics.jsonl cannot be read" in said
+        and "run.json cannot be read and is kept as run.json.unreadable" in said
+    )
+    assert (copy / "run.json.unreadable").read_bytes().startswith(b"\xff") and len(
+        json.loads((copy / "run.json").read_text())
+    ) == 1
     assert (copy / "failed_rollout.jsonl.gz.earlier").read_bytes() == b"a rollout"
 
 
@@ -95,10 +106,15 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(copy, capsys, gon
     summary = json.loads((copy / "summary.json").read_text())
     (copy / "summary.json").write_text(json.dumps(summary | {"ended": "interrupted"}))
     before = contents(copy)
-    words = [f"resume={copy}"] if resume == "the run" else [*SMALL, LATE, "name=small", "resume=auto"]
+    words = (
+        [f"resume={copy}"] if resume == "the run" else [*SMALL, LATE, "name=small", "resume=auto"]
+    )
     assert main(["train", *words, "trainer.steps=3"]) == 2
     said = capsys.readouterr().err
-    assert "has trained 2 steps, but none of its checkpoints is left" in said and "Start a new run" in said
+    assert (
+        "has trained 2 steps, but none of its checkpoints is left" in said
+        and "Start a new run" in said
+    )
     assert contents(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
 
 
@@ -117,7 +133,9 @@ def row(folder: Path, step: int) -> None:
 
 
 def summary(folder: Path, **given) -> None:
-    (folder / "summary.json").write_text(json.dumps({"identity": read_identity(folder), "steps": 2, "unsaved": None} | given))
+    (folder / "summary.json").write_text(
+        json.dumps({"identity": read_identity(folder), "steps": 2, "unsaved": None} | given)
+    )
 
 
 CHECKPOINT = {"_target_": "rlkit.training.callbacks.checkpoint", "every": 5}
@@ -128,12 +146,21 @@ EVIDENCE = {  # what is done to a run of two rows that has no checkpoint → the
     "rollouts after its first save": (lambda f: append_step(f / "rollouts", 7, []), 7),
     "half a checkpoint": (lambda f: (f / "checkpoints" / "step_000002.ckpt.tmp").touch(), 0),
     "a checkpoint": (lambda f: (row(f, 9), (f / "checkpoints" / "step_000005.ckpt").touch()), 0),
-    "a damaged checkpoint that was set aside": (lambda f: (f / "checkpoints" / "step_000002.ckpt.damaged").touch(), 2),
+    "a damaged checkpoint that was set aside": (
+        lambda f: (f / "checkpoints" / "step_000002.ckpt.damaged").touch(),
+        2,
+    ),
     "the name of the best one": (lambda f: (f / "checkpoints" / "best.json").touch(), 2),
     "an end": (lambda f: summary(f, ended="finished"), 2),
-    "an end that was not saved": (lambda f: summary(f, ended="interrupted", unsaved="No space left on device"), 0),
+    "an end that was not saved": (
+        lambda f: summary(f, ended="interrupted", unsaved="No space left on device"),
+        0,
+    ),
     "a failure": (lambda f: summary(f, ended="failed: OSError: x"), 0),
-    "no checkpoints at all": (lambda f: runs.write_config(f, {"callbacks": {"checkpoint": None}}), 2),
+    "no checkpoints at all": (
+        lambda f: runs.write_config(f, {"callbacks": {"checkpoint": None}}),
+        2,
+    ),
     "a config that cannot be read": (lambda f: (f / "config.yaml").write_bytes(b"\xff"), 2),
     "rows that cannot be read": (lambda f: (f / "metrics.jsonl").write_bytes(b"\xff\n"), 0),
 }

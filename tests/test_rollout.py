@@ -20,7 +20,20 @@ def played(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["rollout", *FAST, "n=3", "num_return_sequences=2"]) == 0
-        assert main(["rollout", *FAST, "n=3", "num_return_sequences=2", "name=again", "max_steps=1", "format=jsonl"]) == 0
+        assert (
+            main(
+                [
+                    "rollout",
+                    *FAST,
+                    "n=3",
+                    "num_return_sequences=2",
+                    "name=again",
+                    "max_steps=1",
+                    "format=jsonl",
+                ]
+            )
+            == 0
+        )
     return {name: next((folder / "outputs" / name).iterdir()) for name in ("rollout", "again")}
 
 
@@ -35,13 +48,19 @@ def test_episodes_are_recorded_scored_and_summed_up(played):
     assert all(r.reward is not None and r.steps for r in rollouts)
     summary = json.loads((played["rollout"] / "summary.json").read_text())
     assert summary["reward/mean"] == pytest.approx(sum(r.reward for r in rollouts) / 6)
-    assert summary["steps"] == {str(k): v for k, v in step_counts(rollouts).items()} and sum(summary["steps"].values()) == 6
+    assert (
+        summary["steps"] == {str(k): v for k, v in step_counts(rollouts).items()}
+        and sum(summary["steps"].values()) == 6
+    )
     assert (played["rollout"] / "conversations.txt").read_text()
 
 
 def test_max_steps_is_the_limit_of_every_environment(played):
     """The same seeds: the first replies are the same, and what would have gone on is truncated."""
-    whole, cut = (load_rollouts(played[name] / file) for name, file in (("rollout", "rollouts.jsonl.gz"), ("again", "rollouts.jsonl")))
+    whole, cut = (
+        load_rollouts(played[name] / file)
+        for name, file in (("rollout", "rollouts.jsonl.gz"), ("again", "rollouts.jsonl"))
+    )
     assert all(len(r.steps) == 1 for r in cut) and any(len(r.steps) > 1 for r in whole)
     assert [r.steps[0].response_ids for r in cut] == [r.steps[0].response_ids for r in whole]
     assert all(c.truncation == "steps" for c, w in zip(cut, whole, strict=True) if len(w.steps) > 1)
@@ -63,32 +82,56 @@ def test_what_is_interrupted_leaves_the_episodes_that_had_ended(tmp_path, monkey
     assert main(["rollout", *FAST, "n=4", "max_steps=1"]) == 130
     (file,) = (tmp_path / "outputs" / "rollout").glob("*/*")
     kept = load_rollouts(file, strict=True)
-    assert file.name == "unscored.jsonl.gz" and len(kept) == 3 and all(r.steps and r.reward is None for r in kept)
-    assert f"3 of 4 episodes had ended; they are in {file.relative_to(tmp_path)}, unscored" in capsys.readouterr().err
+    assert (
+        file.name == "unscored.jsonl.gz"
+        and len(kept) == 3
+        and all(r.steps and r.reward is None for r in kept)
+    )
+    assert (
+        f"3 of 4 episodes had ended; they are in {file.relative_to(tmp_path)}, unscored"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     "command, reward, kept",
     [
-        (["rollout", "n=2", "max_steps=1"], "reward", {"failed_rollout.jsonl.gz", "unscored.jsonl.gz"}),
-        (["evaluate", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"], "evaluation.reward", {"failed_rollout.jsonl.gz"}),
+        (
+            ["rollout", "n=2", "max_steps=1"],
+            "reward",
+            {"failed_rollout.jsonl.gz", "unscored.jsonl.gz"},
+        ),
+        (
+            ["evaluate", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"],
+            "evaluation.reward",
+            {"failed_rollout.jsonl.gz"},
+        ),
     ],
 )
-def test_a_reward_that_fails_leaves_its_rollout_behind(command, reward, kept, tmp_path, monkeypatch, capsys):
+def test_a_reward_that_fails_leaves_its_rollout_behind(
+    command, reward, kept, tmp_path, monkeypatch, capsys
+):
     """As in training: the error is one sentence, and the rollout is there to look at."""
     (tmp_path / "late_reward.py").write_text(
         "def late(r):\n    return float(r.final_content != '') if not r.steps[0].response_ids else r.nothing\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    overrides = [f"{'reward@' if '.' in reward else ''}{reward}=numeric", f"{reward}.terms.numeric.fn._target_=late_reward.late"]
+    overrides = [
+        f"{'reward@' if '.' in reward else ''}{reward}=numeric",
+        f"{reward}.terms.numeric.fn._target_=late_reward.late",
+    ]
     assert main([*command, *FAST, "generation.max_new_tokens=20", *overrides]) == 1
     (folder,) = (tmp_path / "outputs").glob("*/*")
     assert {f.name for f in folder.iterdir()} == kept
     (failed,) = load_rollouts(folder / "failed_rollout.jsonl.gz")
     assert failed.steps[0].response_ids and failed.reward is None
     error = capsys.readouterr().err
-    assert "rlkit: reward term 'numeric' raised on task" in error and "failed_rollout.jsonl.gz" in error and "Traceback" not in error
+    assert (
+        "rlkit: reward term 'numeric' raised on task" in error
+        and "failed_rollout.jsonl.gz" in error
+        and "Traceback" not in error
+    )
 
 
 def test_a_cut_reaches_the_engine(tmp_path, monkeypatch):

@@ -53,7 +53,9 @@ def make_run(parent: Path, name: str, age: int, config=None, ended: str | None =
     folder = parent / name
     runs.write_config(folder, config or CONFIG)
     if ended:
-        (folder / "summary.json").write_text(json.dumps({"ended": ended, "identity": read_identity(folder)}))
+        (folder / "summary.json").write_text(
+            json.dumps({"ended": ended, "identity": read_identity(folder)})
+        )
     os.utime(folder, (10**9 - age, 10**9 - age))
     os.utime(folder / "config.yaml", (10**9 - age, 10**9 - age))
     return folder
@@ -75,7 +77,9 @@ def test_a_fresh_folder_is_never_one_that_exists(tmp_path, monkeypatch):
     for _ in range(4):
         folders.append(runs.fresh(tmp_path / "grpo"))
         folders[-1].mkdir(parents=True, exist_ok=True)
-    assert [f.name for f in folders] == ["2026-01-02_03-04-05"] + [f"2026-01-02_03-04-05_{i}" for i in (2, 3, 4)]
+    assert [f.name for f in folders] == ["2026-01-02_03-04-05"] + [
+        f"2026-01-02_03-04-05_{i}" for i in (2, 3, 4)
+    ]
     assert {f.parent for f in folders} == {tmp_path / "grpo"}
 
 
@@ -84,7 +88,10 @@ def test_names_of_fresh_folders_sort_by_time(tmp_path):
     assert datetime.strptime(stamp, "%Y-%m-%d_%H-%M-%S")
 
 
-@pytest.mark.parametrize("ended, finished", [("finished", True), ("interrupted", False), ("failed: OSError: x", False), (None, False)])
+@pytest.mark.parametrize(
+    "ended, finished",
+    [("finished", True), ("interrupted", False), ("failed: OSError: x", False), (None, False)],
+)
 def test_only_a_summary_that_says_so_means_finished(tmp_path, ended, finished):
     assert runs.is_finished(make_run(tmp_path, "run", 0, ended=ended)) is finished
 
@@ -108,7 +115,9 @@ def test_a_run_is_found_by_itself_or_by_its_checkpoints(tmp_path, below):
 def test_what_is_no_run_is_refused_and_the_newest_is_named(outputs):
     make_run(outputs / "a", "old", 50)
     newest = make_run(outputs / "b", "new", 10)
-    with pytest.raises(ConfigError, match=rf"resume=nowhere: no run folder.*newest run is {newest}"):
+    with pytest.raises(
+        ConfigError, match=rf"resume=nowhere: no run folder.*newest run is {newest}"
+    ):
         runs.find_run("nowhere", "resume")
 
 
@@ -137,7 +146,10 @@ def test_a_config_reads_back_as_it_was_written(tmp_path):
 
 DIFFERENCES = {
     "a number": (changed("optimizer.lr", 2e-3), {"optimizer.lr": (1e-3, 2e-3)}),
-    "an entry of a list": (changed("optimizer.betas", [0.9, 0.95]), {"optimizer.betas": ([0.9, 0.99], [0.9, 0.95])}),
+    "an entry of a list": (
+        changed("optimizer.betas", [0.9, 0.95]),
+        {"optimizer.betas": ([0.9, 0.99], [0.9, 0.95])},
+    ),
     "a new key": (changed("trainer.threads", 2), {"trainer.threads": (None, 2)}),
     "a branch for a value": (changed("model.lora", None), {"model.lora.rank": (0, None)}),
     "an entry of an empty mapping": (
@@ -154,7 +166,9 @@ def test_difference_by_dotted_key(new, want):
     assert difference(CONFIG, new) == want
 
 
-@pytest.mark.parametrize("path, value", [("trainer.steps", 50), ("trainer.max_time", 3.0), ("resume", "auto")])
+@pytest.mark.parametrize(
+    "path, value", [("trainer.steps", 50), ("trainer.max_time", 3.0), ("resume", "auto")]
+)
 def test_the_length_of_a_run_is_no_difference(path, value):
     assert difference(CONFIG, changed(path, value)) == {}
 
@@ -165,7 +179,13 @@ def test_a_key_that_went_away_is_a_difference():
     assert difference(CONFIG, new) == {"task.max_samples": (64, None)}
 
 
-FIXED = [("model.path", "other"), ("model.lora.rank", 8), ("task.max_samples", 8), ("seed", 1), ("optimizer._target_", "torch.optim.SGD")]
+FIXED = [
+    ("model.path", "other"),
+    ("model.lora.rank", 8),
+    ("task.max_samples", 8),
+    ("seed", 1),
+    ("optimizer._target_", "torch.optim.SGD"),
+]
 
 
 @pytest.mark.parametrize("path, value", FIXED)
@@ -174,7 +194,9 @@ def test_a_run_cannot_continue_as_another(path, value):
         refuse_changes(Path("run"), difference(CONFIG, changed(path, value)))
 
 
-@pytest.mark.parametrize("path, value", [("optimizer.lr", 1e-4), ("trainer.accelerator", "cpu"), ("name", "model")])
+@pytest.mark.parametrize(
+    "path, value", [("optimizer.lr", 1e-4), ("trainer.accelerator", "cpu"), ("name", "model")]
+)
 def test_other_changes_are_allowed(path, value):
     refuse_changes(Path("run"), difference(CONFIG, changed(path, value)))
 
@@ -201,7 +223,10 @@ def test_a_run_is_continued_on_another_number_of_devices(outputs):
     config["trainer"] |= {"strategy": "ddp", "nodes": 2, "timeout": 60}
     wanted = make_run(outputs / "grpo", "1", 50, config)
     assert runs.newest_unfinished("grpo", CONFIG) == wanted
-    assert difference(config, CONFIG)["trainer.devices"] == (4, CONFIG["trainer"].get("devices"))  # it is said
+    assert difference(config, CONFIG)["trainer.devices"] == (
+        4,
+        CONFIG["trainer"].get("devices"),
+    )  # it is said
 
 
 @pytest.mark.parametrize("name", ["grpo", "absent"])
@@ -232,17 +257,29 @@ def test_saved_overrides_are_those_of_hydra(tmp_path):
 
 
 def test_a_run_folder_is_named_by_what_differs_from_the_default():
-    given = ["algorithm=dapo", "++optimizer.lr=3e-4", "seed=2", "resume=never", "logger=none", "task.path=/a b/c.jsonl", "debug=fast"]
+    given = [
+        "algorithm=dapo",
+        "++optimizer.lr=3e-4",
+        "seed=2",
+        "resume=never",
+        "logger=none",
+        "task.path=/a b/c.jsonl",
+        "debug=fast",
+    ]
     assert runs.label_of(given, "dapo") == "lr-3e-4_seed-2"
     long = [f"kl.key{i}={'1' * 20}" for i in range(9)]
-    assert runs.label_of(long, "grpo") == "_".join(f"key{i}-{'1' * 20}" for i in range(2)), "whole parts, at most 60 characters"
+    assert runs.label_of(long, "grpo") == "_".join(f"key{i}-{'1' * 20}" for i in range(2)), (
+        "whole parts, at most 60 characters"
+    )
 
 
 @pytest.fixture
 def three_runs(tmp_path):
     """Two whole runs and one whose summary was never written."""
     folders = []
-    for number, (overrides, accuracy) in enumerate([(["kl=none"], 0.5), (["optimizer.lr=1e-3", "kl=none"], 0.75), (["seed=2"], None)]):
+    for number, (overrides, accuracy) in enumerate(
+        [(["kl=none"], 0.5), (["optimizer.lr=1e-3", "kl=none"], 0.75), (["seed=2"], None)]
+    ):
         folder = tmp_path / "outputs" / "grpo" / f"run{number}"
         (folder / ".hydra").mkdir(parents=True)
         lr = 1e-3 if number == 1 else 3e-4
@@ -250,18 +287,32 @@ def three_runs(tmp_path):
         os.utime(folder / "config.yaml", (1000 + number, 1000 + number))
         (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
         if accuracy is not None:
-            summary = {"ended": "finished", "steps": 3, "tokens": 12345, "before": {"accuracy": 0.25}, "after": {"accuracy": accuracy}}
-            (folder / "summary.json").write_text(json.dumps(summary | {"identity": read_identity(folder)}))
+            summary = {
+                "ended": "finished",
+                "steps": 3,
+                "tokens": 12345,
+                "before": {"accuracy": 0.25},
+                "after": {"accuracy": accuracy},
+            }
+            (folder / "summary.json").write_text(
+                json.dumps(summary | {"identity": read_identity(folder)})
+            )
         folders.append(folder)
     return folders
 
 
-def test_runs_are_listed_newest_first_and_filtered_by_settings(three_runs, tmp_path, monkeypatch, capsys):
+def test_runs_are_listed_newest_first_and_filtered_by_settings(
+    three_runs, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
 
     def names(*words):
         assert main(["runs", *words]) == 0
-        return [found[0] for line in capsys.readouterr().out.splitlines() if (found := re.findall(r"run\d", line))]
+        return [
+            found[0]
+            for line in capsys.readouterr().out.splitlines()
+            if (found := re.findall(r"run\d", line))
+        ]
 
     shutil.copytree(three_runs[2], three_runs[2] / "debug" / "step_000001")
     assert names() == ["run2", "run1", "run0"], "a debug bundle is no run of its own"
@@ -272,11 +323,17 @@ def test_runs_are_listed_newest_first_and_filtered_by_settings(three_runs, tmp_p
     assert main(["runs", "kl=none", "limit=x"]) == 2
 
 
-@pytest.mark.parametrize("names", [("run0", "run1"), ("algorithm=grpo,epochs=1", "lr=1e-3")], ids=["plain", "of a sweep"])
+@pytest.mark.parametrize(
+    "names", [("run0", "run1"), ("algorithm=grpo,epochs=1", "lr=1e-3")], ids=["plain", "of a sweep"]
+)
 def test_two_runs_are_compared_setting_by_setting(names, three_runs, capsys):
     """A folder that a sweep named after its overrides is a folder, and no override."""
-    folders = [run.rename(run.with_name(name)) for run, name in zip(three_runs, names, strict=False)]
+    folders = [
+        run.rename(run.with_name(name)) for run, name in zip(three_runs, names, strict=False)
+    ]
     assert main(["runs", "diff", *map(str, folders)]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"optimizer\.lr +0\.0003 +0\.001\n", said) and re.search(r"test accuracy, after +0\.500 +0\.750\n", said)
+    assert re.search(r"optimizer\.lr +0\.0003 +0\.001\n", said) and re.search(
+        r"test accuracy, after +0\.500 +0\.750\n", said
+    )
     assert "seed" not in said.partition("whether")[0] and "12,345" in said

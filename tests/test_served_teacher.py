@@ -29,7 +29,10 @@ from rlkit.training.selfcheck import check_teacher
 from rlkit.training.served import ServedTeacher
 from rlkit.training.teachers import path_teacher, vllm_teacher
 
-LOSSES = {"sampled": sampled_divergence, "top_k": partial(top_k_divergence, k=5, chosen_by="teacher")}
+LOSSES = {
+    "sampled": sampled_divergence,
+    "top_k": partial(top_k_divergence, k=5, chosen_by="teacher"),
+}
 COMMON = [
     "task=arithmetic", "trainer.threads=1", "trainer.accelerator=cpu", "batch.prompts=2", "batch.group_size=3", "evaluation.n=0",
     "algorithm=opd", "algorithm.minibatches=1", "generation.max_new_tokens=12", "logger=none", "task.max_samples=16",
@@ -40,7 +43,9 @@ class Handler(BaseHTTPRequestHandler):
     """`vllm serve` as far as a teacher needs it."""
 
     def do_GET(self):
-        self.answer({"data": [{"id": "teacher", "max_model_len": self.server.longest, "parent": None}]})
+        self.answer(
+            {"data": [{"id": "teacher", "max_model_len": self.server.longest, "parent": None}]}
+        )
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -50,8 +55,14 @@ class Handler(BaseHTTPRequestHandler):
         ids, k = torch.tensor(body["prompt"]), body["prompt_logprobs"]
         with torch.no_grad():
             logp = self.server.model(ids[None]).logits[0, :-1].log_softmax(-1)
-        named = [[int(token), *row.topk(k).indices.tolist()] for token, row in zip(ids[1:], logp, strict=True)]
-        said = [{str(v): {"logprob": float(row[v])} for v in own} for own, row in zip(named, logp, strict=True)]
+        named = [
+            [int(token), *row.topk(k).indices.tolist()]
+            for token, row in zip(ids[1:], logp, strict=True)
+        ]
+        said = [
+            {str(v): {"logprob": float(row[v])} for v in own}
+            for own, row in zip(named, logp, strict=True)
+        ]
         return self.answer({"choices": [{"prompt_logprobs": [None, *said]}]})
 
     def answer(self, body):
@@ -67,7 +78,12 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving(policy):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.model, http.tokenizer, http.longest, http.asked = policy.model, policy.renderer.tokenizer, 4096, []
+        http.model, http.tokenizer, http.longest, http.asked = (
+            policy.model,
+            policy.renderer.tokenizer,
+            4096,
+            [],
+        )
         http.url = f"http://127.0.0.1:{http.server_address[1]}"
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
@@ -94,7 +110,15 @@ def teacher(tmp_path_factory, tiny):
 def played(tiny):
     x = experiment(compose([*COMMON, "teacher=start"]))
     tasks = x.task(split="train")[:2]
-    found = collect(tiny, tasks, environment=x.environment, engine=x.generation.engine, group_size=3, seed=1, **x.generation.params)
+    found = collect(
+        tiny,
+        tasks,
+        environment=x.environment,
+        engine=x.generation.engine,
+        group_size=3,
+        seed=1,
+        **x.generation.params,
+    )
     return x, [r._replace(reward=0.0, rewards={"task": 0.0}) for r in found]
 
 
@@ -103,22 +127,31 @@ def flat(model):
 
 
 def learner_of(x, tiny, teacher, loss):
-    x = x._replace(algorithm=x.algorithm._replace(streams={"teacher": Stream(1.0, "sampled", loss=loss)}), teacher=teacher)
+    x = x._replace(
+        algorithm=x.algorithm._replace(streams={"teacher": Stream(1.0, "sampled", loss=loss)}),
+        teacher=teacher,
+    )
     return Learner(x, tiny._replace(model=copy.deepcopy(tiny.model)), exact=True)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_token_and_the_weights_after_two_steps_are_those_of_the_teacher_in_process(loss, played, teacher, tiny, monkeypatch):
+def test_every_token_and_the_weights_after_two_steps_are_those_of_the_teacher_in_process(
+    loss, played, teacher, tiny, monkeypatch
+):
     """Tokens to 1e-5 nats; the weights after two steps of plain descent to 1e-4 of the way that they went."""
     x, rollouts = played
     folder, behind = teacher
     start = flat(tiny.model)
     seen, real = [], streams.divergences
-    monkeypatch.setattr(streams, "divergences", lambda *given: seen.append(real(*given)) or seen[-1])
+    monkeypatch.setattr(
+        streams, "divergences", lambda *given: seen.append(real(*given)) or seen[-1]
+    )
     after = []
     with serving(behind) as one, serving(behind) as two:
         for own in (path_teacher(path=str(folder)), vllm_teacher(addresses=[one.url, two.url])):
-            learner = learner_of(x._replace(optimizer=partial(torch.optim.SGD, lr=0.01)), tiny, own, LOSSES[loss])
+            learner = learner_of(
+                x._replace(optimizer=partial(torch.optim.SGD, lr=0.01)), tiny, own, LOSSES[loss]
+            )
             for _ in range(2):
                 learner.step(rollouts)
             after.append(flat(learner.model))
@@ -134,15 +167,25 @@ def test_each_part_of_a_mixture_is_scored_by_its_own_servers(played, teacher, ti
     """The step of two teachers that are served is that of the same two in process; each server is asked about its own part alone."""
     x, rollouts = played
     folder, behind = teacher
-    mixed = [r._replace(task=r.task._replace(part=("one", "two")[i >= 3])) for i, r in enumerate(rollouts)]
+    mixed = [
+        r._replace(task=r.task._replace(part=("one", "two")[i >= 3]))
+        for i, r in enumerate(rollouts)
+    ]
     after = []
     with serving(behind) as one, serving(tiny) as two:
         served = vllm_teacher(parts={"one": [one.url], "two": [two.url]})
         for own in (path_teacher(paths={"one": str(folder), "two": "tiny"}), served):
-            learner = learner_of(x._replace(optimizer=partial(torch.optim.SGD, lr=0.01)), tiny, own, sampled_divergence)
+            learner = learner_of(
+                x._replace(optimizer=partial(torch.optim.SGD, lr=0.01)),
+                tiny,
+                own,
+                sampled_divergence,
+            )
             learner.step(mixed)
             after.append(flat(learner.model))
-        prompts = [[list(r.steps[0].prompt_ids) for r in own] for own in (rollouts[:3], rollouts[3:])]
+        prompts = [
+            [list(r.steps[0].prompt_ids) for r in own] for own in (rollouts[:3], rollouts[3:])
+        ]
         for http, own in ((one, prompts[0]), (two, prompts[1])):
             assert len(http.asked) == 3 and all(ids[: len(own[0])] == own[0] for ids in http.asked)
     moved = (after[0] - flat(tiny.model)).norm()
@@ -153,14 +196,22 @@ def test_each_part_of_a_mixture_is_scored_by_its_own_servers(played, teacher, ti
     "overrides, says",
     [
         (["teacher.addresses=[]"], "teacher.addresses=[http://HOST:8000]"),
-        (["+teacher.parts.one=[http://127.0.0.1:9]"], "of each part of a mixture as +teacher.parts.PART"),
+        (
+            ["+teacher.parts.one=[http://127.0.0.1:9]"],
+            "of each part of a mixture as +teacher.parts.PART",
+        ),
         (["algorithm=gkd"], "compares whole distributions"),
-        (["generation.temperature=0.7"], "generation.temperature=0.7: teacher=vllm gives log-probs at temperature 1"),
+        (
+            ["generation.temperature=0.7"],
+            "generation.temperature=0.7: teacher=vllm gives log-probs at temperature 1",
+        ),
     ],
 )
 def test_what_a_server_cannot_give_is_refused(overrides, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
-        experiment(compose([*COMMON, "teacher=vllm", "teacher.addresses=[http://127.0.0.1:9]", *overrides]))
+        experiment(
+            compose([*COMMON, "teacher=vllm", "teacher.addresses=[http://127.0.0.1:9]", *overrides])
+        )
 
 
 def test_a_server_that_is_not_the_teacher_is_refused_before_a_model_is_loaded(tiny):
@@ -168,7 +219,9 @@ def test_a_server_that_is_not_the_teacher_is_refused_before_a_model_is_loaded(ti
 
     def refusal(url, *more):
         with pytest.raises(ConfigError) as error:
-            check_teacher(experiment(compose([*COMMON, "teacher=vllm", f"teacher.addresses=[{url}]", *more])))
+            check_teacher(
+                experiment(compose([*COMMON, "teacher=vllm", f"teacher.addresses=[{url}]", *more]))
+            )
         return str(error.value)
 
     other = tiny._replace(renderer=copy.deepcopy(tiny.renderer))
@@ -181,12 +234,19 @@ def test_a_server_that_is_not_the_teacher_is_refused_before_a_model_is_loaded(ti
         assert f"{http.url} serves teacher; name that" in refusal(http.url, "teacher.model=another")
         http.tokenizer = swapped
         first = min(vocab[names[400]], vocab[names[500]])
-        assert re.search(rf"another vocabulary than model\.path=tiny .*, id {first}\)", refusal(http.url))
+        assert re.search(
+            rf"another vocabulary than model\.path=tiny .*, id {first}\)", refusal(http.url)
+        )
     assert "does not answer" in refusal(http.url)
 
 
-def test_a_server_that_dies_is_passed_over_and_without_another_the_run_ends_with_the_reason(teacher, tiny):
-    ids, mask = torch.tensor([[5, 6, 7, 8], [6, 7, 8, 9]]), torch.tensor([[False, True, True, False]] * 2)
+def test_a_server_that_dies_is_passed_over_and_without_another_the_run_ends_with_the_reason(
+    teacher, tiny
+):
+    ids, mask = (
+        torch.tensor([[5, 6, 7, 8], [6, 7, 8, 9]]),
+        torch.tensor([[False, True, True, False]] * 2),
+    )
     with serving(teacher[1]) as one:
         with serving(teacher[1]) as two:
             served = ServedTeacher([one.url, two.url])
@@ -203,13 +263,20 @@ def test_a_server_that_dies_is_passed_over_and_without_another_the_run_ends_with
         served.read(ids, mask, k=2, columns=768)
 
 
-def test_servers_of_one_part_that_die_in_the_middle_of_a_run_end_it_with_their_key(played, teacher, tiny):
+def test_servers_of_one_part_that_die_in_the_middle_of_a_run_end_it_with_their_key(
+    played, teacher, tiny
+):
     """Those of the other part do not stand in for them: they serve another teacher."""
     x, rollouts = played
-    mixed = [r._replace(task=r.task._replace(part=("one", "two")[i >= 3])) for i, r in enumerate(rollouts)]
+    mixed = [
+        r._replace(task=r.task._replace(part=("one", "two")[i >= 3]))
+        for i, r in enumerate(rollouts)
+    ]
     with serving(teacher[1]) as one:
         with serving(tiny) as two:
-            learner = learner_of(x, tiny, vllm_teacher(parts={"one": one.url, "two": two.url}), sampled_divergence)
+            learner = learner_of(
+                x, tiny, vllm_teacher(parts={"one": one.url, "two": two.url}), sampled_divergence
+            )
             learner.step(mixed)
         with pytest.raises(EngineError, match=f"teacher.parts.two: {two.url} does not answer"):
             learner.step(mixed)

@@ -36,17 +36,26 @@ def test_a_run_of_3000_steps_keeps_30_files(tmp_path):
 
 def test_a_step_is_found_without_the_others_and_a_file_is_one_gzip_file_to_other_programs(folder):
     found = shards.recorded(folder)
-    assert {step: read(part) for step, part in found.items()} == {step: lines(step) for step in range(98, 104)}
+    assert {step: read(part) for step, part in found.items()} == {
+        step: lines(step) for step in range(98, 104)
+    }
     first, second = shards.files(folder)
     assert gzip.decompress(first.read_bytes()) == b"".join(map(lines, (98, 99, 100)))
     assert gzip.decompress(second.read_bytes()) == b"".join(map(lines, (101, 102, 103)))
-    assert [path.name for path in (first, second)] == ["steps_000001-000100.jsonl.gz", "steps_000101-000200.jsonl.gz"]
+    assert [path.name for path in (first, second)] == [
+        "steps_000001-000100.jsonl.gz",
+        "steps_000101-000200.jsonl.gz",
+    ]
 
 
 def test_wherever_a_file_was_cut_off_a_resumed_run_keeps_its_steps_and_loses_nothing(folder):
     """Cut anywhere: whole steps are read; cutting back keeps exactly those up to the checkpoint's and moves the rest aside, once."""
     kept, last = shards.files(folder)
-    whole, before, aside = last.read_bytes(), kept.read_bytes(), folder.with_name("rollouts.discarded.jsonl.gz")
+    whole, before, aside = (
+        last.read_bytes(),
+        kept.read_bytes(),
+        folder.with_name("rollouts.discarded.jsonl.gz"),
+    )
     ends = [part.stop for part in shards.recorded(folder).values() if part.path == last]
     near = {end + more for end in ends for more in (-1, 0, 1, 31, 32, 33)}  # a header has 32 bytes
     for cut in sorted({*range(0, len(whole), 29), *near, len(whole)}):
@@ -57,10 +66,19 @@ def test_wherever_a_file_was_cut_off_a_resumed_run_keeps_its_steps_and_loses_not
         for step in (100, 101, 102):
             last.write_bytes(whole[:cut])
             aside.unlink(missing_ok=True)
-            stays = max([end for n, end in zip((101, 102, 103), ends, strict=True) if n <= step and end <= cut], default=0)
+            stays = max(
+                [
+                    end
+                    for n, end in zip((101, 102, 103), ends, strict=True)
+                    if n <= step and end <= cut
+                ],
+                default=0,
+            )
             for _ in range(2):  # killed before the file is cut, and again
                 shards.cut_steps(folder, step)
-                assert (last.read_bytes() if last.exists() else b"") == whole[:stays] and kept.read_bytes() == before
+                assert (last.read_bytes() if last.exists() else b"") == whole[
+                    :stays
+                ] and kept.read_bytes() == before
                 assert (aside.read_bytes() if aside.exists() else b"") == whole[stays:cut]
                 last.write_bytes(whole[:cut])
             shards.cut_steps(folder, step)
@@ -71,8 +89,13 @@ def test_wherever_a_file_was_cut_off_a_resumed_run_keeps_its_steps_and_loses_not
 def test_cutting_back_beyond_a_file_takes_all_of_it(folder, capsys):
     shards.cut_steps(folder, 98)
     assert [*shards.recorded(folder)] == [98] and len(shards.files(folder)) == 1
-    assert "rollouts of 5 step(s) after step 98: moved to rollouts.discarded.jsonl.gz" in capsys.readouterr().out
-    assert gzip.decompress(folder.with_name("rollouts.discarded.jsonl.gz").read_bytes()) == b"".join(map(lines, range(99, 104)))
+    assert (
+        "rollouts of 5 step(s) after step 98: moved to rollouts.discarded.jsonl.gz"
+        in capsys.readouterr().out
+    )
+    assert gzip.decompress(
+        folder.with_name("rollouts.discarded.jsonl.gz").read_bytes()
+    ) == b"".join(map(lines, range(99, 104)))
 
 
 def test_where_nothing_can_be_set_aside_nothing_is_cut(folder):
@@ -103,6 +126,9 @@ def test_rollouts_of_a_step_are_loaded_by_its_number(tmp_path):
     for step in (1, 2):
         append_step(tmp_path, step, [Rollout(Task(f"row/{step}", ()), ())])
     assert [r.task.id for r in load_rollouts(tmp_path, step=2)] == ["row/2"]
-    assert [r.task.id for r in load_rollouts(tmp_path / "steps_000001-000100.jsonl.gz")] == ["row/1", "row/2"]
+    assert [r.task.id for r in load_rollouts(tmp_path / "steps_000001-000100.jsonl.gz")] == [
+        "row/1",
+        "row/2",
+    ]
     with pytest.raises(ConfigError, match="no rollouts of step 3; it holds 2 from 1 to 2"):
         load_rollouts(tmp_path, step=3)

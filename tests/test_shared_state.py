@@ -35,7 +35,14 @@ from rlkit.errors import Interrupted
 from rlkit.rewards import Reward, Term, batched, by_task, score
 from rlkit.system import rng
 from rlkit.system.copies import copied
-from rlkit.system.shared_state import NAMED, SharedStateError, all_kinds, guard_state, put_back, read_state
+from rlkit.system.shared_state import (
+    NAMED,
+    SharedStateError,
+    all_kinds,
+    guard_state,
+    put_back,
+    read_state,
+)
 from rlkit.training.callbacks.stopping import SIGNALS, StopOnSignal
 from rlkit.training.flight import Flight, next_groups
 from rlkit.training.learner import Learner
@@ -50,9 +57,13 @@ FAST = [
 ELSEWHERE = Path(os.sep)
 MEDDLE = {
     "the working directory": lambda: os.chdir(ELSEWHERE),
-    "the signal handlers": lambda: [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)],
+    "the signal handlers": lambda: [
+        signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)
+    ],
     "the blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
-    "the locale": lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"),
+    "the locale": lambda: locale.setlocale(
+        locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"
+    ),
     "the standard output": lambda: setattr(sys, "stdout", io.StringIO()),
     "torch's grad mode": lambda: torch.set_grad_enabled(False),
     "torch's autocast": lambda: torch.set_autocast_enabled("cpu", True),
@@ -122,7 +133,9 @@ def with_door(x, door, meddle):
 
         def answer(self, rollout):
             meddle(rollout, self.said)
-            return rollout, None if len(rollout.steps) > 1 else [{"role": "user", "content": "Once more."}]
+            return rollout, None if len(rollout.steps) > 1 else [
+                {"role": "user", "content": "Once more."}
+            ]
 
     def look(value: int, more: list) -> str:
         """Looks.
@@ -150,7 +163,9 @@ def with_door(x, door, meddle):
     if door in ("reward", "async reward", "batched reward", "reward in a thread"):
         fn = {"async reward": late, "batched reward": rewards}.get(door, reward)
         term = Term(1.0, fn, timeout=60.0 if door == "reward in a thread" else None)
-    scoring = Reward("mine", {"even": term}, **({"aggregator": aggregator} if door == "aggregator" else {}))
+    scoring = Reward(
+        "mine", {"even": term}, **({"aggregator": aggregator} if door == "aggregator" else {})
+    )
     evaluated = Reward("mine", {"even": Term(1.0, reward if door == "evaluation" else even)})
     look.bounded = door == "bounded tool"
     environment = {
@@ -160,7 +175,9 @@ def with_door(x, door, meddle):
     }.get(door, tools if door == "no tool" else environment)  # fmt: skip
     if door == "advantage":
         x = x._replace(algorithm=x.algorithm._replace(advantage=advantage))
-    return x._replace(reward=scoring, environment=environment, evaluation=x.evaluation._replace(reward=evaluated))
+    return x._replace(
+        reward=scoring, environment=environment, evaluation=x.evaluation._replace(reward=evaluated)
+    )
 
 
 @functools.cache
@@ -179,8 +196,16 @@ def trained(x, steps=2, tasks=()):
         groups, flight = next_groups(learner, tasks, flight)
         row = learner.step(groups.sampled, groups.trained)
         played += learner.rollouts
-        out.append({name: value for name, value in row.items() if not name.startswith(("perf/", "tools/seconds"))})
-    result, rollouts = greedy_accuracy(learner.policy, tasks[:2], x.environment, reward=x.evaluation.reward, max_new_tokens=12)
+        out.append(
+            {
+                name: value
+                for name, value in row.items()
+                if not name.startswith(("perf/", "tools/seconds"))
+            }
+        )
+    result, rollouts = greedy_accuracy(
+        learner.policy, tasks[:2], x.environment, reward=x.evaluation.reward, max_new_tokens=12
+    )
     said = [[r.conversation, r.rewards, r.reward, r.task] for r in (*played, *rollouts)]
     return learner.model.state_dict(), repr((out, result, said, tasks))
 
@@ -193,7 +218,9 @@ def untouched(door):
 @pytest.fixture
 def as_before():
     """What a test leaves changed is put back, and nothing has been named before it."""
-    kinds = {name: kind for name, kind in all_kinds().items() if name != "the standard output"}  # pytest's own comes and goes
+    kinds = {
+        name: kind for name, kind in all_kinds().items() if name != "the standard output"
+    }  # pytest's own comes and goes
     state = read_state(kinds)
     NAMED.clear()
     yield
@@ -204,9 +231,24 @@ def as_before():
 
 # ----------------------------------------------------------------------------------------------------- state of the process
 
-STATE_DOORS = ["reward", "async reward", "batched reward", "reward in a thread", "stop", "session", "tool", "bounded tool", "evaluation"]
+STATE_DOORS = [
+    "reward",
+    "async reward",
+    "batched reward",
+    "reward in a thread",
+    "stop",
+    "session",
+    "tool",
+    "bounded tool",
+    "evaluation",
+]
 IN_THREADS = ("async reward", "reward in a thread", "tool")
-PAIRS = [(kind, door) for kind in MEDDLE for door in STATE_DOORS if not (door in IN_THREADS and kind in OF_THREAD)]
+PAIRS = [
+    (kind, door)
+    for kind in MEDDLE
+    for door in STATE_DOORS
+    if not (door in IN_THREADS and kind in OF_THREAD)
+]
 REPRESENTATIVES = [*zip(MEDDLE, ["reward", "bounded tool", "stop", "tool", "reward in a thread", "batched reward", "evaluation",
                                  "session", "tool", "reward", "async reward", "evaluation", "stop"], strict=True)]  # fmt: skip
 
@@ -215,7 +257,9 @@ def test_every_kind_has_a_law():
     assert set(MEDDLE) == set(all_kinds())
 
 
-@pytest.mark.parametrize("kind, door", cases(PAIRS, [pair for pair in REPRESENTATIVES if pair in PAIRS], unpack=True))
+@pytest.mark.parametrize(
+    "kind, door", cases(PAIRS, [pair for pair in REPRESENTATIVES if pair in PAIRS], unpack=True)
+)
 def test_a_change_of_shared_state_is_put_back_and_named_once(kind, door, same, capfd, as_before):
     """The run has the weights, the rows and the replies that it has without it."""
     x = with_door(plain(), door, lambda *given: MEDDLE[kind]())
@@ -240,7 +284,11 @@ def test_a_change_that_holds_over_a_wait_is_put_back_while_others_run(same, capf
         return True
 
     trained(plain()._replace(environment=Environment(stop=stop)), steps=1)
-    assert seen and all(seen) and capfd.readouterr().err.count("changed torch's grad mode from on to off") == 1
+    assert (
+        seen
+        and all(seen)
+        and capfd.readouterr().err.count("changed torch's grad mode from on to off") == 1
+    )
 
 
 def test_what_cannot_be_put_back_ends_the_run_with_the_name_of_the_function(as_before):
@@ -259,7 +307,9 @@ def test_what_cannot_be_put_back_ends_the_run_with_the_name_of_the_function(as_b
         entered.__exit__(None, None, None)
 
 
-def test_a_function_that_was_given_up_in_its_thread_is_named_when_its_stretch_is_over(as_before, capfd):
+def test_a_function_that_was_given_up_in_its_thread_is_named_when_its_stretch_is_over(
+    as_before, capfd
+):
     """What runs beside it may still need what it has set; the run after it may not."""
     changed, go_on = threading.Event(), threading.Event()
 
@@ -307,7 +357,10 @@ def test_ctrl_c_is_heard_after_a_reward_has_taken_its_handler(as_before, capfd):
 def test_a_look_costs_little():
     """In reads of state, not in time: one for each kind, and as many again as have changed."""
     reads = []
-    kinds = {name: kind._replace(read=lambda kind=kind: reads.append(1) or kind.read()) for name, kind in all_kinds().items()}
+    kinds = {
+        name: kind._replace(read=lambda kind=kind: reads.append(1) or kind.read())
+        for name, kind in all_kinds().items()
+    }
     before = read_state(kinds)
     assert put_back(before, kinds) == [] and len(reads) == 2 * len(kinds)
 
@@ -322,8 +375,15 @@ RUN = [
     "evaluation.reward.terms.numeric.fn._target_=meddling_parts.right", "algorithm.advantage._target_=meddling_parts.advantage",
     "callbacks.checkpoint.every=1", "logger=tensorboard", "optimizer.lr=1e-3",
 ]  # fmt: skip
-PLACES = {name: ["environment=single_turn", f"environment._target_=meddling_parts.{name}"] for name in ("turns", "game")}
-PLACES["tools"] = ["environment=tool_use", "environment._target_=meddling_parts.tools", "environment.max_turns=2"]
+PLACES = {
+    name: ["environment=single_turn", f"environment._target_=meddling_parts.{name}"]
+    for name in ("turns", "game")
+}
+PLACES["tools"] = [
+    "environment=tool_use",
+    "environment._target_=meddling_parts.tools",
+    "environment.max_turns=2",
+]
 MODES = {
     "none": [], "lag": ["asynchrony=lag", "asynchrony.staleness=1"],
     "overlap": ["asynchrony=overlap", "asynchrony.staleness=1", "asynchrony.sampler.threads=1"],
@@ -344,10 +404,14 @@ def ran(place, mode, folder, forked, away=None):
     def call(_):
         from rlkit.commands.cli import main
 
-        assert main([*words, "trainer.max_time=1e-9"]) == 0  # it ends out of time, after its first step
+        assert (
+            main([*words, "trainer.max_time=1e-9"]) == 0
+        )  # it ends out of time, after its first step
         assert main([*words, "resume=auto"]) == 0
         (run,) = Path("outputs/grpo").iterdir()
-        return main(["evaluate", f"run={run}", "evaluation.samples=1", "evaluation.k=[1]", "trust=true"])
+        return main(
+            ["evaluate", f"run={run}", "evaluation.samples=1", "evaluation.k=[1]", "trust=true"]
+        )
 
     folder.mkdir()
     (folder / "outputs").mkdir()
@@ -368,9 +432,18 @@ def content(path):
         return torch.load(path, weights_only=True)["state_dict"]
     if path.name == "metrics.jsonl":
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return [{k: v for k, v in row.items() if not (k.startswith("perf/") or k.endswith("_s") or "seconds" in k)} for row in rows]
+        return [
+            {
+                k: v
+                for k, v in row.items()
+                if not (k.startswith("perf/") or k.endswith("_s") or "seconds" in k)
+            }
+            for row in rows
+        ]
     if path.suffix == ".gz":
-        return re.sub(rb'"seconds": [-.e\d]+', b"", b"".join(gzip.decompress(path.read_bytes()).splitlines()))
+        return re.sub(
+            rb'"seconds": [-.e\d]+', b"", b"".join(gzip.decompress(path.read_bytes()).splitlines())
+        )
     if path.name == "overrides.yaml" or path.suffix == ".safetensors":
         return path.read_bytes()
     return None
@@ -378,7 +451,9 @@ def content(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place, mode", [*itertools.product(PLACES, MODES)])
-def test_a_run_whose_functions_change_the_folder_writes_what_its_twin_writes(place, mode, tmp_path, forked, same):
+def test_a_run_whose_functions_change_the_folder_writes_what_its_twin_writes(
+    place, mode, tmp_path, forked, same
+):
     """Rewards, tools, environments, their `step` and an advantage go elsewhere, to folders that are gone: nothing is written there."""
     away = tmp_path / "away"
     away.mkdir()
@@ -388,7 +463,10 @@ def test_a_run_whose_functions_change_the_folder_writes_what_its_twin_writes(pla
     for name, path in found.items():
         assert same(content(path), content(twin[name])), name
     said = (tmp_path / "own.log").read_text()
-    assert "meddling_parts.score (" in said and "importing meddling_parts changed the working directory" in said
+    assert (
+        "meddling_parts.score (" in said
+        and "importing meddling_parts changed the working directory" in said
+    )
     assert said.count("meddling_parts.score (") == 1 and "Traceback" not in said
 
 
@@ -400,12 +478,22 @@ def test_a_run_from_python_stays_in_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv(meddling_parts.AWAY, str(away))
     environment = meddling_parts.turns()
     os.chdir(tmp_path)  # `turns` was called here, by the test
-    shipped = [text for text in RUN if "meddling" not in text and not text.startswith(("evaluation", "reward", "logger"))]
-    parts = {"reward": meddling_parts.score, "environment": environment, "algorithm__advantage": meddling_parts.advantage}
+    shipped = [
+        text
+        for text in RUN
+        if "meddling" not in text and not text.startswith(("evaluation", "reward", "logger"))
+    ]
+    parts = {
+        "reward": meddling_parts.score,
+        "environment": environment,
+        "algorithm__advantage": meddling_parts.advantage,
+    }
     x = rlkit.experiment(*shipped, "evaluation.n=0", "logger=none", **parts)
     run = rlkit.train(x, "mine")
     assert run.folder == tmp_path / "mine" and list(away.iterdir()) == [] and Path.cwd() == tmp_path
-    assert {"metrics.jsonl", "summary.json", "checkpoints", "rollouts", "config.yaml"} <= {path.name for path in run.folder.iterdir()}
+    assert {"metrics.jsonl", "summary.json", "checkpoints", "rollouts", "config.yaml"} <= {
+        path.name for path in run.folder.iterdir()
+    }
     assert [path.name for path in tmp_path.iterdir()] in (["away", "mine"], ["mine", "away"])
 
 
@@ -444,13 +532,24 @@ ROW_DOORS = ["reward", "async reward", "batched reward", "reward in a thread", "
              "tool", "bounded tool", "executor", "advantage", "evaluation"]  # fmt: skip
 
 
-@pytest.mark.parametrize("door", cases(ROW_DOORS, ["batched reward", "session", "executor", "advantage"]))
+@pytest.mark.parametrize(
+    "door", cases(ROW_DOORS, ["batched reward", "session", "executor", "advantage"])
+)
 def test_a_function_that_changes_its_rows_changes_no_step(door, same):
     """Weights, replies, rows and the tasks themselves are those of a twin that changes nothing."""
 
     def run(meddle):
-        rich = {"list": [1, [2]], "set": {1}, "mark": Mark(), "nested": {"deep": [{"a": 1}]}, "tuple": (1, {"b": [2]}, 3)}
-        tasks = [task._replace(metadata={**task.metadata, **copied(rich)}) for task in load_tasks(plain()).train]
+        rich = {
+            "list": [1, [2]],
+            "set": {1},
+            "mark": Mark(),
+            "nested": {"deep": [{"a": 1}]},
+            "tuple": (1, {"b": [2]}, 3),
+        }
+        tasks = [
+            task._replace(metadata={**task.metadata, **copied(rich)})
+            for task in load_tasks(plain()).train
+        ]
         return trained(with_door(plain(), door, meddle), tasks=tasks)
 
     wanted, found = run(lambda *given: None), run(ruin)
@@ -493,7 +592,9 @@ def wrapped(rollout):
 
 
 def scoring_with(fn, **fields):
-    return lambda x: x._replace(reward=Reward("mine", {"mine": Term(1.0, fn, **fields), "even": Term(1.0, even)}))
+    return lambda x: x._replace(
+        reward=Reward("mine", {"mine": Term(1.0, fn, **fields), "even": Term(1.0, even)})
+    )
 
 
 def playing(environment):
@@ -502,7 +603,9 @@ def playing(environment):
 
 def in_a_phase(x):
     later = Phase(x.algorithm, until=1, reward=Reward("mine", {"mine": Term(1.0, counted)}))
-    return x._replace(schedule=x.schedule._replace(phases={"first": Phase(x.algorithm, until=1), "then": later}))
+    return x._replace(
+        schedule=x.schedule._replace(phases={"first": Phase(x.algorithm, until=1), "then": later})
+    )
 
 
 STATEFUL = {
@@ -525,6 +628,13 @@ def test_a_function_that_keeps_state_is_refused_in_a_second_process(place):
     x = STATEFUL[place](plain())
     overlap = x._replace(asynchrony=x.asynchrony._replace(mode="overlap", staleness=1))
     (said,) = _stateful(overlap)
-    assert f"({__file__}:" in said and said.endswith("choose asynchrony=lag") and said in run_problems(overlap)
-    assert not any("@stateful" in problem for problem in run_problems(x._replace(asynchrony=overlap.asynchrony._replace(mode="lag"))))
+    assert (
+        f"({__file__}:" in said
+        and said.endswith("choose asynchrony=lag")
+        and said in run_problems(overlap)
+    )
+    assert not any(
+        "@stateful" in problem
+        for problem in run_problems(x._replace(asynchrony=overlap.asynchrony._replace(mode="lag")))
+    )
     assert _stateful(plain()._replace(asynchrony=overlap.asynchrony)) == []

@@ -18,7 +18,14 @@ from rlkit.training import update
 from rlkit.training.learner import Learner
 from rlkit.types import Rollout, Step, Task, declarations, vanishes
 
-SMALL = ["trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "evaluation.n=0", "logger=none", "seed=3"]
+SMALL = [
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "trainer.steps=3",
+    "evaluation.n=0",
+    "logger=none",
+    "seed=3",
+]
 SIZES = [3, 20, 9, 14, 5, 17, 2, 11]
 
 
@@ -28,9 +35,24 @@ def rollouts_of(rewards: list[float]) -> list[Rollout]:
     prompts = [tuple(draw.randrange(5, 300) for _ in range(6 + i)) for i in range(4)]
     out = []
     for i, (size, reward) in enumerate(zip(SIZES, rewards, strict=True)):
-        step = Step((), prompts[i // 2], tuple(draw.randrange(5, 300) for _ in range(size)), (-5.0,) * size, "stop")
+        step = Step(
+            (),
+            prompts[i // 2],
+            tuple(draw.randrange(5, 300) for _ in range(size)),
+            (-5.0,) * size,
+            "stop",
+        )
         terms = {"numeric": reward}
-        out.append(Rollout(Task(str(i // 2), ()), (step,), group=i // 2, sample=i % 2, reward=reward, rewards=terms))
+        out.append(
+            Rollout(
+                Task(str(i // 2), ()),
+                (step,),
+                group=i // 2,
+                sample=i % 2,
+                reward=reward,
+                rewards=terms,
+            )
+        )
     return out
 
 
@@ -57,7 +79,9 @@ def loaded(x):
     return x.model(device="cpu")
 
 
-def gradients(learner: Learner, rollouts: list[Rollout], monkeypatch, *, skips: bool) -> list[torch.Tensor | None]:
+def gradients(
+    learner: Learner, rollouts: list[Rollout], monkeypatch, *, skips: bool
+) -> list[torch.Tensor | None]:
     """The policy's gradient in each update of a step, None where the update was skipped."""
     found: list[torch.Tensor | None] = []
     whole = update.one_update
@@ -80,14 +104,30 @@ def gradients(learner: Learner, rollouts: list[Rollout], monkeypatch, *, skips: 
 
 # --------------------------------------------------------------------------------------------------- the declarations
 
-LOSSES = POLICY_LOSSES | {"kl_cov free": functools.partial(f.kl_cov, coef=0), "dppo free": functools.partial(f.dppo, penalty=0.0)}
-CONSTANT = {"cispo", "clipped", "clipped dual", "clipped delta", "gmpo", "reinforce", "sapo", "vespo", "kl_cov free", "dppo free"}
+LOSSES = POLICY_LOSSES | {
+    "kl_cov free": functools.partial(f.kl_cov, coef=0),
+    "dppo free": functools.partial(f.dppo, penalty=0.0),
+}
+CONSTANT = {
+    "cispo",
+    "clipped",
+    "clipped dual",
+    "clipped delta",
+    "gmpo",
+    "reinforce",
+    "sapo",
+    "vespo",
+    "kl_cov free",
+    "dppo free",
+}
 
 
 def of_loss(loss, advantages: torch.Tensor) -> torch.Tensor:
     """d Σ loss / d log π of six tokens, of which the policy has moved away from old and sampler."""
     draw = torch.Generator().manual_seed(0)
-    old, sampler, new = (-3 * torch.rand(2, 3, generator=draw, dtype=torch.float64) for _ in range(3))
+    old, sampler, new = (
+        -3 * torch.rand(2, 3, generator=draw, dtype=torch.float64) for _ in range(3)
+    )
     new.requires_grad_()
     mask = torch.ones(2, 3, dtype=torch.bool)
     given = {
@@ -137,14 +177,30 @@ def test_a_wrapper_declares_for_itself():
     assert declarations(mine, "vanishes") is None
     assert declarations(vanishes("without_advantages", clip_low=0.1)(mine), "vanishes") == set()
     assert declarations(functools.partial(mine, clip_low=0.1), "vanishes") == {"without_advantages"}
-    assert declarations(functools.partial(f.clipped, clip_low=0.1), "vanishes") == {"without_advantages"}
-    with pytest.raises(ValueError, match="there is no such word; there are: without_advantages, at_reference"):
+    assert declarations(functools.partial(f.clipped, clip_low=0.1), "vanishes") == {
+        "without_advantages"
+    }
+    with pytest.raises(
+        ValueError, match="there is no such word; there are: without_advantages, at_reference"
+    ):
         vanishes("without_advantage")
 
 
 # ------------------------------------------------------------------------------------------- skipping changes no gradient
 
-LOSS_OPTIONS = ["clipped", "clip_higher", "clip_sequence", "cispo", "dppo", "dual_clip", "gmpo", "kl_cov", "reinforce", "sapo", "vespo"]
+LOSS_OPTIONS = [
+    "clipped",
+    "clip_higher",
+    "clip_sequence",
+    "cispo",
+    "dppo",
+    "dual_clip",
+    "gmpo",
+    "kl_cov",
+    "reinforce",
+    "sapo",
+    "vespo",
+]
 TERMS = {
     "alone": ["kl=none"],
     "k3": ["kl=k3"],
@@ -158,20 +214,44 @@ TERMS = {
     "corrected": ["kl=k3", "algorithm/correction=token_truncate"],
     "by m2po": ["kl=none", "algorithm/correction=m2po"],
     "critic": ["kl=none", "algorithm/advantage=gae", "algorithm/critic=head"],
-    "critic on the trunk": ["kl=none", "algorithm/advantage=gae", "algorithm/critic=head", "algorithm.critic.trunk_gradient=true"],
+    "critic on the trunk": [
+        "kl=none",
+        "algorithm/advantage=gae",
+        "algorithm/critic=head",
+        "algorithm.critic.trunk_gradient=true",
+    ],
     "token filter": ["kl=none", "algorithm/token_filter=clip_cov"],
     "sampler as old": ["kl=none", "algorithm.old=sampler"],
 }
-SPLITS = {"1": ["algorithm.minibatches=1"], "4": ["algorithm.minibatches=4"], "2 × 2": ["algorithm.minibatches=2", "algorithm.epochs=2"]}
+SPLITS = {
+    "1": ["algorithm.minibatches=1"],
+    "4": ["algorithm.minibatches=4"],
+    "2 × 2": ["algorithm.minibatches=2", "algorithm.epochs=2"],
+}
 # A ratio to the sampler that would be corrected twice, and a loss that reads another old policy than the ratio's.
-REFUSED = {(loss, term) for loss in ("dppo", "vespo") for term in ("corrected", "by m2po")} | {("kl_cov", "sampler as old")}
+REFUSED = {(loss, term) for loss in ("dppo", "vespo") for term in ("corrected", "by m2po")} | {
+    ("kl_cov", "sampler as old")
+}
 # Every loss with every other term. The ways to split follow one another, and begin with another one for each loss.
 WAYS = list(SPLITS)
-TABLE = [(loss, term, WAYS[(i + j) % len(WAYS)]) for i, loss in enumerate(LOSS_OPTIONS) for j, term in enumerate(TERMS)]
-FAST = {("dppo", "alone"), ("kl_cov", "alone"), ("clipped", "k3"), ("sapo", "full"), ("clipped", "k1"), ("gmpo", "k2 weighted")}
+TABLE = [
+    (loss, term, WAYS[(i + j) % len(WAYS)])
+    for i, loss in enumerate(LOSS_OPTIONS)
+    for j, term in enumerate(TERMS)
+]
+FAST = {
+    ("dppo", "alone"),
+    ("kl_cov", "alone"),
+    ("clipped", "k3"),
+    ("sapo", "full"),
+    ("clipped", "k1"),
+    ("gmpo", "k2 weighted"),
+}
 
 
-@pytest.mark.parametrize(("loss", "term", "split"), cases(TABLE, lambda row: row[:2] in FAST, unpack=True))
+@pytest.mark.parametrize(
+    ("loss", "term", "split"), cases(TABLE, lambda row: row[:2] in FAST, unpack=True)
+)
 def test_skipping_changes_no_gradient(loss, term, split, monkeypatch):
     """Equal rewards in every group, then in all groups but one. What is skipped would have had a gradient of exactly 0."""
     words = ["algorithm=grpo", f"algorithm/policy_loss={loss}", *TERMS[term], *SPLITS[split]]
@@ -188,35 +268,56 @@ def test_skipping_changes_no_gradient(loss, term, split, monkeypatch):
             assert not whole.any() if kept is None else torch.equal(whole, kept)
 
 
-def penalised(ratio: torch.Tensor, advantages: torch.Tensor, logprobs_sampler: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def penalised(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    logprobs_sampler: torch.Tensor,
+    logprobs: torch.Tensor,
+) -> torch.Tensor:
     return -ratio * advantages + 0.01 * (logprobs - logprobs_sampler).square()
 
 
 def test_the_loss_of_a_user_is_skipped_only_if_it_declares_so(monkeypatch):
     """With the declaration a term of its own is lost; that is what a declaration means, and no default."""
     words = ["algorithm=grpo", "kl=none", "reference=none"]
-    assert all(g is not None and g.any() for g in gradients(learner_of(*words, loss=penalised), EQUAL, monkeypatch, skips=True))
+    assert all(
+        g is not None and g.any()
+        for g in gradients(learner_of(*words, loss=penalised), EQUAL, monkeypatch, skips=True)
+    )
 
     @vanishes("without_advantages")
     def declared(ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         return -ratio * advantages
 
-    assert gradients(learner_of(*words, loss=declared), EQUAL, monkeypatch, skips=True) == [None, None]
+    assert gradients(learner_of(*words, loss=declared), EQUAL, monkeypatch, skips=True) == [
+        None,
+        None,
+    ]
 
 
 def test_a_declaration_that_does_not_hold_is_refused_before_the_run():
     x = experiment_of("algorithm=grpo")
     dry_run(x)
     loss = x._replace(algorithm=x.algorithm._replace(policy_loss=claimed))
-    with pytest.raises(ConfigError, match=r'^algorithm.policy_loss \(.*claimed\): declares @vanishes\("without_advantages"\)'):
+    with pytest.raises(
+        ConfigError,
+        match=r'^algorithm.policy_loss \(.*claimed\): declares @vanishes\("without_advantages"\)',
+    ):
         dry_run(loss)
     estimator = x._replace(kl=x.kl._replace(estimator=functools.partial(noisy)))
-    with pytest.raises(ConfigError, match=r'^kl.estimator \(.*noisy\): declares @vanishes\("at_reference"\)'):
+    with pytest.raises(
+        ConfigError, match=r'^kl.estimator \(.*noisy\): declares @vanishes\("at_reference"\)'
+    ):
         dry_run(estimator)
 
 
 @vanishes("without_advantages")
-def claimed(ratio: torch.Tensor, advantages: torch.Tensor, logprobs_sampler: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def claimed(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    logprobs_sampler: torch.Tensor,
+    logprobs: torch.Tensor,
+) -> torch.Tensor:
     """Wrongly: it has a penalty."""
     return penalised(ratio, advantages, logprobs_sampler, logprobs)
 
@@ -230,24 +331,44 @@ def noisy(logprobs: torch.Tensor, logprobs_ref: torch.Tensor) -> torch.Tensor:
 def test_which_minibatch_pays_a_penalty_is_not_drawn(monkeypatch):
     """dppo: one group has a signal. Every minibatch pays the penalty, and not only the one into which that group was shuffled."""
     for seed in range(3):
-        words = ["algorithm=grpo", "algorithm/policy_loss=dppo", "kl=none", "algorithm.minibatches=4", f"seed={seed}"]
+        words = [
+            "algorithm=grpo",
+            "algorithm/policy_loss=dppo",
+            "kl=none",
+            "algorithm.minibatches=4",
+            f"seed={seed}",
+        ]
         assert None not in gradients(learner_of(*words), ONE_DIFFERS, monkeypatch, skips=True)
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_value_loss_that_trains_the_trunk_is_a_term_of_the_loss(trained):
     """The policy's optimiser steps for it. It did not where no advantage differed from 0."""
-    words = ["algorithm=ppo", "kl=none", "reference=none", f"algorithm.critic.trunk_gradient={str(trained).lower()}"]
+    words = [
+        "algorithm=ppo",
+        "kl=none",
+        "reference=none",
+        f"algorithm.critic.trunk_gradient={str(trained).lower()}",
+    ]
     learner = learner_of(*words)
     learner.begin()
     batch = learner.prepared(EQUAL)
-    assert update.has_signal(learner, batch._replace(advantages=torch.zeros_like(batch.advantages))) == trained
+    assert (
+        update.has_signal(learner, batch._replace(advantages=torch.zeros_like(batch.advantages)))
+        == trained
+    )
 
 
 def test_an_update_without_a_trained_token_is_skipped(monkeypatch):
     """Whatever the loss is: it is a sum over no token."""
     cut = [r._replace(status="truncated", truncation="length") for r in EQUAL]
-    words = ["algorithm=grpo", "algorithm/policy_loss=dppo", "kl=k1", "algorithm.entropy_coef=0.1", "algorithm/overlong=mask"]
+    words = [
+        "algorithm=grpo",
+        "algorithm/policy_loss=dppo",
+        "kl=k1",
+        "algorithm.entropy_coef=0.1",
+        "algorithm/overlong=mask",
+    ]
     assert gradients(learner_of(*words), cut, monkeypatch, skips=True) == [None, None]
 
 
@@ -261,7 +382,10 @@ KEPT = {
     "a model of its own": ["kl=k3", "reference.path=tiny"],
 }
 SKIPPED = {
-    **{name: [f"kl={name}"] for name in ("k2", "k3", "k3_straight_through", "truncated", "confident", "full")},
+    **{
+        name: [f"kl={name}"]
+        for name in ("k2", "k3", "k3_straight_through", "truncated", "confident", "full")
+    },
     "once": ["kl=k3", "algorithm.minibatches=1"],
     "weighted": ["kl=k3", "kl.importance_weight=true"],
     "adapters": ["kl=k3", "model.lora.rank=4"],
@@ -274,7 +398,9 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("name", cases([*KEPT, *SKIPPED], ["k1", "entropy", "k3", "full", "once", "adapters", "ema"]))
+@pytest.mark.parametrize(
+    "name", cases([*KEPT, *SKIPPED], ["k1", "entropy", "k3", "full", "once", "adapters", "ema"])
+)
 def test_the_first_step_without_signal_is_skipped_at_the_reference(name):
     """Neither weights nor moments move, and the KL is 0 in the row. After an update the KL pulls, and no step is skipped."""
     words = (KEPT | SKIPPED)[name]
@@ -284,13 +410,22 @@ def test_the_first_step_without_signal_is_skipped_at_the_reference(name):
     if name in KEPT:
         assert row["optim/updates"] == 2 and not row["optim/skipped_no_signal"]
         return
-    assert row["optim/updates"] == 0 and row["optim/skipped_no_signal"] == learner.x.algorithm.epochs * learner.x.algorithm.minibatches
+    assert (
+        row["optim/updates"] == 0
+        and row["optim/skipped_no_signal"]
+        == learner.x.algorithm.epochs * learner.x.algorithm.minibatches
+    )
     assert row["kl/ref"] == row["kl/ref_k3"] == 0
     if name != "once":
         assert row["policy/entropy"] > 0  # the pass before the updates knows it
-    assert row["kl/step"] < 1e-11  # k3 of float32 log-probs from micro-batches of another shape: half the square of 1e-6
+    assert (
+        row["kl/step"] < 1e-11
+    )  # k3 of float32 log-probs from micro-batches of another shape: half the square of 1e-6
     after = learner.model.state_dict()
-    assert all(torch.equal(value, after[key]) for key, value in before.items()) and not learner.optimizers[0].state
+    assert (
+        all(torch.equal(value, after[key]) for key, value in before.items())
+        and not learner.optimizers[0].state
+    )
     assert learner.step(EQUAL)["optim/updates"] == 0  # still at the reference
     assert learner.step(ONE_DIFFERS)["optim/updates"] > 0
     assert learner.step(EQUAL)["optim/skipped_no_signal"] == 0
@@ -305,16 +440,30 @@ def test_weights_that_somebody_else_moved_are_not_the_reference():
 
 
 def test_a_phase_with_a_reference_of_its_own_starts_at_it():
-    words = [*SMALL, "schedule=grpo_to_pairwise", "optimizer.lr=1e-3", "schedule.phases.explore.until=1"]
-    words += [f"+{group}@schedule.phases.prefer.{group}={option}" for group, option in (("kl", "k3"), ("reference", "frozen"))]
+    words = [
+        *SMALL,
+        "schedule=grpo_to_pairwise",
+        "optimizer.lr=1e-3",
+        "schedule.phases.explore.until=1",
+    ]
+    words += [
+        f"+{group}@schedule.phases.prefer.{group}={option}"
+        for group, option in (("kl", "k3"), ("reference", "frozen"))
+    ]
     x = experiment(compose(words))
     learner = Learner(x, loaded(x), exact=True)
     assert learner.step(ONE_DIFFERS)["optim/updates"] > 0
     row = learner.step(EQUAL)
-    assert row["schedule/phase"] == 1 and row["optim/updates"] == 0 and row["optim/skipped_no_signal"] > 0
+    assert (
+        row["schedule/phase"] == 1
+        and row["optim/updates"] == 0
+        and row["optim/skipped_no_signal"] > 0
+    )
 
 
-@pytest.mark.parametrize("words", [["kl=k3"], ["kl=k3", "model.lora.rank=4"]], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "words", [["kl=k3"], ["kl=k3", "model.lora.rank=4"]], ids=["all weights", "adapters"]
+)
 def test_a_resumed_learner_skips_what_the_other_skips(words):
     whole = learner_of("algorithm=grpo", *words, lr=1e-3)
     whole.step(EQUAL)

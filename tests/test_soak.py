@@ -24,7 +24,8 @@ def grown(**by: float) -> list[dict]:
     """1,000 steps in which something grew evenly by a share."""
     flat = {"rss": 400.0, "handles": 40.0, "children": 2.0, "yardstick": 0.01}
     return [
-        {"step": i, "seconds": i + by.get("seconds", 0) * i * i / 1000} | {k: v * (1 + by.get(k, 0) * i / 1000) for k, v in flat.items()}
+        {"step": i, "seconds": i + by.get("seconds", 0) * i * i / 1000}
+        | {k: v * (1 + by.get(k, 0) * i / 1000) for k, v in flat.items()}
         for i in range(1, 1001)
     ]
 
@@ -37,7 +38,9 @@ def test_what_grows_is_found(soak, what):
 
 
 def test_a_machine_that_slows_down_slows_no_run(soak):
-    assert soak.broken(grown(seconds=0.3, yardstick=0.6), settled=300, timed=True) == []  # a sum of seconds grows by twice the share
+    assert (
+        soak.broken(grown(seconds=0.3, yardstick=0.6), settled=300, timed=True) == []
+    )  # a sum of seconds grows by twice the share
 
 
 @pytest.mark.slow

@@ -32,7 +32,15 @@ from rlkit.training import streams
 from rlkit.training.callbacks.pathologies import length_inflation
 from rlkit.training.learner import Host, Learner
 from rlkit.training.selfcheck import check_teacher
-from rlkit.training.teachers import answer, context_teacher, demonstration, ema_teacher, path_teacher, sibling, with_hint
+from rlkit.training.teachers import (
+    answer,
+    context_teacher,
+    demonstration,
+    ema_teacher,
+    path_teacher,
+    sibling,
+    with_hint,
+)
 from rlkit.types import Rollout, Task
 
 COMMON = [
@@ -55,14 +63,28 @@ def played(tiny):
     """The experiment, and rollouts of its first step with rewards that differ."""
     x = experiment(compose(["task=arithmetic", *COMMON]))
     tasks = x.task(split="train")[:2]
-    found = collect(tiny, tasks, environment=x.environment, engine=x.generation.engine, group_size=3, seed=1, **x.generation.params)
-    rewarded = [r._replace(reward=float(i % 2), rewards={"task": float(i % 2)}) for i, r in enumerate(found)]
-    return x, [r._replace(status="truncated" if i == 1 else "terminated") for i, r in enumerate(rewarded)]
+    found = collect(
+        tiny,
+        tasks,
+        environment=x.environment,
+        engine=x.generation.engine,
+        group_size=3,
+        seed=1,
+        **x.generation.params,
+    )
+    rewarded = [
+        r._replace(reward=float(i % 2), rewards={"task": float(i % 2)}) for i, r in enumerate(found)
+    ]
+    return x, [
+        r._replace(status="truncated" if i == 1 else "terminated") for i, r in enumerate(rewarded)
+    ]
 
 
 def gradients(x, rollouts, policy, *, micro=1 << 14, of=None, **own):
     """The gradient of one update, flattened, and the step's metrics."""
-    x = x._replace(algorithm=x.algorithm._replace(streams=own), teacher=of or context_teacher(show="answer"))
+    x = x._replace(
+        algorithm=x.algorithm._replace(streams=own), teacher=of or context_teacher(show="answer")
+    )
     x = x._replace(trainer=x.trainer._replace(micro_batch_tokens=micro))
     policy, seen = policy._replace(model=copy.deepcopy(policy.model).double()), []
     learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
@@ -103,7 +125,9 @@ def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, fo
     def compute(rank):
         store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        found = {name: gradients(x, mixed, tiny, micro=200, **given)[0] for name, given in own.items()}
+        found = {
+            name: gradients(x, mixed, tiny, micro=200, **given)[0] for name, given in own.items()
+        }
         torch.save(found, tmp_path / f"{rank}.pt")
 
     children = [forked(rank, tmp_path / f"{rank}.log", call=compute) for rank in range(2)]
@@ -113,7 +137,9 @@ def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, fo
     for name, given in own.items():
         alone, _ = gradients(x, mixed, tiny, **given)
         assert alone.norm() > 0 and torch.equal(one[name], two[name])
-        assert (one[name] - alone).norm() < 1e-5 * alone.norm()  # norms and rotations of the model are in float32
+        assert (
+            one[name] - alone
+        ).norm() < 1e-5 * alone.norm()  # norms and rotations of the model are in float32
     for teacher, both in (("teacher", "both"), ("part", "both_part")):
         assert (one[both] - one["reward"] - one[teacher]).norm() < 1e-6 * one[both].norm()
 
@@ -133,7 +159,9 @@ def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny
         for prompt in (list(step.prompt_ids), asked):
             ids = torch.tensor([prompt + list(step.response_ids)])
             with torch.no_grad():
-                rows.append(tiny.model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1))
+                rows.append(
+                    tiny.model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+                )
         found.append((rows[0].exp() * (rows[0] - rows[1])).sum(-1))
     wanted = torch.cat(found)
     assert metrics["streams/teacher"] == pytest.approx(float(wanted.mean()), rel=1e-4)
@@ -143,12 +171,21 @@ def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny
 def test_a_sampled_teacher_is_weighed_by_policy_over_sampler_whatever_old_is(old, played, tiny):
     """Sampled 0.3 nats less likely than the trainer has it, every token counts e^0.3 as much; with old=trainer the correction would."""
     x, rollouts = played
-    away = [r._replace(steps=tuple(s._replace(logprobs=tuple(p - 0.3 for p in s.logprobs)) for s in r.steps)) for r in rollouts]
+    away = [
+        r._replace(
+            steps=tuple(s._replace(logprobs=tuple(p - 0.3 for p in s.logprobs)) for s in r.steps)
+        )
+        for r in rollouts
+    ]
     x = x._replace(algorithm=x.algorithm._replace(correction=no_correction))
     sampled = Stream(1.0, "sampled", loss=sampled_divergence)
     plain, measured = gradients(x, away, tiny, teacher=sampled)
-    moved, weighed = gradients(x._replace(algorithm=x.algorithm._replace(old=old)), away, tiny, teacher=sampled)
-    assert weighed["streams/teacher"] == pytest.approx(math.exp(0.3) * measured["streams/teacher"], rel=1e-4)
+    moved, weighed = gradients(
+        x._replace(algorithm=x.algorithm._replace(old=old)), away, tiny, teacher=sampled
+    )
+    assert weighed["streams/teacher"] == pytest.approx(
+        math.exp(0.3) * measured["streams/teacher"], rel=1e-4
+    )
     assert (moved - math.exp(0.3) * plain).norm() < 1e-4 * plain.norm()
 
 
@@ -157,17 +194,28 @@ def test_one_part_of_a_mixture_by_its_reward_and_another_by_its_teacher(played, 
     x, rollouts = played
     x = x._replace(algorithm=x.algorithm._replace(correction=no_correction))
     mixed = [r._replace(task=r.task._replace(part="ab"[r.group])) for r in rollouts]
-    both, _ = gradients(x, mixed, tiny, reward=Stream(parts=["a"]), teacher=KL._replace(parts=["b"]))
+    both, _ = gradients(
+        x, mixed, tiny, reward=Stream(parts=["a"]), teacher=KL._replace(parts=["b"])
+    )
     reward, _ = gradients(x, [r for r in mixed if r.task.part == "a"], tiny)
-    teacher, _ = gradients(x, [r._replace(group=0) for r in mixed if r.task.part == "b"], tiny, teacher=KL)
-    assert reward.norm() > 0 < teacher.norm() and (both - reward - teacher).norm() < 1e-6 * both.norm()
+    teacher, _ = gradients(
+        x, [r._replace(group=0) for r in mixed if r.task.part == "b"], tiny, teacher=KL
+    )
+    assert (
+        reward.norm() > 0 < teacher.norm() and (both - reward - teacher).norm() < 1e-6 * both.norm()
+    )
 
 
 def test_a_teacher_that_is_the_policy_teaches_nothing(played, tiny):
     x, rollouts = played
-    x = x._replace(algorithm=x.algorithm._replace(streams={"teacher": KL}), teacher=context_teacher(show="answer")._replace(show=None))
+    x = x._replace(
+        algorithm=x.algorithm._replace(streams={"teacher": KL}),
+        teacher=context_teacher(show="answer")._replace(show=None),
+    )
     policy = tiny._replace(model=copy.deepcopy(tiny.model).double())
-    metrics = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None)).step(rollouts)
+    metrics = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None)).step(
+        rollouts
+    )
     assert metrics["streams/teacher"] == 0 and metrics["optim/grad_norm"] == 0
 
 
@@ -175,16 +223,30 @@ def kl(a, b):
     return (a * (a / b).log()).sum(-1)
 
 
-DIVERGENCES = {"sdft": lambda q, p: kl(p, q), **dict.fromkeys(("sdpo", "opsd"), lambda q, p: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2)}
+DIVERGENCES = {
+    "sdft": lambda q, p: kl(p, q),
+    **dict.fromkeys(("sdpo", "opsd"), lambda q, p: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2),
+}
 SHOWS = {"sdft": demonstration, "sdpo": sibling, "opsd": answer}
 
 
 @pytest.mark.parametrize("name", cases((*SHOWS, "echo", "rl_sft"), ("sdpo",)))
-def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocabulary(name, played, tiny):
+def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocabulary(
+    name, played, tiny
+):
     """A model that is float64 throughout, row by row through its own forward: every token's distributions, enumerated."""
     _, rollouts = played
     with rng.drawn_from(1):
-        config = GPT2Config(vocab_size=768, n_embd=8, n_layer=1, n_head=2, n_positions=512, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        config = GPT2Config(
+            vocab_size=768,
+            n_embd=8,
+            n_layer=1,
+            n_head=2,
+            n_positions=512,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
         model = GPT2LMHeadModel(config).double().eval()
         for weight in model.parameters():
             weight.data.mul_(8)  # far from uniform
@@ -192,15 +254,27 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
     shown = ["teacher=context"] if name in SHOWS else []
     x = experiment(compose(["task=arithmetic", *COMMON, f"algorithm={name}", *shown]))
     talk = ({"role": "user", "content": "Add."}, {"role": "assistant", "content": "It is 42."})
-    rollouts = [r._replace(task=r.task._replace(metadata={**r.task.metadata, "messages": talk})) for r in rollouts]
+    rollouts = [
+        r._replace(task=r.task._replace(metadata={**r.task.metadata, "messages": talk}))
+        for r in rollouts
+    ]
     if name == "echo":
         steps = demonstrated(tiny, TALK)
         steps = tuple(s._replace(logprobs=(-1.0,) * len(s.response_ids)) for s in steps)
-        rollouts = [Rollout(Task("row/0", TALK[:1]), steps, reward=1.0, rewards={"task": 1.0}, group=0, sample=i) for i in range(2)]
+        rollouts = [
+            Rollout(
+                Task("row/0", TALK[:1]), steps, reward=1.0, rewards={"task": 1.0}, group=0, sample=i
+            )
+            for i in range(2)
+        ]
         x = x._replace(batch=x.batch._replace(prompts=1, group_size=2))
     if name == "rl_sft":
-        rollouts = [r._replace(reward=1.0, rewards={"task": 1.0}) for r in rollouts]  # equal: the reward teaches nothing
-    learner = Learner(x, tiny._replace(model=model), exact=True, host=Host(optimizer_step=lambda _: None))
+        rollouts = [
+            r._replace(reward=1.0, rewards={"task": 1.0}) for r in rollouts
+        ]  # equal: the reward teaches nothing
+    learner = Learner(
+        x, tiny._replace(model=model), exact=True, host=Host(optimizer_step=lambda _: None)
+    )
     learner.step(rollouts)
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -215,12 +289,23 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
                 continue
             schemas = opening(own.task, environment_of(x.environment, own.task)).schemas
             asked = encode_prompt(tiny.renderer, with_hint(step.prompt, said), schemas)
-            values.append(DIVERGENCES[name](read(step.prompt_ids, step.response_ids), read(asked, step.response_ids).detach()))
+            values.append(
+                DIVERGENCES[name](
+                    read(step.prompt_ids, step.response_ids),
+                    read(asked, step.response_ids).detach(),
+                )
+            )
         assert values
     elif name == "echo":
         batch, coef = learner.assembled(rollouts), 0.1
-        for row, mask in zip(batch.ids, streams.observed(batch, rollouts, tiny.renderer), strict=True):
-            values.append(-read(row[:1].tolist(), row[1:].tolist())[range(len(row) - 1), row[1:]].log()[mask[1:]])
+        for row, mask in zip(
+            batch.ids, streams.observed(batch, rollouts, tiny.renderer), strict=True
+        ):
+            values.append(
+                -read(row[:1].tolist(), row[1:].tolist())[range(len(row) - 1), row[1:]].log()[
+                    mask[1:]
+                ]
+            )
     else:
         coef = 0.1
         for own in demonstrations(tiny, [r.task for r in rollouts[::3]], x.environment):
@@ -228,25 +313,44 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
             values.append(-read(prompt, reply)[range(len(reply)), list(reply)].log())
     model.zero_grad()
     tokens = torch.cat(values)
-    (coef * tokens.sum() * float(torch.tensor(1.0) / len(tokens))).backward()  # the weight of a token is a number in float32
+    (
+        coef * tokens.sum() * float(torch.tensor(1.0) / len(tokens))
+    ).backward()  # the weight of a token is a number in float32
     wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert wanted.norm() > 1e-3 and (found - wanted).abs().max() < 1e-10 * max(1.0, float(wanted.abs().max()))
+    assert wanted.norm() > 1e-3 and (found - wanted).abs().max() < 1e-10 * max(
+        1.0, float(wanted.abs().max())
+    )
 
 
 def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
     x, _ = played
     steps = demonstrated(tiny, TALK)
-    rollouts = [Rollout(Task("row/0", TALK[:1]), steps, reward=1.0, rewards={"task": 1.0}, group=0, sample=i) for i in range(2)]
+    rollouts = [
+        Rollout(
+            Task("row/0", TALK[:1]), steps, reward=1.0, rewards={"task": 1.0}, group=0, sample=i
+        )
+        for i in range(2)
+    ]
     echo = {"reward": Stream(), "imitation": Stream(0.1, "observations")}
-    x = x._replace(algorithm=x.algorithm._replace(streams=echo), batch=x.batch._replace(prompts=1, group_size=2))
+    x = x._replace(
+        algorithm=x.algorithm._replace(streams=echo),
+        batch=x.batch._replace(prompts=1, group_size=2),
+    )
     policy = tiny._replace(model=copy.deepcopy(tiny.model))
     learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
     batch = learner.assembled(rollouts)
     mask = streams.observed(batch, rollouts, tiny.renderer)
-    texts = [tiny.renderer.tokenizer.decode(row[own]) for row, own in zip(batch.ids, mask, strict=True)]
+    texts = [
+        tiny.renderer.tokenizer.decode(row[own]) for row, own in zip(batch.ids, mask, strict=True)
+    ]
     assert texts == ["the sum is 42"] * 2 and not (mask & batch.response_mask).any()
-    zeros = [r._replace(steps=tuple(s._replace(logprobs=(-1.0,) * len(s.response_ids)) for s in r.steps)) for r in rollouts]
-    metrics = learner.step(zeros)  # all rewards are equal: the reward teaches nothing, the observations do
+    zeros = [
+        r._replace(steps=tuple(s._replace(logprobs=(-1.0,) * len(s.response_ids)) for s in r.steps))
+        for r in rollouts
+    ]
+    metrics = learner.step(
+        zeros
+    )  # all rewards are equal: the reward teaches nothing, the observations do
     assert metrics["streams/imitation"] > 0 and metrics["optim/grad_norm"] > 0
 
 
@@ -255,9 +359,23 @@ def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
     [
         (["algorithm=opd"], "teacher=none; choose teacher=path"),
         (["algorithm=opd", "teacher=path"], "teacher.path=FOLDER"),
-        (["algorithm=opd", "teacher=start", "algorithm.streams.teacher.coef=-1"], "algorithm.streams.teacher.coef=-1: must be at least 0"),
-        (["algorithm=echo", "algorithm.streams.imitation.mask=sampled"], "mask=sampled: must be observations or demonstrations"),
-        (["algorithm=opd", "teacher=start", "algorithm.max_refills=2", "algorithm/group_filter=mixed"], "algorithm.max_refills=2"),
+        (
+            ["algorithm=opd", "teacher=start", "algorithm.streams.teacher.coef=-1"],
+            "algorithm.streams.teacher.coef=-1: must be at least 0",
+        ),
+        (
+            ["algorithm=echo", "algorithm.streams.imitation.mask=sampled"],
+            "mask=sampled: must be observations or demonstrations",
+        ),
+        (
+            [
+                "algorithm=opd",
+                "teacher=start",
+                "algorithm.max_refills=2",
+                "algorithm/group_filter=mixed",
+            ],
+            "algorithm.max_refills=2",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(overrides, says):
@@ -270,7 +388,10 @@ def test_what_cannot_run_is_refused(overrides, says):
     [
         (["algorithm=rl_sft"], "holds no conversation"),
         (["algorithm=sdft", "teacher=context"], "no row holds a conversation"),
-        (["algorithm=mopd", "task=mixture", "teacher=path", "+teacher.paths.arithmetic=tiny"], "'guess_number' has no teacher"),
+        (
+            ["algorithm=mopd", "task=mixture", "teacher=path", "+teacher.paths.arithmetic=tiny"],
+            "'guess_number' has no teacher",
+        ),
     ],
 )
 def test_rows_that_do_not_hold_what_a_stream_reads_are_refused(overrides, says):
@@ -284,10 +405,17 @@ def reordered(policy, folder):
     tokenizer.save_pretrained(folder)
     spec = json.loads((folder / "tokenizer.json").read_text())
     plain = len(spec["model"]["vocab"])
-    order = torch.cat([torch.randperm(plain, generator=drawn), plain + torch.randperm(769 - plain, generator=drawn)]).tolist()
+    order = torch.cat(
+        [
+            torch.randperm(plain, generator=drawn),
+            plain + torch.randperm(769 - plain, generator=drawn),
+        ]
+    ).tolist()
     spec["model"]["vocab"] = {token: order[i] for token, i in spec["model"]["vocab"].items()}
     added = [*spec["added_tokens"], {**spec["added_tokens"][-1], "id": 768, "content": "<more>"}]
-    spec["added_tokens"] = sorted(({**token, "id": order[token["id"]]} for token in added), key=lambda token: token["id"])
+    spec["added_tokens"] = sorted(
+        ({**token, "id": order[token["id"]]} for token in added), key=lambda token: token["id"]
+    )
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     model = copy.deepcopy(policy.model)
     model.resize_token_embeddings(776, mean_resizing=False)
@@ -307,17 +435,27 @@ def test_a_teacher_whose_tokens_have_another_order_gives_the_same_gradients(play
     moved.model.save_pretrained(tmp_path / "plain")
     tiny.renderer.tokenizer.save_pretrained(tmp_path / "plain")
     reordered(moved, tmp_path / "other")
-    check_teacher(experiment(compose(["algorithm=opd", "teacher=path", f"teacher.path={tmp_path / 'other'}"])))
-    plain, other = (gradients(x, rollouts, tiny, of=path_teacher(path=str(tmp_path / name)), teacher=KL)[0] for name in ("plain", "other"))
+    check_teacher(
+        experiment(compose(["algorithm=opd", "teacher=path", f"teacher.path={tmp_path / 'other'}"]))
+    )
+    plain, other = (
+        gradients(x, rollouts, tiny, of=path_teacher(path=str(tmp_path / name)), teacher=KL)[0]
+        for name in ("plain", "other")
+    )
     assert plain.norm() > 0 and torch.equal(plain, other)
 
 
 def test_a_loop_is_told_from_prose_and_the_alarm_fires_on_it():
     words = random.Random(0)
-    prose = " ".join("".join(words.choices("etaoinshrdlu", k=words.randint(2, 9))) for _ in range(2500))
+    prose = " ".join(
+        "".join(words.choices("etaoinshrdlu", k=words.randint(2, 9))) for _ in range(2500)
+    )
     assert loops("wait, let me check. " * 600) and not loops(prose) and not loops("a" * 9_000)
     quiet = {"len/truncated_frac": 0.1, "len/loop_frac": 0.0, "streams/teacher": 0.2}
-    assert length_inflation(quiet) is None and length_inflation({"len/truncated_frac": 0.5, "len/loop_frac": 0.0}) is None
+    assert (
+        length_inflation(quiet) is None
+        and length_inflation({"len/truncated_frac": 0.5, "len/loop_frac": 0.0}) is None
+    )
     assert "repeat themselves" in str(length_inflation(quiet | {"len/loop_frac": 0.1}))
     assert "are cut" in str(length_inflation(quiet | {"len/truncated_frac": 0.3}))
 
@@ -326,7 +464,12 @@ PRESETS = {
     "opsd": ["teacher=context"],
     "opd": ["teacher=path", "teacher.path=tiny"],
     "gkd": ["teacher=ema"],
-    "mopd": ["task=mixture", "teacher=path", "+teacher.paths.arithmetic=tiny", "+teacher.paths.guess_number=tiny"],
+    "mopd": [
+        "task=mixture",
+        "teacher=path",
+        "+teacher.paths.arithmetic=tiny",
+        "+teacher.paths.guess_number=tiny",
+    ],
     "sdpo": ["teacher=context"],
     "echo": [],
     "sdft": ["teacher=context", "TALK"],
@@ -337,14 +480,32 @@ PRESETS = {
 @pytest.mark.parametrize("name", cases(PRESETS, ("opsd",)))
 def test_a_preset_takes_a_step(name, tmp_path):
     (tmp_path / "talk.jsonl").write_text(
-        "".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, TALK[3]]}) + "\n" for i in range(9))
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, TALK[3]]}) + "\n"
+            for i in range(9)
+        )
     )
     talk = [
-        ["task=conversations", f"task.path={tmp_path}/talk.jsonl", "task.held_out=0", "reward=length"] if w == "TALK" else [w]
+        [
+            "task=conversations",
+            f"task.path={tmp_path}/talk.jsonl",
+            "task.held_out=0",
+            "reward=length",
+        ]
+        if w == "TALK"
+        else [w]
         for w in PRESETS[name]
     ]
     x = experiment(
-        compose([f"algorithm={name}", *(word for words in talk for word in words), "evaluation.n=0", "logger=none", "batch.group_size=4"])
+        compose(
+            [
+                f"algorithm={name}",
+                *(word for words in talk for word in words),
+                "evaluation.n=0",
+                "logger=none",
+                "batch.group_size=4",
+            ]
+        )
     )
     report = check.run(x, load_tasks(x))
     streams_of = x.algorithm.streams.keys() - {"reward"}
@@ -352,11 +513,15 @@ def test_a_preset_takes_a_step(name, tmp_path):
     assert name in silent or all(report.metrics[f"streams/{stream}"] > -20 for stream in streams_of)
 
 
-def test_a_moving_teacher_goes_on_from_a_checkpoint_and_coefficients_follow_a_schedule(played, tiny):
+def test_a_moving_teacher_goes_on_from_a_checkpoint_and_coefficients_follow_a_schedule(
+    played, tiny
+):
     x, rollouts = played
     numbers = {"algorithm.streams.teacher.coef": lambda step: 1.0 - step}
     own = x.algorithm._replace(streams={"teacher": KL})
-    x = x._replace(algorithm=own, teacher=ema_teacher(decay=0.5), schedule=x.schedule._replace(numbers=numbers))
+    x = x._replace(
+        algorithm=own, teacher=ema_teacher(decay=0.5), schedule=x.schedule._replace(numbers=numbers)
+    )
     first = Learner(x, tiny._replace(model=copy.deepcopy(tiny.model)), exact=True)
     with torch.no_grad():
         first.model.get_input_embeddings().weight.add_(0.01)  # away from the average

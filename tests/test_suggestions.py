@@ -18,7 +18,9 @@ from rlkit.models import LoRA, load_policy
 from test_docs import COMMANDS, words_of
 
 EMBEDDED = ("tiny", "tiny_guess", "embedded")
-MODELS = sorted({f.stem for f in (conf_dir() / "model").glob("*.yaml")} - {"bench"})  # bench is made for its own tasks
+MODELS = sorted(
+    {f.stem for f in (conf_dir() / "model").glob("*.yaml")} - {"bench"}
+)  # bench is made for its own tasks
 TASKS = sorted(f.stem for f in (conf_dir() / "task").glob("*.yaml"))
 GIVEN = {  # what an option leaves to the user
     "model=pretrained": ["model.path=any"],
@@ -27,7 +29,12 @@ GIVEN = {  # what an option leaves to the user
     "task=verifiers": ["task.id=any"],
     "task=reasoning_gym": ["task.dataset=countdown"],
 }
-OF_TINY = {"optimizer.lr": 3e-4, "generation.max_new_tokens": 64, "trainer.steps": 20, "trainer.micro_batch_tokens": 16384}
+OF_TINY = {
+    "optimizer.lr": 3e-4,
+    "generation.max_new_tokens": 64,
+    "trainer.steps": 20,
+    "trainer.micro_batch_tokens": 16384,
+}
 
 
 def composed(*words):
@@ -47,7 +54,12 @@ def numbers(config):
 # ------------------------------------------------------------------------------------------------------ composition
 
 PRODUCT = [(task, model) for task in TASKS for model in MODELS]
-FAST = [("arithmetic", "embedded"), ("gsm8k", "qwen3_0.6b"), ("mixture", "qwen3_4b"), ("guess_number", "pretrained")]
+FAST = [
+    ("arithmetic", "embedded"),
+    ("gsm8k", "qwen3_0.6b"),
+    ("mixture", "qwen3_4b"),
+    ("guess_number", "pretrained"),
+]
 
 
 @pytest.mark.parametrize(("task", "model"), cases(PRODUCT, FAST, unpack=True))
@@ -69,17 +81,29 @@ def test_thinking_lengthens_the_replies_and_adapters_raise_the_rate():
     words = ["task=gsm8k", "model=qwen3_0.6b", "trainer=gpu"]
     got = {
         more: (c["generation"]["max_new_tokens"], c["optimizer"]["lr"], c["batch"]["prompts"])
-        for more in ("model.enable_thinking=false", "model.enable_thinking=true", "model.lora.rank=0")
+        for more in (
+            "model.enable_thinking=false",
+            "model.enable_thinking=true",
+            "model.lora.rank=0",
+        )
         for c in [composed(*words, more)]
     }
     assert list(got.values()) == [(1024, 1e-5, 32), (4096, 1e-5, 32), (1024, 1e-6, 32)]
 
 
 def test_turns_are_those_of_the_task_and_a_mixture_takes_its_longest_part():
-    assert at(composed("task=gsm8k", "environment=tool_use", "task.suggests.turns=9"), "environment.max_turns") == 9
+    assert (
+        at(
+            composed("task=gsm8k", "environment=tool_use", "task.suggests.turns=9"),
+            "environment.max_turns",
+        )
+        == 9
+    )
     mixture = ["task=mixture", "model=qwen3_0.6b"]
     assert at(composed(*mixture), "generation.max_new_tokens") == 512
-    assert at(composed(*mixture, "+task@task.parts.math=gsm8k"), "generation.max_new_tokens") == 1024
+    assert (
+        at(composed(*mixture, "+task@task.parts.math=gsm8k"), "generation.max_new_tokens") == 1024
+    )
     assert at(composed(*mixture), "environment.environments.guess_number.max_turns") == 50
 
 
@@ -91,7 +115,10 @@ def test_a_value_that_is_set_wins(path):
 def test_a_model_and_a_task_that_suggest_nothing_get_the_careful_numbers():
     """A user's own option need not know of suggestions."""
     bare = ["task=gsm8k", "~task.suggests", "~model.suggests", "model.enable_thinking=false"]
-    assert [composed(*bare, *more)["optimizer"]["lr"] for more in ([], ["model.lora.rank=1"])] == [1e-6, pytest.approx(1e-5)]
+    assert [composed(*bare, *more)["optimizer"]["lr"] for more in ([], ["model.lora.rank=1"])] == [
+        1e-6,
+        pytest.approx(1e-5),
+    ]
     assert composed(*bare)["generation"]["max_new_tokens"] == 1024
 
 
@@ -101,7 +128,9 @@ def test_every_engine_and_entry_takes_the_same_length():
         assert composed(*words, f"generation={engine}")["generation"]["max_new_tokens"] == 1024
     for entry in ("rollout", "evaluate"):
         assert compose(words, entry=entry).config["generation"]["max_new_tokens"] == 1024
-    assert compose(["model=qwen3_0.6b"], entry="agent").config["generation"]["max_new_tokens"] == 1024
+    assert (
+        compose(["model=qwen3_0.6b"], entry="agent").config["generation"]["max_new_tokens"] == 1024
+    )
 
 
 @pytest.mark.slow
@@ -112,7 +141,11 @@ def test_no_option_writes_into_another_group():
         for option in options:
             given = composed(f"{group}={option}")[group].get("suggests", {})
             via_code = {"lr", "lora_lr", "max_new_tokens", "max_new_tokens_thinking", "thinking"}
-            unread = [key for key in given if key not in via_code and f"{group}.suggests.{key}" not in read]
+            unread = [
+                key
+                for key in given
+                if key not in via_code and f"{group}.suggests.{key}" not in read
+            ]
             assert not unread, f"{group}={option}: {unread}"
 
 
@@ -130,15 +163,24 @@ def test_a_suggestion_that_nothing_could_take_is_refused_though_it_is_hidden(wor
 def test_other_suggestions_do_not_keep_a_run_from_going_on():
     """A run folder keeps the numbers, and a later version may advise others: the numbers decide whether it is the same run."""
     old = {"model": {"path": "tiny", "suggests": {"lr": 1e-3}}}
-    assert difference(old, {"model": {"path": "tiny"}}) == {} and difference(old, {"model": {"path": "other"}})
+    assert difference(old, {"model": {"path": "tiny"}}) == {} and difference(
+        old, {"model": {"path": "other"}}
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ advertised
 
-ADVERTISED = [c for c in COMMANDS if c.startswith("rlkit train") and re.search("model=qwen3|trainer=gpu", c)]
+ADVERTISED = [
+    c for c in COMMANDS if c.startswith("rlkit train") and re.search("model=qwen3|trainer=gpu", c)
+]
 
 
-@pytest.mark.parametrize("command", cases(ADVERTISED, lambda c: "model=qwen3_0.6b trainer=gpu" in c or "gsm8k_tools trainer=gpu" in c))
+@pytest.mark.parametrize(
+    "command",
+    cases(
+        ADVERTISED, lambda c: "model=qwen3_0.6b trainer=gpu" in c or "gsm8k_tools trainer=gpu" in c
+    ),
+)
 def test_every_advertised_command_for_a_real_model_can_learn(command):
     """Replies have room for an answer, the rate is the model's, and nothing is doubtful."""
     words = parse(words_of(command)[1:]).overrides
@@ -150,7 +192,9 @@ def test_every_advertised_command_for_a_real_model_can_learn(command):
         and x.trainer.steps >= 100
     )
     if not any("_paper" in word for word in words):  # those have the paper's rate
-        assert x.optimizer.keywords["lr"] == own["lora_lr" if x.model.keywords["lora"].rank else "lr"]
+        assert (
+            x.optimizer.keywords["lr"] == own["lora_lr" if x.model.keywords["lora"].rank else "lr"]
+        )
     assert [w for w in warnings(x) if "tiny model" in w or "LoRA" in w] == []
     assert shlex.split(command)[:2] == ["rlkit", "train"]
 
@@ -162,11 +206,19 @@ def of_numbers(*words, **parts):
     return [line for line in warnings(rlkit.experiment(*words, **parts)) if "tiny model" in line]
 
 
-@pytest.mark.parametrize("words", [["model.path=elsewhere"], ["model=tiny", "model.path=elsewhere", "model.lora.rank=4"]])
+@pytest.mark.parametrize(
+    "words", [["model.path=elsewhere"], ["model=tiny", "model.path=elsewhere", "model.lora.rank=4"]]
+)
 def test_the_tiny_models_numbers_with_another_model_are_named(words):
     [line] = of_numbers(*words)
     rate = "0.001" if len(words) == 3 else "0.0003"
-    for part in ("model.path=elsewhere", f"optimizer.lr={rate}", "trainer.steps=20", "generation.max_new_tokens=64", "model=pretrained"):
+    for part in (
+        "model.path=elsewhere",
+        f"optimizer.lr={rate}",
+        "trainer.steps=20",
+        "generation.max_new_tokens=64",
+        "model=pretrained",
+    ):
         assert part in line
 
 

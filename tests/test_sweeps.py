@@ -32,10 +32,17 @@ FAST = ["debug=fast", "trainer.steps=1", "evaluation.n=0"]
 def run_folder(root, name, *, ended="finished", seed=1, after=None, validation=None, title=""):
     folder = root / name
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"{f'name: {title}' if title else ''}\nseed: {seed}\ntrainer: {{steps: 3}}\n")
-    figures = {name: {"accuracy": value} if value else None for name, value in (("after", after), ("validation", validation))}
+    (folder / "config.yaml").write_text(
+        f"{f'name: {title}' if title else ''}\nseed: {seed}\ntrainer: {{steps: 3}}\n"
+    )
+    figures = {
+        name: {"accuracy": value} if value else None
+        for name, value in (("after", after), ("validation", validation))
+    }
     (folder / "summary.json").write_text(json.dumps({"ended": ended, "steps": 3} | figures))
-    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n{"step": 3, "rew')
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n{"step": 3, "rew'
+    )
     return folder
 
 
@@ -61,11 +68,17 @@ def test_a_search_is_checked_at_its_ends():
 def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, monkeypatch):
     """hydra.sweeper.params in a preset; the command line narrows them. A key that only a signature knows needs no plus here either."""
     (tmp_path / "experiment").mkdir()
-    preset = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      kl: k1,k3\n      seed: 1,2,3\n"
+    preset = (
+        "# @package _global_\nhydra:\n  sweeper:\n    params:\n      kl: k1,k3\n      seed: 1,2,3\n"
+    )
     (tmp_path / "experiment" / "mine.yaml").write_text(preset)
     monkeypatch.chdir(tmp_path)
     plan = make_plan(["experiment=mine", "seed=5", "optimizer.amsgrad=true"], str(tmp_path))
-    assert plan.total == 2 and plan.arguments == ["experiment=mine", "seed=5", "++optimizer.amsgrad=true"]
+    assert plan.total == 2 and plan.arguments == [
+        "experiment=mine",
+        "seed=5",
+        "++optimizer.amsgrad=true",
+    ]
     with pytest.raises(ConfigError, match=r"batch\.promts"):
         make_plan(["experiment=mine", "+batch.promts=1"], str(tmp_path))
 
@@ -93,7 +106,15 @@ def test_a_sweep_is_refused_before_its_first_job(words, expected, tmp_path, monk
 
 @pytest.mark.parametrize(
     "option, extra",
-    cases([("launcher=parallel", "joblib"), ("launcher=slurm", "submitit"), ("sweeper=search", "optuna")], 1, unpack=True),
+    cases(
+        [
+            ("launcher=parallel", "joblib"),
+            ("launcher=slurm", "submitit"),
+            ("sweeper=search", "optuna"),
+        ],
+        1,
+        unpack=True,
+    ),
 )
 def test_a_missing_plugin_is_named_with_its_extra(option, extra, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -103,7 +124,10 @@ def test_a_missing_plugin_is_named_with_its_extra(option, extra, tmp_path, monke
 
 
 def test_folder_names_hold_no_slash_and_are_not_too_long():
-    assert folder_name("algorithm/policy_loss=clipped,seed=1") == "algorithm.policy_loss=clipped,seed=1"
+    assert (
+        folder_name("algorithm/policy_loss=clipped,seed=1")
+        == "algorithm.policy_loss=clipped,seed=1"
+    )
     long = [folder_name("a" * 300 + f",seed={i}") for i in (1, 2)]
     assert len(set(long)) == 2 and max(map(len, long)) < 200
 
@@ -112,30 +136,54 @@ def test_a_folder_with_a_run_is_refused_or_continued(tmp_path):
     folder = run_folder(tmp_path, "seed=1")
     assert "resume=auto" in folder_problems(folder, {"seed": 1, "trainer": {"steps": 3}}, False)[0]
     assert folder_problems(folder, {"seed": 1, "trainer": {"steps": 3}}, True) == []
-    assert "trainer.steps was 3 and is now 9" in folder_problems(folder, {"seed": 1, "trainer": {"steps": 9}}, True)[0]
-    assert "seed was 1 and is now 2" in folder_problems(folder, {"seed": 2, "trainer": {"steps": 3}}, True)[0]
+    assert (
+        "trainer.steps was 3 and is now 9"
+        in folder_problems(folder, {"seed": 1, "trainer": {"steps": 9}}, True)[0]
+    )
+    assert (
+        "seed was 1 and is now 2"
+        in folder_problems(folder, {"seed": 2, "trainer": {"steps": 3}}, True)[0]
+    )
 
 
 def test_the_objective_is_the_accuracy_else_the_reward(tmp_path):
     """Never the accuracy on test problems: what is searched on them cannot be reported on them."""
     assert objective(run_folder(tmp_path, "a", after=0.9, validation=0.6)) == 0.6
     assert objective(run_folder(tmp_path, "d", after=0.9)) == 0.5
-    assert objective(run_folder(tmp_path, "b")) == 0.5  # mean of 0.25 and 0.75; the half-written row is left out
+    assert (
+        objective(run_folder(tmp_path, "b")) == 0.5
+    )  # mean of 0.25 and 0.75; the half-written row is left out
     assert objective(run_folder(tmp_path, "c", ended="failed")) is None
 
 
 def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     jobs = []
-    for number, (algorithm, seed, after, validation) in enumerate([("grpo", 1, 0.9, 0.1), ("grpo", 2, 0.7, 0.2), ("dapo", 1, 0.3, 0.8)]):
+    for number, (algorithm, seed, after, validation) in enumerate(
+        [("grpo", 1, 0.9, 0.1), ("grpo", 2, 0.7, 0.2), ("dapo", 1, 0.3, 0.8)]
+    ):
         overrides = [f"algorithm={algorithm}", f"seed={seed}", "debug=fast"]
-        folder = run_folder(tmp_path, f"{number}", seed=seed, after=after, validation=validation, title=algorithm)
+        folder = run_folder(
+            tmp_path, f"{number}", seed=seed, after=after, validation=validation, title=algorithm
+        )
         jobs.append(RunJob(number, overrides, folder, "finished"))
         save(tmp_path / "jobs" / f"{number}.json", jobs[-1])
     assert read_jobs(tmp_path / "jobs") == jobs
     first, second, verdict, said = comparison(jobs).split("\n\n")
-    assert [line.split()[:2] for line in first.splitlines()[2:]] == [["dapo", "1"], ["grpo", "2"], ["grpo", "1"]]
-    assert second.splitlines()[-2].split() == ["grpo", "2", "0.800", "0.141"]  # of test accuracy: sd of 0.9, 0.7 is 0.1 √2
-    assert verdict.splitlines()[0] == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 10 claim nothing."
+    assert [line.split()[:2] for line in first.splitlines()[2:]] == [
+        ["dapo", "1"],
+        ["grpo", "2"],
+        ["grpo", "1"],
+    ]
+    assert second.splitlines()[-2].split() == [
+        "grpo",
+        "2",
+        "0.800",
+        "0.141",
+    ]  # of test accuracy: sd of 0.9, 0.7 is 0.1 √2
+    assert (
+        verdict.splitlines()[0]
+        == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 10 claim nothing."
+    )
     assert said == "before and after: test accuracy; best first by validation accuracy"
     assert "debug" not in first
 
@@ -144,7 +192,10 @@ def test_cores_are_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlkit.runs.sweeps.run.cores", lambda: 8)
     monkeypatch.setattr("rlkit.runs.sweeps.plan.installed", lambda name: True)
-    assert [parallel(make_plan(["seed=1,2,3", *o], None)) for o in ([], ["hydra/launcher=parallel"], ["hydra/launcher=slurm_local"])] == [
+    assert [
+        parallel(make_plan(["seed=1,2,3", *o], None))
+        for o in ([], ["hydra/launcher=parallel"], ["hydra/launcher=slurm_local"])
+    ] == [
         1,
         2,
         3,
@@ -167,14 +218,23 @@ def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
 
     def place(stack, *, jobs=4, devices=1):
-        return stack.enter_context(own_gpus(tmp_path, jobs=jobs, devices=devices)).get("CUDA_VISIBLE_DEVICES")
+        return stack.enter_context(own_gpus(tmp_path, jobs=jobs, devices=devices)).get(
+            "CUDA_VISIBLE_DEVICES"
+        )
 
     with ExitStack() as all_jobs, ExitStack() as second:
-        assert [place(all_jobs), place(second), place(all_jobs), place(all_jobs)] == ["4", "5", "GPU-7", "4"]
+        assert [place(all_jobs), place(second), place(all_jobs), place(all_jobs)] == [
+            "4",
+            "5",
+            "GPU-7",
+            "4",
+        ]
         second.close()
         assert place(all_jobs) == "5"
     with ExitStack() as alone:
-        assert place(alone, jobs=1) is None and place(alone, jobs=2, devices=2) is None  # nothing to choose from
+        assert (
+            place(alone, jobs=1) is None and place(alone, jobs=2, devices=2) is None
+        )  # nothing to choose from
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert place(alone, jobs=2) is None
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -196,7 +256,11 @@ def test_a_job_is_started_on_its_gpu(tmp_path, monkeypatch):
             return 1
 
     (tmp_path / "jobs").mkdir()
-    state = {"overrides": {"task": ["seed=1"]}, "sweep": {"dir": str(tmp_path), "subdir": "seed=1"}, "job": {"num": 0}}
+    state = {
+        "overrides": {"task": ["seed=1"]},
+        "sweep": {"dir": str(tmp_path), "subdir": "seed=1"},
+        "job": {"num": 0},
+    }
     monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: OmegaConf.create(state))
     monkeypatch.setattr("rlkit.runs.sweeps.runner.subprocess.Popen", Process)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -214,7 +278,11 @@ def train(folder, *words, **settings):
 
 
 def finished(root):
-    return sorted(p.parent.name for p in root.glob("*/summary.json") if json.loads(p.read_text())["ended"] == "finished")
+    return sorted(
+        p.parent.name
+        for p in root.glob("*/summary.json")
+        if json.loads(p.read_text())["ended"] == "finished"
+    )
 
 
 @pytest.mark.slow
@@ -227,21 +295,31 @@ def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path):
     broken.mkdir()
     (broken / "checkpoints").write_text("a file where a folder has to be")
     done = train(tmp_path, *words)
-    assert done.returncode == 1 and "2/3  seed=2  failed  exit 1" in done.stdout and len(finished(root)) == 2, done.stdout + done.stderr
+    assert (
+        done.returncode == 1
+        and "2/3  seed=2  failed  exit 1" in done.stdout
+        and len(finished(root)) == 2
+    ), done.stdout + done.stderr
     (broken / "checkpoints").unlink()
     assert "reward" in (root / "comparison.csv").read_text()
     refused = train(tmp_path, *words)
     assert refused.returncode == 2 and "resume=auto" in refused.stderr
     stamps = {p: p.stat().st_mtime_ns for p in root.glob("*/summary.json") if p.parent != broken}
     again = train(tmp_path, *words, "resume=auto")
-    assert again.returncode == 0 and again.stdout.count("done earlier") == 2 and len(finished(root)) == 3
+    assert (
+        again.returncode == 0
+        and again.stdout.count("done earlier") == 2
+        and len(finished(root)) == 3
+    )
     assert all(p.stat().st_mtime_ns == stamp for p, stamp in stamps.items())
 
 
 def begin(command: list[str], folder: Path, **more) -> subprocess.Popen:
     """Starts a command that takes Ctrl-C, even where a shell without job control started pytest with SIGINT ignored."""
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, preexec_fn=heed, **more)
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, text=True, preexec_fn=heed, **more
+    )
 
 
 @pytest.mark.slow
@@ -261,35 +339,59 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
 
 
 def needs(plugin):
-    absent = importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(f"hydra_plugins.{plugin}") is None
+    absent = (
+        importlib.util.find_spec("hydra_plugins") is None
+        or importlib.util.find_spec(f"hydra_plugins.{plugin}") is None
+    )
     return pytest.mark.skipif(absent, reason=f"{plugin} is not installed")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["basic", pytest.param("parallel", marks=needs("hydra_joblib_launcher"))])
+@pytest.mark.parametrize(
+    "launcher", ["basic", pytest.param("parallel", marks=needs("hydra_joblib_launcher"))]
+)
 def test_a_ctrl_c_ends_a_sweep_and_leaves_no_process(launcher, tmp_path):
     """What a terminal does: SIGINT to every process of the foreground group, the launcher's workers among them."""
-    words = [f"hydra/launcher={launcher}", "seed=1,2", "debug=fast", "trainer.steps=50", "evaluation.n=0"]
+    words = [
+        f"hydra/launcher={launcher}",
+        "seed=1,2",
+        "debug=fast",
+        "trainer.steps=50",
+        "evaluation.n=0",
+    ]
     root = tmp_path / "outputs" / "sweep"
     command = [sys.executable, "-m", "rlkit", "train", "-m", *words]
     process = begin(command, tmp_path, stderr=subprocess.PIPE, start_new_session=True)
     deadline = time.monotonic() + 300
-    while len({p.parent for p in root.glob("*/checkpoints/*.ckpt")}) < (2 if launcher == "parallel" else 1):
+    while len({p.parent for p in root.glob("*/checkpoints/*.ckpt")}) < (
+        2 if launcher == "parallel" else 1
+    ):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
     said, errors = process.communicate(timeout=300)
-    assert process.returncode == 130 and "interrupted" in said and "to go on         rlkit train -m" in said, said + errors
+    assert (
+        process.returncode == 130
+        and "interrupted" in said
+        and "to go on         rlkit train -m" in said
+    ), said + errors
     assert "running jobs save and end" in errors and "Traceback" not in said + errors
-    while left := [p for p in Path("/proc").glob("[0-9]*") if session_or_folder(p, process.pid, tmp_path)]:
-        assert time.monotonic() < deadline, [(p / "cmdline").read_bytes() for p in left]  # joblib's workers need a moment
+    while left := [
+        p for p in Path("/proc").glob("[0-9]*") if session_or_folder(p, process.pid, tmp_path)
+    ]:
+        assert time.monotonic() < deadline, [
+            (p / "cmdline").read_bytes() for p in left
+        ]  # joblib's workers need a moment
         time.sleep(0.2)
 
 
 def session_or_folder(process, session, folder):
     """Whether a process is of a session, or works in a folder: a job has a group, but no session of its own."""
     try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session or (process / "cwd").resolve() == folder
+        return (
+            int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session
+            or (process / "cwd").resolve() == folder
+        )
     except OSError:
         return False
 
@@ -298,11 +400,18 @@ def session_or_folder(process, session, folder):
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["experiment=sweep_parallel", "algorithm=grpo", "seed=1,2"], marks=needs("hydra_joblib_launcher")),
         pytest.param(
-            ["experiment=sweep_slurm", "hydra/launcher=slurm_local", "algorithm=grpo", "seed=1,2"], marks=needs("hydra_submitit_launcher")
+            ["experiment=sweep_parallel", "algorithm=grpo", "seed=1,2"],
+            marks=needs("hydra_joblib_launcher"),
         ),
-        pytest.param(["experiment=search", "hydra.sweeper.n_trials=2", "evaluation.every=0"], marks=needs("hydra_optuna_sweeper")),
+        pytest.param(
+            ["experiment=sweep_slurm", "hydra/launcher=slurm_local", "algorithm=grpo", "seed=1,2"],
+            marks=needs("hydra_submitit_launcher"),
+        ),
+        pytest.param(
+            ["experiment=search", "hydra.sweeper.n_trials=2", "evaluation.every=0"],
+            marks=needs("hydra_optuna_sweeper"),
+        ),
     ],
     ids=lambda words: words[0],
 )

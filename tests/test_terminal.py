@@ -36,13 +36,21 @@ def test_the_time_left_is_the_median_step_and_the_evaluations_to_come():
     for total in range(1, 12):  # counted out, as HeldOut evaluates
         for every in range(5):
             for step in range(total + 1):
-                after = [s for s in range(step + 1, total + 1) if s == total or (every and s % every == 0)]
+                after = [
+                    s
+                    for s in range(step + 1, total + 1)
+                    if s == total or (every and s % every == 0)
+                ]
                 assert evaluations_left(step, total, every) == len(after)
 
 
 def module_at(step, row, *, max_time=None):
-    experiment = SimpleNamespace(evaluation=SimpleNamespace(every=2), trainer=SimpleNamespace(max_time=max_time))
-    return SimpleNamespace(rl_step=step, total_steps=10, metrics=row, experiment=experiment, started=0.0)
+    experiment = SimpleNamespace(
+        evaluation=SimpleNamespace(every=2), trainer=SimpleNamespace(max_time=max_time)
+    )
+    return SimpleNamespace(
+        rl_step=step, total_steps=10, metrics=row, experiment=experiment, started=0.0
+    )
 
 
 @pytest.fixture
@@ -64,7 +72,11 @@ def lines(monkeypatch, capsys):
 def test_every_line_of_a_pipe_tells_the_time_left(lines):
     """After step 1: 9 steps and 5 evaluations, 22.5 + 20 s; after the last one there is none."""
     said = lines(10)
-    assert said[0].endswith("1.0 + 1.0 s, 0:42 left") and said[1].endswith(", 0:36 left") and said[9].endswith("1.0 + 1.0 s")
+    assert (
+        said[0].endswith("1.0 + 1.0 s, 0:42 left")
+        and said[1].endswith(", 0:36 left")
+        and said[9].endswith("1.0 + 1.0 s")
+    )
     assert all(line.isprintable() for line in said)
 
 
@@ -85,7 +97,9 @@ def test_the_countdown_counts_down(monkeypatch):
 
 def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monkeypatch):
     """A machine without isolation was found out in the middle of the first episode, and the header said nothing of it."""
-    environment = tool_use(tools={"python": python_tool(sandbox=Sandbox(min_level="kernel+ns"))}, parse_calls=hermes)
+    environment = tool_use(
+        tools={"python": python_tool(sandbox=Sandbox(min_level="kernel+ns"))}, parse_calls=hermes
+    )
     asked = []
     monkeypatch.setattr("rlkit.config.problems.rows.require", asked.append)
     check_tools([Task("a", ({"role": "user", "content": "?"},), "1")], environment)
@@ -105,7 +119,12 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     probe.cache_clear()  # another test of this process may have asked for a sandbox
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        words = ["trainer.accelerator=cpu", "evaluation.n=0", "generation.max_new_tokens=32", "task.max_samples=32"]
+        words = [
+            "trainer.accelerator=cpu",
+            "evaluation.n=0",
+            "generation.max_new_tokens=32",
+            "task.max_samples=32",
+        ]
         assert main(["train", "debug=fast", *words, "batch.group_size=4"]) == 0
         warnings.warn("a real one", stacklevel=1)
     assert [str(w.message) for w in caught] == ["a real one"]
@@ -125,9 +144,22 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
 def test_a_run_in_a_terminal(tmp_path):
     """One bar that is drawn over itself, the lines of all steps above it, the cursor shown again at the end."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "rlkit", "train", "debug=fast", "trainer.steps=3", "evaluation.n=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlkit",
+        "train",
+        "debug=fast",
+        "trainer.steps=3",
+        "evaluation.n=2",
+    ]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm-256color"}
+        command,
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm-256color"},
     )
     os.close(theirs)
     said = b""

@@ -20,7 +20,11 @@ def cells(notebook: Path, kind: str = "code") -> list[dict[str, Any]]:
 def run(source: str, names: dict[str, Any]) -> None:
     """A cell, and what a notebook shows of its last line."""
     tree = ast.parse(source)
-    shown = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    shown = (
+        ast.Expression(tree.body.pop().value)
+        if tree.body and isinstance(tree.body[-1], ast.Expr)
+        else None
+    )
     exec(compile(tree, "<cell>", "exec"), names)
     if shown is not None and (value := eval(compile(shown, "<cell>", "eval"), names)) is not None:
         assert repr(value) and (not hasattr(value, "_repr_html_") or value._repr_html_())
@@ -30,8 +34,12 @@ def run(source: str, names: dict[str, Any]) -> None:
 def test_a_notebook_is_kept_without_outputs_and_listed(notebook):
     """Outputs would show an older code, and make every change of a notebook unreadable."""
     whole = json.loads(notebook.read_text())
-    assert (whole["nbformat"], whole["nbformat_minor"]) == (4, 5) and len({cell["id"] for cell in whole["cells"]}) == len(whole["cells"])
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells(notebook))
+    assert (whole["nbformat"], whole["nbformat_minor"]) == (4, 5) and len(
+        {cell["id"] for cell in whole["cells"]}
+    ) == len(whole["cells"])
+    assert all(
+        cell["outputs"] == [] and cell["execution_count"] is None for cell in cells(notebook)
+    )
     assert f"](../examples/notebooks/{notebook.name})" in (ROOT / "docs" / "tour.md").read_text()
 
 

@@ -12,7 +12,11 @@ from rlkit.commands.cli import main
 from rlkit.episodes import load_rollouts
 
 SPAN = "schedule.numbers.optimizer.lr.steps=20"  # a length of its own: a run that is continued with more steps is exact
-LEARNS = ["batch.group_size=8", "optimizer.lr=1e-3", SPAN]  # with which little steps have a gradient
+LEARNS = [
+    "batch.group_size=8",
+    "optimizer.lr=1e-3",
+    SPAN,
+]  # with which little steps have a gradient
 FAST = ["debug=fast", "trainer.accelerator=cpu", "generation.max_new_tokens=32"]
 
 
@@ -57,8 +61,14 @@ def test_one_row_a_step_with_the_same_keys(whole):
     assert [r["step"] for r in found] == [0, 1, 2, 3, 4]
     keys = [set(without_clock(r)) - {k for k in r if k.startswith("test/")} for r in found[1:]]
     assert all(k == keys[0] for k in keys)
-    assert "test/accuracy" in found[0] and "test/accuracy" in found[4] and "test/accuracy" not in found[2]
-    assert not any(key.startswith("eval/") for row in found for key in row), "evaluation.every=0 plays no validation problem"
+    assert (
+        "test/accuracy" in found[0]
+        and "test/accuracy" in found[4]
+        and "test/accuracy" not in found[2]
+    )
+    assert not any(key.startswith("eval/") for row in found for key in row), (
+        "evaluation.every=0 plays no validation problem"
+    )
 
 
 def test_summary_says_how_it_went(whole):
@@ -84,11 +94,20 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path, sa
     """Stopped after two of four steps and continued in the same folder: weights, metrics and rollouts are identical."""
     folder = tmp_path / "halves"
     assert train(folder, "trainer.steps=2", *LEARNS) == 0
-    middle = torch.load(folder / "checkpoints" / "step_000002.ckpt", weights_only=True)["state_dict"]
+    middle = torch.load(folder / "checkpoints" / "step_000002.ckpt", weights_only=True)[
+        "state_dict"
+    ]
     assert main(["train", f"resume={folder}", "trainer.steps=4"]) == 0
-    a, b = (torch.load(f / "checkpoints" / "step_000004.ckpt", weights_only=True) for f in (whole, folder))
-    assert rows(whole)[2]["optim/grad_norm"] > 0 and not same(middle, a["state_dict"])  # moved before and after, or this shows nothing
-    assert same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
+    a, b = (
+        torch.load(f / "checkpoints" / "step_000004.ckpt", weights_only=True)
+        for f in (whole, folder)
+    )
+    assert rows(whole)[2]["optim/grad_norm"] > 0 and not same(
+        middle, a["state_dict"]
+    )  # moved before and after, or this shows nothing
+    assert same(a["state_dict"], b["state_dict"]) and same(
+        a["optimizer_states"], b["optimizer_states"]
+    )
     assert same(a["rlkit"], b["rlkit"])
     first = [without_clock(r) for r in rows(whole)]
     second = [without_clock(r) for r in rows(folder)]
@@ -114,7 +133,11 @@ MOVES = [
 ]
 REFERENCES = {
     "ema": ["reference=ema", "reference.decay=0.5"],
-    "periodic": ["reference=periodic", "reference.every=2", "algorithm.entropy_coef=0.01"],  # the policy moves in every step
+    "periodic": [
+        "reference=periodic",
+        "reference.every=2",
+        "algorithm.entropy_coef=0.01",
+    ],  # the policy moves in every step
     "on_kl": ["reference=on_kl", "reference.threshold=0.3"],
     "lora": ["reference=ema", "reference.decay=0.5", "model.lora.rank=4"],
 }
@@ -135,12 +158,26 @@ def test_resumed_run_with_a_moving_reference_equals_an_uninterrupted_one(tmp_pat
     assert any(not torch.equal(kept[n], middle["state_dict"][f"model.{n}"]) for n in kept)
     assert (middle["rlkit"]["references"][""]["kl"] > 0) == (option == "on_kl")
     assert main(["train", f"resume={halves}", "trainer.steps=4"]) == 0
-    a, b = (torch.load(f / "checkpoints" / "step_000004.ckpt", weights_only=True) for f in (whole, halves))
+    a, b = (
+        torch.load(f / "checkpoints" / "step_000004.ckpt", weights_only=True)
+        for f in (whole, halves)
+    )
     assert same(a["state_dict"], b["state_dict"]) and same(a["rlkit"], b["rlkit"])
     assert not same(kept, a["rlkit"]["references"][""]["weights"])
     first, second = ([without_clock(r) for r in rows(f)] for f in (whole, halves))
     assert same(first, second) and any(row["kl/ref_k3"] > 0 for row in first)
-    assert main(["evaluate", f"run={whole}", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                f"run={whole}",
+                "evaluation.n=2",
+                "evaluation.samples=1",
+                "evaluation.k=[1]",
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.slow
@@ -169,7 +206,13 @@ def test_resume_refuses_another_model_task_or_seed(whole, capsys):
 @pytest.mark.slow
 def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["train", *FAST, "name=auto", "evaluation.n=0", "schedule.numbers.optimizer.lr.steps=${trainer.steps}"]
+    words = [
+        "train",
+        *FAST,
+        "name=auto",
+        "evaluation.n=0",
+        "schedule.numbers.optimizer.lr.steps=${trainer.steps}",
+    ]
     assert main([*words, "trainer.steps=1"]) == 0
     folder = next((tmp_path / "outputs" / "auto").iterdir())
     summary = json.loads((folder / "summary.json").read_text())
@@ -178,7 +221,10 @@ def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, 
     assert [r["step"] for r in rows(folder)] == [1, 2]
     assert len(list((tmp_path / "outputs" / "auto").iterdir())) == 1
     said = capsys.readouterr().out
-    assert "resume: schedule.numbers.optimizer.lr.steps was 1, is 2" in said and "resume: trainer.steps was 1, is 2" in said
+    assert (
+        "resume: schedule.numbers.optimizer.lr.steps was 1, is 2" in said
+        and "resume: trainer.steps was 1, is 2" in said
+    )
     first, second = (row["schedule/optimizer.lr"] for row in rows(folder))
     assert second == pytest.approx(0.55 * first)  # the new curve, from the next step on
 
@@ -186,7 +232,11 @@ def test_resume_auto_continues_the_newest_unfinished_run(tmp_path, monkeypatch, 
 OTHERS = [
     ["algorithm=reinforce", "kl=none", "reference=none"],
     ["reward=[numeric,format]", "algorithm/aggregation=token_mean"],
-    ["reward=[numeric,repetition]", "reward/aggregator=group_normalised", "algorithm/normalization=batch"],
+    [
+        "reward=[numeric,repetition]",
+        "reward/aggregator=group_normalised",
+        "algorithm/normalization=batch",
+    ],
     ["algorithm.epochs=2", "algorithm.minibatches=2", "trainer.micro_batch_tokens=100"],
     ["schedule=kl_anneal", "logger=none", "algorithm/group_filter=mixed"],
     ["environment=single_turn"],
@@ -202,9 +252,16 @@ def test_other_compositions_train(tmp_path, overrides):
 @pytest.mark.slow
 def test_a_reward_that_fails_in_training_leaves_its_rollout_behind(tmp_path, monkeypatch, capsys):
     """It passed the try on gold answers; the run stops, and the sample is there to look at. Allowed, it goes on and says so."""
-    (tmp_path / "failing_reward.py").write_text("def late(r):\n    return 1.0 if not r.steps[0].response_ids or r.sample else r.nothing\n")
+    (tmp_path / "failing_reward.py").write_text(
+        "def late(r):\n    return 1.0 if not r.steps[0].response_ids or r.sample else r.nothing\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    overrides = ["trainer.steps=1", "evaluation.n=0", "reward=numeric", "reward.terms.numeric.fn._target_=failing_reward.late"]
+    overrides = [
+        "trainer.steps=1",
+        "evaluation.n=0",
+        "reward=numeric",
+        "reward.terms.numeric.fn._target_=failing_reward.late",
+    ]
     assert train(tmp_path / "run", *overrides) == 1
     (kept,) = load_rollouts(tmp_path / "run" / "failed_rollout.jsonl.gz")
     assert kept.sample == 0 and kept.reward is None
@@ -221,27 +278,59 @@ def test_lora_trains_and_saves_adapters_alone(tmp_path):
     assert train(folder, "model.lora.rank=4", "trainer.steps=1", "evaluation.n=0") == 0
     state = torch.load(folder / "checkpoints" / "step_000001.ckpt", weights_only=True)["state_dict"]
     assert state and all("lora_" in name for name in state)
-    assert main(["evaluate", f"run={folder}", "evaluation.n=2", "evaluation.samples=2", "evaluation.k=[1]"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                f"run={folder}",
+                "evaluation.n=2",
+                "evaluation.samples=2",
+                "evaluation.k=[1]",
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.slow
-def test_real_questions_go_through_and_the_log_says_that_rewards_are_equal(tmp_path, shared, capsys):
+def test_real_questions_go_through_and_the_log_says_that_rewards_are_equal(
+    tmp_path, shared, capsys
+):
     folder = tmp_path / "gsm8k"
     assert train(folder, "task=gsm8k", f"task.path={shared / 'gsm8k'}", "trainer.steps=2") == 0
     assert "all rewards" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "split", ["test", pytest.param("validation", marks=pytest.mark.slow), pytest.param("train", marks=pytest.mark.slow)]
+    "split",
+    [
+        "test",
+        pytest.param("validation", marks=pytest.mark.slow),
+        pytest.param("train", marks=pytest.mark.slow),
+    ],
 )
 def test_evaluate_writes_accuracy_with_intervals(whole, capsys, split):
     words = [] if split == "test" else [f"split={split}"]
     known = set((whole / "evaluation").glob("*/result.json"))
-    assert main(["evaluate", f"run={whole}", "evaluation.n=3", "evaluation.samples=2", "evaluation.k=[1,2]", *words]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                f"run={whole}",
+                "evaluation.n=3",
+                "evaluation.samples=2",
+                "evaluation.k=[1,2]",
+                *words,
+            ]
+        )
+        == 0
+    )
     (file,) = set((whole / "evaluation").glob("*/result.json")) - known
     result = json.loads(file.read_text())
     assert result["step"] == 4 and result["n"] == 3 and result["split"] == split
-    assert {r.task.id.split("/")[1] for r in load_rollouts(file.parent / "greedy.jsonl.gz")} == {split}
+    assert {r.task.id.split("/")[1] for r in load_rollouts(file.parent / "greedy.jsonl.gz")} == {
+        split
+    }
     assert set(result["sampled"]) == {"avg@2", "pass@1", "pass@2", "reward"}
     assert result["sampled"]["pass@2"]["value"] >= result["sampled"]["pass@1"]["value"]
     said = capsys.readouterr().out
@@ -254,7 +343,9 @@ def test_max_time_ends_a_run_whole(tmp_path):
     folder = tmp_path / "short"
     assert train(folder, "trainer.steps=50", "trainer.max_time=0.0001") == 0
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == 1 and summary["after"] is not None and summary["ended"] == "out of time"
+    assert (
+        summary["steps"] == 1 and summary["after"] is not None and summary["ended"] == "out of time"
+    )
     assert (folder / "checkpoints" / "step_000001.ckpt").exists()
 
 
@@ -286,7 +377,18 @@ def test_a_named_checkpoint_is_the_one_that_is_used(tmp_path, capsys):
     folder = tmp_path / "named"
     assert train(folder, "trainer.steps=2", "evaluation.n=0") == 0
     first = folder / "checkpoints" / "step_000001.ckpt"
-    assert main(["evaluate", f"run={first}", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                f"run={first}",
+                "evaluation.n=2",
+                "evaluation.samples=1",
+                "evaluation.k=[1]",
+            ]
+        )
+        == 0
+    )
     assert json.loads(next((folder / "evaluation").glob("*/result.json")).read_text())["step"] == 1
     assert main(["train", f"resume={first}", "trainer.steps=2"]) == 0
     assert "after step 1" in capsys.readouterr().out
@@ -295,8 +397,15 @@ def test_a_named_checkpoint_is_the_one_that_is_used(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_model_that_no_run_has_touched_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["evaluate", "model=tiny", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]) == 0
-    result = json.loads(next((tmp_path / "outputs" / "evaluation").glob("*/result.json")).read_text())
+    assert (
+        main(
+            ["evaluate", "model=tiny", "evaluation.n=2", "evaluation.samples=1", "evaluation.k=[1]"]
+        )
+        == 0
+    )
+    result = json.loads(
+        next((tmp_path / "outputs" / "evaluation").glob("*/result.json")).read_text()
+    )
     assert result["model"] == "tiny" and result["checkpoint"] is None
 
 
@@ -304,11 +413,20 @@ def test_a_model_that_no_run_has_touched_is_evaluated(tmp_path, monkeypatch):
 def test_ppo_runs_on_the_warm_start_of_guess_number(tmp_path, capsys):
     """Episodes of many steps, end to end; a found number counts as right, and the mean reward stands beside it."""
     folder = tmp_path / "guess"
-    few = ["trainer.steps=2", "batch.prompts=8", "evaluation.n=8", "algorithm.critic.warmup=0", "trainer.accelerator=cpu"]
+    few = [
+        "trainer.steps=2",
+        "batch.prompts=8",
+        "evaluation.n=8",
+        "algorithm.critic.warmup=0",
+        "trainer.accelerator=cpu",
+    ]
     assert main(["train", "experiment=guess_number_ppo", f"hydra.run.dir={folder}", *few]) == 0
     summary = json.loads((folder / "summary.json").read_text())
     for when in ("before", "after"):
-        assert summary[when]["accuracy"] > 0.2 and 0 < summary[when]["reward"] < summary[when]["accuracy"]
+        assert (
+            summary[when]["accuracy"] > 0.2
+            and 0 < summary[when]["reward"] < summary[when]["accuracy"]
+        )
     assert all(row["optim/updates"] > 0 and row["tools/turns"] > 3 for row in rows(folder)[1:])
     assert "sampled at temperature 1" in capsys.readouterr().out
 
@@ -322,10 +440,16 @@ def test_a_resumed_run_keeps_its_threads_on_a_machine_of_other_cores(tmp_path, m
             (2, [*FAST, "trainer.steps=1", "evaluation.n=0", f"hydra.run.dir={tmp_path}"]),
             (1, [f"resume={tmp_path}", "trainer.steps=2"]),
         ]:
-            monkeypatch.setattr("rlkit.system.device.threads_for", lambda parameters, cores, threads=threads: threads)
+            monkeypatch.setattr(
+                "rlkit.system.device.threads_for",
+                lambda parameters, cores, threads=threads: threads,
+            )
             assert main(["train", *words]) == 0
             assert torch.get_num_threads() == 2
         said = capsys.readouterr().out
-        assert "with 2 thread(s)" in said and "resume: computes with 2 thread(s), as the run did so far" in said
+        assert (
+            "with 2 thread(s)" in said
+            and "resume: computes with 2 thread(s), as the run did so far" in said
+        )
     finally:
         torch.set_num_threads(before)

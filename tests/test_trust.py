@@ -11,7 +11,14 @@ import yaml
 from laws import cases, each
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
-from rlkit.config.trust import Folder, named_functions, outside, read_yaml, require_trust, with_environment
+from rlkit.config.trust import (
+    Folder,
+    named_functions,
+    outside,
+    read_yaml,
+    require_trust,
+    with_environment,
+)
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.runs.report import write_report
@@ -23,8 +30,13 @@ MODEL = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tin
 @pytest.fixture
 def stranger(tmp_path, monkeypatch):
     """A run folder whose config names a module; importing that leaves a file behind. (folder, file, module)"""
-    trace, name = tmp_path / "imported", f"strange_{tmp_path.name}"  # a name of its own: what was imported once stays
-    (tmp_path / f"{name}.py").write_text(f"open({str(trace)!r}, 'w').close()\n\ndef call(*a, **k):\n    raise ValueError('it ran')\n")
+    trace, name = (
+        tmp_path / "imported",
+        f"strange_{tmp_path.name}",
+    )  # a name of its own: what was imported once stays
+    (tmp_path / f"{name}.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\n\ndef call(*a, **k):\n    raise ValueError('it ran')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)
@@ -53,17 +65,25 @@ def test_code_of_a_stranger_is_not_even_imported(stranger, command, capsys):
     said = capsys.readouterr().err
     assert f"model calls {name}.call" in said and "say trust=true" in said and said.count("\n") == 1
     assert not trace.exists()
-    with pytest.raises(Exception, match=r"it ran|path"):  # it is imported and called; then there is no model
+    with pytest.raises(
+        Exception, match=r"it ran|path"
+    ):  # it is imported and called; then there is no model
         assert main([*words, "trust=true"]) == 2
         raise ConfigError(capsys.readouterr().err)
     assert trace.exists()
-    assert main([*words, "trust=perhaps"]) == 2 and "trust=perhaps: must be true or false" in capsys.readouterr().err
+    assert (
+        main([*words, "trust=perhaps"]) == 2
+        and "trust=perhaps: must be true or false" in capsys.readouterr().err
+    )
 
 
 def test_what_the_user_names_himself_needs_no_trust():
     """An option of the user's own folder, or a function on the command line, is his."""
     node = {"reward": {"_target_": f"{__name__}.test_what_rlkit_writes_it_can_read"}}
-    for own in (f"reward._target_={node['reward']['_target_']}", f"_target_: {node['reward']['_target_']}\n"):
+    for own in (
+        f"reward._target_={node['reward']['_target_']}",
+        f"_target_: {node['reward']['_target_']}\n",
+    ):
         assert list(outside(node, Folder(conf_dir(), named_functions(own)))) == []
     for own in (f"reward={__name__}.test_what_rlkit_writes_it_can_read", ""):
         said = list(outside(node, Folder(conf_dir(), named_functions(own))))
@@ -80,7 +100,11 @@ def test_what_is_trusted_is_printed(capsys):
 @each(
     "node",
     [
-        {"_target_": "rlkit.distributed.launch.start_ranks", "command": ["sh"], "count": 1},  # of rlkit, but no part of a run
+        {
+            "_target_": "rlkit.distributed.launch.start_ranks",
+            "command": ["sh"],
+            "count": 1,
+        },  # of rlkit, but no part of a run
         {"_target_": "os.system", "_args_": ["true"]},
         {"_target_": ["os.system"]},
         MODEL | {"trust_remote_code": True, "revision": "0" * 40},
@@ -107,7 +131,8 @@ def test_values_of_the_environment_come_from_it_again(monkeypatch):
 # ------------------------------------------------------------------------------------------------ files that attack
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 BAD = {
     "aliases that explode": LAUGHS,
@@ -131,7 +156,9 @@ def test_a_config_that_attacks_is_one_sentence(tmp_path, kind, capsys):
     with pytest.raises(DataError, match=r"config\.yaml"):
         runs.read_config(folder)
     assert main(["export", f"run={folder}"]) == main(["agent", "Who?", f"run={folder}"]) == 2
-    (folder / ".hydra" / "overrides.yaml").write_text(BAD[kind] if kind != "no mapping" else "a: 1\n")
+    (folder / ".hydra" / "overrides.yaml").write_text(
+        BAD[kind] if kind != "no mapping" else "a: 1\n"
+    )
     assert main(["evaluate", f"run={folder}"]) == main(["train", f"resume={folder}"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 4 and "Traceback" not in said
@@ -148,10 +175,29 @@ def test_what_rlkit_writes_it_can_read(tmp_path):
 
 # ----------------------------------------------------------------------------------------------- readers of odd rows
 
-ODD = [None, True, -1, 3.5, 1e308, 10**400, float("nan"), float("inf"), "", "x" * 300, "\ud800", [], {}, [1], {"a": {"b": []}}, [[[]]]]
+ODD = [
+    None,
+    True,
+    -1,
+    3.5,
+    1e308,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 300,
+    "\ud800",
+    [],
+    {},
+    [1],
+    {"a": {"b": []}},
+    [[[]]],
+]
 
 
-@pytest.mark.parametrize("first, last", cases([(0, 1), *((n, n + 2) for n in range(1, 17, 2))], [(0, 1)], unpack=True))
+@pytest.mark.parametrize(
+    "first, last", cases([(0, 1), *((n, n + 2) for n in range(1, 17, 2))], [(0, 1)], unpack=True)
+)
 def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path):
     """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is replaced by another type, at random."""
     pytest.importorskip("matplotlib")
@@ -159,7 +205,15 @@ def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path
     from rlkit.types import Rollout, Step, Task
 
     generator = random.Random(first)
-    metrics = ("reward/mean", "reward/term/mean", "eval/accuracy", "kl/ref_k3", "perf/step_s", "schedule/optimizer.lr", "adv/abs_mean")
+    metrics = (
+        "reward/mean",
+        "reward/term/mean",
+        "eval/accuracy",
+        "kl/ref_k3",
+        "perf/step_s",
+        "schedule/optimizer.lr",
+        "adv/abs_mean",
+    )
     side = {
         "accuracy": 0.5,
         "interval": [0.4, 0.6],
@@ -170,32 +224,66 @@ def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path
         "split": "test",
         "parts": {},
     }
-    step = Step(({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho")
+    step = Step(
+        ({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho"
+    )
     for case in range(first, last):
         folder = tmp_path / "runs" / str(case)
         (folder / "rollouts").mkdir(parents=True)
         rows = [{"step": s, **dict.fromkeys(metrics, s / 9)} for s in range(6)]
-        rows.append({"step": 4, "schedule/switch": "phase a → b after step 4", "reward/" + "y" * 400 + "/mean": 0.3})
-        summary = {"ended": "finished", "before": dict(side), "after": dict(side), "steps": 5, "tokens": 9, "wall_seconds": 3.0, "seed": 1}
+        rows.append(
+            {
+                "step": 4,
+                "schedule/switch": "phase a → b after step 4",
+                "reward/" + "y" * 400 + "/mean": 0.3,
+            }
+        )
+        summary = {
+            "ended": "finished",
+            "before": dict(side),
+            "after": dict(side),
+            "steps": 5,
+            "tokens": 9,
+            "wall_seconds": 3.0,
+            "seed": 1,
+        }
         for node in (*rows, summary, summary["before"], summary["after"]):
             for key in list(node):
                 if generator.random() < 0.15:
                     node[key] = generator.choice(ODD)
                 elif generator.random() < 0.05:
                     del node[key]
-        odd = [json.dumps(generator.choice(ODD)), "{", "\x00", "[" * 5000, '{"step": 1e999}', '{"a": 1}'][case % 6]
+        odd = [
+            json.dumps(generator.choice(ODD)),
+            "{",
+            "\x00",
+            "[" * 5000,
+            '{"step": 1e999}',
+            '{"a": 1}',
+        ][case % 6]
         lines = [json.dumps(row) for row in rows]
         lines.insert(3, odd)
         (folder / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
-        (folder / "summary.json").write_text(json.dumps(summary if case % 5 else generator.choice(ODD)))
-        (folder / "run.json").write_text(json.dumps(generator.choice([[], [1], {}, [{"versions": 1}], [{"versions": {}}]])))
-        (folder / "config.yaml").write_text(LAUGHS if case % 7 == 0 else yaml.safe_dump({"name": case, "seed": 0, "a": {"b": case}}))
+        (folder / "summary.json").write_text(
+            json.dumps(summary if case % 5 else generator.choice(ODD))
+        )
+        (folder / "run.json").write_text(
+            json.dumps(generator.choice([[], [1], {}, [{"versions": 1}], [{"versions": {}}]]))
+        )
+        (folder / "config.yaml").write_text(
+            LAUGHS if case % 7 == 0 else yaml.safe_dump({"name": case, "seed": 0, "a": {"b": case}})
+        )
         file = tmp_path / "damaged.jsonl"
-        save_rollouts(file, [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0, rewards={"term": 1.0})] * 3)
+        save_rollouts(
+            file,
+            [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0, rewards={"term": 1.0})] * 3,
+        )
         damaged = [json.loads(line) for line in file.read_text().splitlines()]
         for node in (damaged[0], damaged[0]["steps"][0], damaged[1]["task"]):
             node[generator.choice(list(node))] = generator.choice(ODD)
-        append_lines(folder / "rollouts", 1, "\n".join(json.dumps(line) for line in damaged).encode())
+        append_lines(
+            folder / "rollouts", 1, "\n".join(json.dumps(line) for line in damaged).encode()
+        )
         runs.write_start(folder, {}, {})
         runs.read_summary(folder)
         text = write_report([folder], tmp_path / f"{case}.html").read_text()
@@ -209,7 +297,9 @@ def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):
     from rlkit.episodes import load_rollouts, save_rollouts
     from rlkit.types import Rollout, Step, Task
 
-    step = Step(({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho")
+    step = Step(
+        ({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho"
+    )
     file = tmp_path / "rollouts.jsonl"
     save_rollouts(file, [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0)] * 2)
     good, bad = (json.loads(line) for line in file.read_text().splitlines())
@@ -221,8 +311,16 @@ def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):
         ("", "reward", "high"),
     ):
         broken = json.loads(json.dumps(bad))
-        node = broken["steps"][0] if place == "steps" else broken["task"] if place == "task" else broken
+        node = (
+            broken["steps"][0]
+            if place == "steps"
+            else broken["task"]
+            if place == "task"
+            else broken
+        )
         node[key] = value
         file.write_text(json.dumps(good) + "\n" + json.dumps(broken))
-        with pytest.warns(UserWarning, match=rf"rollouts\.jsonl:2: not a rollout.*{key} is of another type"):
+        with pytest.warns(
+            UserWarning, match=rf"rollouts\.jsonl:2: not a rollout.*{key} is of another type"
+        ):
             assert len(load_rollouts(file)) == 1

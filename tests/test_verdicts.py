@@ -35,11 +35,15 @@ def settable(target: str) -> list[str]:
     return [
         key
         for key, p in inspect.signature(function).parameters.items()
-        if inspect.isclass(function) or p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) or p.default is not p.empty
+        if inspect.isclass(function)
+        or p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)
+        or p.default is not p.empty
     ]
 
 
-REACHING = [(target, key) for target in SHIPPED for key in settable(target) if declared_by(target)[key].word]
+REACHING = [
+    (target, key) for target in SHIPPED for key in settable(target) if declared_by(target)[key].word
+]
 
 
 @each("target", SHIPPED)
@@ -61,7 +65,10 @@ def with_verdict(*, where: str, made: Any = None):
 def test_a_new_parameter_without_a_verdict_is_not_safe():
     words = {key: found.word for key, found in declared_by(f"{__name__}.without_verdict").items()}
     assert words == {"where": UNDECLARED, "count": "", "ways": "", "made": UNDECLARED}
-    assert {key: found.word for key, found in declared_by(f"{__name__}.with_verdict").items()} == {"where": "path", "made": ""}
+    assert {key: found.word for key, found in declared_by(f"{__name__}.with_verdict").items()} == {
+        "where": "path",
+        "made": "",
+    }
     with pytest.raises(ValueError, match="no parameter 'other'"):
         safe("other")(without_verdict)
     with pytest.raises(ValueError, match="no word 'moon'"):
@@ -71,7 +78,19 @@ def test_a_new_parameter_without_a_verdict_is_not_safe():
 @each(
     "hint, expected",
     [(int, True), (float | None, True), (Literal["a"], True), (bool, True), (Path, True)]
-    + [(hint, False) for hint in (str, str | None, Sequence[int], Mapping[str, float], Any, object, typing.Callable, float | str)],
+    + [
+        (hint, False)
+        for hint in (
+            str,
+            str | None,
+            Sequence[int],
+            Mapping[str, float],
+            Any,
+            object,
+            typing.Callable,
+            float | str,
+        )
+    ],
 )
 def test_safe_by_type(hint, expected):
     assert safe_by_type(hint) == expected
@@ -88,7 +107,11 @@ def bad_value(target: str, key: str, canary: str) -> Any:
     hint = signature_hints(resolve(target)).get(key, Any)
     if found.plain:
         alternatives = [True, *typing.get_args(hint)]
-        return next(value for value in alternatives if value != found.default and (hint is bool) == isinstance(value, bool))
+        return next(
+            value
+            for value in alternatives
+            if value != found.default and (hint is bool) == isinstance(value, bool)
+        )
     text = str(hint)
     if "Mapping" in text and "Sequence[str] | None" not in text:
         return {"x": canary}
@@ -96,7 +119,11 @@ def bad_value(target: str, key: str, canary: str) -> Any:
 
 
 def node_of(target: str, key: str, canary: str) -> dict[str, Any]:
-    name = "further" if inspect.signature(resolve(target)).parameters[key].kind is inspect.Parameter.VAR_KEYWORD else key
+    name = (
+        "further"
+        if inspect.signature(resolve(target)).parameters[key].kind is inspect.Parameter.VAR_KEYWORD
+        else key
+    )
     return {"_target_": target, "_partial_": True, name: bad_value(target, key, canary)}
 
 
@@ -104,19 +131,31 @@ def node_of(target: str, key: str, canary: str) -> dict[str, Any]:
 def test_what_is_not_declared_safe_is_found_wherever_it_stands(target, key):
     """Alone, deep inside, beside a shipped value; and not where the user says the same himself."""
     node = node_of(target, key, "canary")
-    for place in (node, {"deep": [{"down": node}]}, {"task": {"suggests": {"kl": node}, "_target_": "rlkit.tasks.arithmetic"}}):
+    for place in (
+        node,
+        {"deep": [{"down": node}]},
+        {"task": {"suggests": {"kl": node}, "_target_": "rlkit.tasks.arithmetic"}},
+    ):
         said = list(outside(place, BY))
-        assert any(f"{key}" in what or "further" in what or "policy call" in what for what in said), said
+        assert any(
+            f"{key}" in what or "further" in what or "policy call" in what for what in said
+        ), said
         assert list(outside(place, BY, place)) == []
     other = {**node, "_target_": "rlkit.tasks.arithmetic"}
     assert list(outside(node, BY, other))  # the same value under another function is another value
 
 
-CASES = [(command, *case) for case in REACHING for command in ("evaluate", "train", "replay", "export", "agent", "serve")]
+CASES = [
+    (command, *case)
+    for case in REACHING
+    for command in ("evaluate", "train", "replay", "export", "agent", "serve")
+]
 
 
 @pytest.mark.parametrize("command, target, key", cases(CASES, 8, unpack=True))
-def test_each_command_refuses_what_is_not_declared_safe(command, target, key, tmp_path, capsys, monkeypatch):
+def test_each_command_refuses_what_is_not_declared_safe(
+    command, target, key, tmp_path, capsys, monkeypatch
+):
     """Generated from the declarations. Nothing is executed: the canary would be a file."""
     monkeypatch.chdir(tmp_path)
     canary, folder = tmp_path / "canary", tmp_path / "run"
@@ -127,10 +166,14 @@ def test_each_command_refuses_what_is_not_declared_safe(command, target, key, tm
     if command in ("export", "agent", "serve"):
         config["model"] = node
     runs.write_config(folder, config)
-    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([f"+callbacks.strange={literal(node)}"]))
+    (folder / ".hydra" / "overrides.yaml").write_text(
+        yaml.safe_dump([f"+callbacks.strange={literal(node)}"])
+    )
     for file in ("batch.pt", "state.ckpt"):
         (folder / file).write_bytes(b"")
-    words = {"train": f"resume={folder}", "replay": f"bundle={folder}"}.get(command, f"run={folder}")
+    words = {"train": f"resume={folder}", "replay": f"bundle={folder}"}.get(
+        command, f"run={folder}"
+    )
     assert main([command, *(["Who?"] if command == "agent" else []), words]) == 2
     said = capsys.readouterr().err
     place = "model" if command in ("export", "agent", "serve") else "callbacks.strange"
@@ -141,7 +184,11 @@ def test_each_command_refuses_what_is_not_declared_safe(command, target, key, tm
 
 @pytest.mark.parametrize("experiment", cases([None, *options("experiment")], 3))
 def test_runs_of_shipped_options_need_no_trust(experiment):
-    words = [f"experiment={experiment}", *(["task.path=rows.jsonl"] if experiment == "sft" else [])] if experiment else []
+    words = (
+        [f"experiment={experiment}", *(["task.path=rows.jsonl"] if experiment == "sft" else [])]
+        if experiment
+        else []
+    )
     config = compose(words).config
     base = without_values([], words, entry="train", config_dir=None)
     assert list(outside(config, BY, base)) == []
@@ -206,7 +253,9 @@ def judge(folder: Path, mine: list[str], entry: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
-@pytest.mark.parametrize("kind", cases(OVERRIDES, ["a weaker sandbox", "a search path behind a space", "a program"]))
+@pytest.mark.parametrize(
+    "kind", cases(OVERRIDES, ["a weaker sandbox", "a search path behind a space", "a program"])
+)
 def test_every_way_around_is_closed(kind, tmp_path, monkeypatch):
     """Each is refused by evaluate and by resume, and none where the user says the same on his own command line."""
     monkeypatch.chdir(tmp_path)
@@ -232,8 +281,20 @@ def test_a_model_in_the_folder_is_the_folders_own(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "run" / "link").symlink_to(tmp_path / "other")
     by = Folder(conf_dir(), place=tmp_path / "run")
-    for name, count in {"run/model": 0, "other": 1, "run/link": 1, "run/../other": 1, "run/absent": 1}.items():
-        node = {"model": {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": str(tmp_path / name)}}
+    for name, count in {
+        "run/model": 0,
+        "other": 1,
+        "run/link": 1,
+        "run/../other": 1,
+        "run/absent": 1,
+    }.items():
+        node = {
+            "model": {
+                "_target_": "rlkit.models.load_policy",
+                "_partial_": True,
+                "path": str(tmp_path / name),
+            }
+        }
         assert len(list(outside(node, by))) == count, name
         assert len(list(outside(node, BY))) == 1
 
@@ -242,7 +303,10 @@ def test_a_model_in_the_folder_is_the_folders_own(tmp_path):
 def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkeypatch, capsys):
     """The model lies in the folder, so nothing is asked; its template would take all memory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlkit.commands.evaluate.restored_policy", lambda policy, checkpoint, engine=None: (checkpoint, 0))
+    monkeypatch.setattr(
+        "rlkit.commands.evaluate.restored_policy",
+        lambda policy, checkpoint, engine=None: (checkpoint, 0),
+    )
     folder = tmp_path / "run"
     shutil.copytree(TINY, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text("{{ messages[0].role * 10**12 }}")
@@ -252,7 +316,11 @@ def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkey
     (folder / ".hydra" / "overrides.yaml").write_text(f"- model.path={folder}/model\n")
     assert main([*command, f"run={folder}"]) == 2
     said = capsys.readouterr().err
-    assert "the chat template of" in said and "was stopped: one prompt took more than 2 s" in said and "Traceback" not in said
+    assert (
+        "the chat template of" in said
+        and "was stopped: one prompt took more than 2 s" in said
+        and "Traceback" not in said
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,7 +9,12 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-TEXT = {"type": "object", "properties": {"text": {"type": "string", "title": "Text"}}, "required": ["text"], "title": "echoArguments"}
+TEXT = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "title": "Text"}},
+    "required": ["text"],
+    "title": "echoArguments",
+}
 SECONDS = {"type": "object", "properties": {"seconds": {"type": "number", "default": 0}}}
 NOTHING = {"type": "object", "properties": {}}
 TOOLS = {
@@ -36,7 +41,13 @@ def called(name, arguments):
             with open(os.environ["NOTE"], "w") as note:
                 note.write(str(os.getpid()))
         time.sleep(arguments["seconds"])
-    said = {"count": CALLS, "echo": arguments.get("text"), "fail": "no luck", "flood": "x" * 100_000, "task": os.environ.get("RLKIT_TASK")}
+    said = {
+        "count": CALLS,
+        "echo": arguments.get("text"),
+        "fail": "no luck",
+        "flood": "x" * 100_000,
+        "task": os.environ.get("RLKIT_TASK"),
+    }
     return str(said.get(name, "done")), name == "fail"
 
 
@@ -44,7 +55,11 @@ def answered(method, params):
     """The result of a request, or None where there is no such method."""
     if method == "initialize":
         info = {"name": "scripted", "version": "1"}
-        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
+        return {
+            "protocolVersion": params["protocolVersion"],
+            "capabilities": {"tools": {}},
+            "serverInfo": info,
+        }
     if method == "tools/list":  # one tool a page
         place = int(params.get("cursor") or 0)
         name, (description, schema) = list(TOOLS.items())[place]
@@ -61,7 +76,11 @@ def reply(line):
     if "id" not in request:
         return None
     result = answered(request.get("method"), request.get("params") or {})
-    body = {"error": {"code": -32601, "message": "no such method"}} if result is None else {"result": result}
+    body = (
+        {"error": {"code": -32601, "message": "no such method"}}
+        if result is None
+        else {"result": result}
+    )
     return json.dumps({"jsonrpc": "2.0", "id": request["id"], **body}).encode()
 
 

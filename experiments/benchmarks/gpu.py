@@ -31,7 +31,10 @@ import bench
 
 NEEDED = {"torch": "torch", "transformers": "transformers", "lightning": "lightning", "peft": "peft", "hydra": "hydra-core",
           "omegaconf": "omegaconf", "datasets": "datasets", "pytest": "pytest"}  # fmt: skip
-SETTINGS = {"adapters": ["model.lora.rank=16"], "all weights": ["model.lora.rank=0", "optimizer.lr=1e-6"]}
+SETTINGS = {
+    "adapters": ["model.lora.rank=16"],
+    "all weights": ["model.lora.rank=0", "optimizer.lr=1e-6"],
+}
 LAST = 600  # characters of a failure that are kept
 
 
@@ -64,10 +67,15 @@ def step(given: dict[str, Any]) -> dict[str, Any]:
         forget(device)
         for number in range(given["steps"]):
             begun = time.perf_counter()
-            sampled, trained, stream = experience(learner.begin(), policy, tasks, stream, step=number, clock=learner.clock)
+            sampled, trained, stream = experience(
+                learner.begin(), policy, tasks, stream, step=number, clock=learner.clock
+            )
             rows.append(learner.step(sampled, trained))
             seconds.append(time.perf_counter() - begun)
-    shape, (load, _) = forecast.shape_of_run(x), forecast.load_of(x, composed.config, {"reply_share": "1"})
+    shape, (load, _) = (
+        forecast.shape_of_run(x),
+        forecast.load_of(x, composed.config, {"reply_share": "1"}),
+    )
     card = bench.card() or roofline.CARDS["cpu"]
     expected, last = roofline.forecast(card, shape, load), rows[-1]
     return {
@@ -100,7 +108,11 @@ def peak(device: Any) -> float:
     """GB at the most: what torch allocated on a GPU, what was resident elsewhere."""
     import torch
 
-    return torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else bench.memory("VmHWM") * 2**20 / 1e9
+    return (
+        torch.cuda.max_memory_allocated() / 1e9
+        if device.type == "cuda"
+        else bench.memory("VmHWM") * 2**20 / 1e9
+    )
 
 
 # --------------------------------------------------------------------------------------------------- in the parent
@@ -111,17 +123,39 @@ def missing(wheels: Path | None) -> list[str]:
 
     def absent() -> list[str]:
         importlib.invalidate_caches()
-        return [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+        return [
+            package
+            for module, package in NEEDED.items()
+            if importlib.util.find_spec(module) is None
+        ]
 
     if wheels is not None and (wanted := absent()):
-        subprocess.run([sys.executable, "-m", "pip", "install", "--no-index", "--find-links", str(wheels), *wanted], check=False)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--no-index",
+                "--find-links",
+                str(wheels),
+                *wanted,
+            ],
+            check=False,
+        )
     return absent()
 
 
 def command(given: Any, words: Sequence[str], name: str) -> dict[str, Any]:
     """A row for a program that is started as a part of this."""
     begun = time.perf_counter()
-    done = subprocess.run(list(words), env=bench.environment(given.threads), cwd=bench.ROOT, text=True, capture_output=True)
+    done = subprocess.run(
+        list(words),
+        env=bench.environment(given.threads),
+        cwd=bench.ROOT,
+        text=True,
+        capture_output=True,
+    )
     said = (done.stdout + done.stderr).strip()
     print(f"--- {name}\n{said[-2000:]}", flush=True)
     status = "failed" if done.returncode else "done"
@@ -129,7 +163,12 @@ def command(given: Any, words: Sequence[str], name: str) -> dict[str, Any]:
 
 
 def row(name: str, status: str, reason: str, begun: float) -> dict[str, Any]:
-    return {"part": name, "status": status, "reason": reason, "seconds": round(time.perf_counter() - begun, 1)}
+    return {
+        "part": name,
+        "status": status,
+        "reason": reason,
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
 
 
 def steps(given: Any) -> list[dict[str, Any]]:
@@ -138,7 +177,9 @@ def steps(given: Any) -> list[dict[str, Any]]:
 
     rows = []
     size = (
-        {"prompts": 16, "group": 8, "tokens": 300, "steps": 4} if not given.quick else {"prompts": 2, "group": 2, "tokens": 8, "steps": 2}
+        {"prompts": 16, "group": 8, "tokens": 300, "steps": 4}
+        if not given.quick
+        else {"prompts": 2, "group": 2, "tokens": 8, "steps": 2}
     )
     with tempfile.TemporaryDirectory() as folder:
         path = bench.model_folder("0.9" if given.quick else "0.6b-shape", Path(folder))
@@ -156,7 +197,9 @@ def steps(given: Any) -> list[dict[str, Any]]:
             ]
             asked = json.dumps({"overrides": overrides, "steps": size["steps"]})
             try:
-                found = bench.child([bench.PYTHON, __file__, "--side", asked], threads=given.threads)
+                found = bench.child(
+                    [bench.PYTHON, __file__, "--side", asked], threads=given.threads
+                )
                 rows.append(row(f"step, {name}", "done", "", begun) | found)
             except RuntimeError as error:
                 rows.append(row(f"step, {name}", "failed", str(error)[-LAST:], begun))
@@ -170,13 +213,42 @@ def peers(given: Any) -> dict[str, Any]:
     look = "import importlib.util as u, sys; sys.exit(sum(2**i for i, n in enumerate(('trl', 'vllm')) if u.find_spec(n) is None))"
     absent = subprocess.run([python, "-c", look], capture_output=True).returncode
     if absent & 1:
-        return row("peers", "skipped", f"{python} has no TRL; make an environment with peers_env.sh and name it by --python", begun)
-    words = [sys.executable, str(bench.HERE / "peers.py"), "--python", python, "--device", given.device, "--out", str(given.out)]
-    words += ["--quick"] if given.quick else ["--model", "0.6b-shape", "--lengths", "forced", "--tokens", "300", "--micro-batches", "4"]
+        return row(
+            "peers",
+            "skipped",
+            f"{python} has no TRL; make an environment with peers_env.sh and name it by --python",
+            begun,
+        )
+    words = [
+        sys.executable,
+        str(bench.HERE / "peers.py"),
+        "--python",
+        python,
+        "--device",
+        given.device,
+        "--out",
+        str(given.out),
+    ]
+    words += (
+        ["--quick"]
+        if given.quick
+        else [
+            "--model",
+            "0.6b-shape",
+            "--lengths",
+            "forced",
+            "--tokens",
+            "300",
+            "--micro-batches",
+            "4",
+        ]
+    )
     if not absent and given.device == "cuda":
         return command(given, [*words, "--vllm"], "peers")
     done = command(given, words, "peers")
-    return done | {"reason": f"without vLLM, which {python} lacks or a CPU cannot run: {done['reason']}"}
+    return done | {
+        "reason": f"without vLLM, which {python} lacks or a CPU cannot run: {done['reason']}"
+    }
 
 
 def main() -> None:
@@ -186,30 +258,79 @@ def main() -> None:
     parser = bench.parser(__doc__, rounds=2)
     parser.set_defaults(device="cuda")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what is missing")
-    parser.add_argument("--python", help="interpreter of an environment with TRL, and with vLLM where it is to be measured")
-    parser.add_argument("--parts", nargs="+", choices=("tests", "decode", "memory", "step", "peers"), default=None)
+    parser.add_argument(
+        "--python",
+        help="interpreter of an environment with TRL, and with vLLM where it is to be measured",
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=("tests", "decode", "memory", "step", "peers"), default=None
+    )
     given = parser.parse_args()
     if lacking := missing(given.wheels):
         names = " ".join(lacking)
-        parser.error(f"not installed: {names}. On a machine with an index: pip download {names} -d FOLDER; here: --wheels FOLDER")
+        parser.error(
+            f"not installed: {names}. On a machine with an index: pip download {names} -d FOLDER; here: --wheels FOLDER"
+        )
     import torch
 
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu --quick tries the plumbing")
-    common = ["--device", given.device, "--threads", str(given.threads), "--out", str(given.out), *(["--quick"] if given.quick else [])]
+    common = [
+        "--device",
+        given.device,
+        "--threads",
+        str(given.threads),
+        "--out",
+        str(given.out),
+        *(["--quick"] if given.quick else []),
+    ]
     own = lambda name, *words: [sys.executable, str(bench.HERE / name), *common, *words]  # noqa: E731
-    large = [] if given.quick else ["--model", "qwen3_0.6b-shape", "--rows", "128", "256", "--prompt", "512", "--tokens", "512"]
+    large = (
+        []
+        if given.quick
+        else [
+            "--model",
+            "qwen3_0.6b-shape",
+            "--rows",
+            "128",
+            "256",
+            "--prompt",
+            "512",
+            "--tokens",
+            "512",
+        ]
+    )
     tokens = [] if given.quick else ["--tokens", "2048", "4096", "8192", "16384"]
-    tests = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "-m", "gpu", "tests/gpu"]
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-m",
+        "gpu",
+        "tests/gpu",
+    ]
     parts: dict[str, Any] = {
         "tests": lambda: [command(given, tests, "tests")],
-        "decode": lambda: [command(given, own("decode.py", *large, "--engines", "transformers", "cached", "--rounds", "2"), "decode")],
+        "decode": lambda: [
+            command(
+                given,
+                own("decode.py", *large, "--engines", "transformers", "cached", "--rounds", "2"),
+                "decode",
+            )
+        ],
         "memory": lambda: [command(given, own("memory.py", *tokens), "memory")],
         "step": lambda: steps(given),
         "peers": lambda: [peers(given)],
     }
     rows = [own_row for name in given.parts or parts for own_row in parts[name]()]
-    bench.write(given.out, "gpu", [one | bench.provenance(given.threads, given.device) for one in rows])
+    bench.write(
+        given.out, "gpu", [one | bench.provenance(given.threads, given.device) for one in rows]
+    )
     failed = [one["part"] for one in rows if one["status"] == "failed"]
     print(f"failed: {', '.join(failed)}" if failed else "no part failed")
     sys.exit(bool(failed))

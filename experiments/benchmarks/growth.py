@@ -39,12 +39,25 @@ def played(turns: int, history: str) -> list[Any]:
     draw = random.Random(0)
 
     def reply() -> Generation:
-        return Generation(tuple(draw.choices(range(100, 700), k=DRAWN)), tuple(draw.gauss(-2, 1) for _ in range(DRAWN)), "stop")
+        return Generation(
+            tuple(draw.choices(range(100, 700), k=DRAWN)),
+            tuple(draw.gauss(-2, 1) for _ in range(DRAWN)),
+            "stop",
+        )
 
-    environment = single_turn()._replace(next_prompt=lambda r, i: "Go on, please.", max_steps=turns, history=history)
-    tasks = [Task(f"row/{i}", ({"role": "user", "content": f"Question {i}"},)) for i in range(EPISODES)]
+    environment = single_turn()._replace(
+        next_prompt=lambda r, i: "Go on, please.", max_steps=turns, history=history
+    )
+    tasks = [
+        Task(f"row/{i}", ({"role": "user", "content": f"Question {i}"},)) for i in range(EPISODES)
+    ]
     policy = load_policy(path="tiny")._replace(context_length=1 << 20)
-    return collect(policy, tasks, engine=Batched(lambda policy, prompts, *_: [reply() for _ in prompts]), environment=environment)
+    return collect(
+        policy,
+        tasks,
+        engine=Batched(lambda policy, prompts, *_: [reply() for _ in prompts]),
+        environment=environment,
+    )
 
 
 def held(value: Any, seen: set[int]) -> int:
@@ -52,7 +65,13 @@ def held(value: Any, seen: set[int]) -> int:
     if id(value) in seen:
         return 0
     seen.add(id(value))
-    inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inside = (
+        [*value.keys(), *value.values()]
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return sys.getsizeof(value) + sum(held(item, seen) for item in inside)
 
 
@@ -76,7 +95,14 @@ def peak(turns: int) -> None:
     from rlkit.commands.cli import main as rlkit
 
     with tempfile.TemporaryDirectory() as folder:
-        status = rlkit([*RUN, f"+environment.turns={turns}", "trainer.threads=1", f"hydra.run.dir={folder}/run"])
+        status = rlkit(
+            [
+                *RUN,
+                f"+environment.turns={turns}",
+                "trainer.threads=1",
+                f"hydra.run.dir={folder}/run",
+            ]
+        )
     if not status:
         bench.answer(round(bench.memory("VmHWM")))
 
@@ -95,8 +121,13 @@ def main() -> None:
     for history in ("keep_thinking", "strip_thinking"):
         own = [counted(count, history) for count in turns]
         for row in own[: 1 if given.quick else None] if history == "keep_thinking" else ():
-            row["peak_mib"] = bench.child([bench.PYTHON, __file__, "--peak", str(row["turns"])], threads=given.threads)
-        fits = {f"{name}_exponent": round(bench.exponent(turns, [row[name] for row in own])[0], 2) for name in BYTES}
+            row["peak_mib"] = bench.child(
+                [bench.PYTHON, __file__, "--peak", str(row["turns"])], threads=given.threads
+            )
+        fits = {
+            f"{name}_exponent": round(bench.exponent(turns, [row[name] for row in own])[0], 2)
+            for name in BYTES
+        }
         rows += [row | last for row in own] + [{"history": history, "turns": ""} | fits | last]
     bench.write(given.out, "growth", rows)
 

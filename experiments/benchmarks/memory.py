@@ -35,7 +35,8 @@ def batch(tokens: int, device: str) -> dict[str, Any]:
         "ids": torch.randint(0, 151_936, shape, generator=generator),
         "mask": mask,
         "advantages": torch.randn(shape, generator=generator),
-        "shift": torch.randn(shape, generator=generator) / 10,  # the old policy's log-probs, against the present ones
+        "shift": torch.randn(shape, generator=generator)
+        / 10,  # the old policy's log-probs, against the present ones
     }
     return {name: value.to(device) for name, value in made.items()}
 
@@ -48,7 +49,9 @@ def logprobs_of(form: str, model: Any, given: dict[str, Any]) -> Any:
         return forward_logprobs(model, pack(given["ids"], given["mask"])).logprobs
     logits = model(input_ids=given["ids"], use_cache=False).logits
     taken = logits.log_softmax(-1)[:, :-1].gather(-1, given["ids"][:, 1:, None])[..., 0]
-    return taken.new_zeros(given["ids"].shape).index_put((given["mask"],), taken[given["mask"][:, 1:]])
+    return taken.new_zeros(given["ids"].shape).index_put(
+        (given["mask"],), taken[given["mask"][:, 1:]]
+    )
 
 
 def update(form: str, model: Any, given: dict[str, Any]) -> float:
@@ -61,7 +64,9 @@ def update(form: str, model: Any, given: dict[str, Any]) -> float:
     logprobs = logprobs_of(form, model, given)
     ratio = token_ratio(logprobs, logprobs.detach() + given["shift"], mask)
     ((clipped(ratio, given["advantages"]) * mask).sum() / mask.sum()).backward()
-    return float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
+    return float(
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    )
 
 
 def side(form: str, tokens: int, threads: int, device: str) -> dict[str, float]:
@@ -111,9 +116,22 @@ def main() -> None:
         runs: dict[str, list[dict[str, float]]] = {"naive": [], "rlkit": []}
         for _ in range(given.rounds):
             for form in runs:
-                settings = {"form": form, "tokens": tokens, "threads": given.threads, "device": given.device}
-                runs[form].append(bench.child([bench.PYTHON, __file__, "--side", json.dumps(settings)], threads=given.threads))
-        mib, seconds = ({form: statistics.median(run[key] for run in own) for form, own in runs.items()} for key in ("mib", "seconds"))
+                settings = {
+                    "form": form,
+                    "tokens": tokens,
+                    "threads": given.threads,
+                    "device": given.device,
+                }
+                runs[form].append(
+                    bench.child(
+                        [bench.PYTHON, __file__, "--side", json.dumps(settings)],
+                        threads=given.threads,
+                    )
+                )
+        mib, seconds = (
+            {form: statistics.median(run[key] for run in own) for form, own in runs.items()}
+            for key in ("mib", "seconds")
+        )
         norms = [runs[form][0]["norm"] for form in runs]
         rows.append(
             {
@@ -128,7 +146,9 @@ def main() -> None:
                 "rounds": given.rounds,
             }
         )
-    bench.write(given.out, "memory", [row | bench.provenance(given.threads, given.device) for row in rows])
+    bench.write(
+        given.out, "memory", [row | bench.provenance(given.threads, given.device) for row in rows]
+    )
     print("goal: at most 0.33 of the naive form")
 
 

@@ -53,13 +53,25 @@ def clocks(run: Path, /) -> Any:
 
 def parts_of(row: dict[str, float], total: float) -> dict[str, float]:
     """The seconds of a step by part, from its row of metrics."""
-    named = {name: row[f"perf/{name}_s"] for name in ("generate", "environment", "reward", "update", "model")}
+    named = {
+        name: row[f"perf/{name}_s"]
+        for name in ("generate", "environment", "reward", "update", "model")
+    }
     decode = named["generate"] - named["environment"]
     train = named["model"] - decode
-    spent = {"decode": decode, "train": train, "generation": named["environment"], "reward": named["reward"]}
+    spent = {
+        "decode": decode,
+        "train": train,
+        "generation": named["environment"],
+        "reward": named["reward"],
+    }
     spent["update"] = named["update"] - train
     inside = max(row["perf/step_s"], sum(spent.values()))
-    spent |= {"metrics": inside - sum(spent.values()), "after": max(0.0, total - inside), "total": total}
+    spent |= {
+        "metrics": inside - sum(spent.values()),
+        "after": max(0.0, total - inside),
+        "total": total,
+    }
     return spent | {"outside": row["perf/outside_model_frac"]}
 
 
@@ -68,7 +80,12 @@ def side(overrides: list[str]) -> list[dict[str, float]]:
     from rlkit.commands.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
-        given = ["train", f"hydra.run.dir={folder}/run", "evaluation.n=0", "+callbacks.clocks={_target_: overhead.clocks, _partial_: true}"]
+        given = [
+            "train",
+            f"hydra.run.dir={folder}/run",
+            "evaluation.n=0",
+            "+callbacks.clocks={_target_: overhead.clocks, _partial_: true}",
+        ]
         if main([*given, *overrides]):
             raise RuntimeError(f"rlkit train {' '.join(overrides)} failed")
     return bench.MARKS["steps"]
@@ -82,12 +99,25 @@ def main() -> None:
         return
     parser = bench.parser(__doc__, rounds=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--million", choices=tuple(bench.SIZES), default="0.9", help="parameters of the model; random weights but for 0.9")
+    parser.add_argument(
+        "--million",
+        choices=tuple(bench.SIZES),
+        default="0.9",
+        help="parameters of the model; random weights but for 0.9",
+    )
     parser.add_argument("overrides", nargs="*", help="of rlkit train")
     given = parser.parse_intermixed_args()
     if given.quick:
-        given.rounds, given.steps, given.overrides = 1, 2, ["batch.prompts=2", "batch.group_size=2", *given.overrides]
-    overrides = [f"trainer.steps={given.steps}", f"trainer.threads={given.threads}", *given.overrides]
+        given.rounds, given.steps, given.overrides = (
+            1,
+            2,
+            ["batch.prompts=2", "batch.group_size=2", *given.overrides],
+        )
+    overrides = [
+        f"trainer.steps={given.steps}",
+        f"trainer.threads={given.threads}",
+        *given.overrides,
+    ]
     overrides.append(f"trainer.accelerator={'gpu' if given.device == 'cuda' else 'cpu'}")
     with tempfile.TemporaryDirectory() as folder:
         overrides.append(f"model.path={bench.model_folder(given.million, Path(folder))}")
@@ -96,8 +126,16 @@ def main() -> None:
     steps = [step for run in runs for step in run[1:]]
     parts = [name for name in steps[0] if name not in ("total", "outside")]
     outside = statistics.median(step["outside"] for step in steps)
-    last = {"step_s": round(statistics.median(step["total"] for step in steps), 4), "outside": round(outside, 4)}
-    last |= {"million": given.million, "overrides": " ".join(given.overrides), "steps": given.steps, "rounds": given.rounds}
+    last = {
+        "step_s": round(statistics.median(step["total"] for step in steps), 4),
+        "outside": round(outside, 4),
+    }
+    last |= {
+        "million": given.million,
+        "overrides": " ".join(given.overrides),
+        "steps": given.steps,
+        "rounds": given.rounds,
+    }
     last |= bench.provenance(given.threads, given.device)
     rows = [
         {
@@ -109,7 +147,9 @@ def main() -> None:
         for name in parts
     ]
     bench.write(given.out, "overhead", [row | last for row in rows])
-    print(f"outside model compute: {outside:.1%} of a step; goal: 5 % at 26 million parameters, 12 % at 0.9 million")
+    print(
+        f"outside model compute: {outside:.1%} of a step; goal: 5 % at 26 million parameters, 12 % at 0.9 million"
+    )
 
 
 if __name__ == "__main__":

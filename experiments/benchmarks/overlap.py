@@ -28,7 +28,13 @@ import bench
 
 from rlkit.engines import Cached
 
-ENGINES = {"cached": [], "cached and 1 s": ["generation.engine._target_=overlap.Waiting", "+generation.engine.seconds=1.0"]}
+ENGINES = {
+    "cached": [],
+    "cached and 1 s": [
+        "generation.engine._target_=overlap.Waiting",
+        "+generation.engine.seconds=1.0",
+    ],
+}
 RUN = ["trainer.threads=1", "trainer.accelerator=cpu", "seed=0"]
 WAYS = {"none": ["asynchrony=none"], "overlap": ["asynchrony=overlap", "asynchrony.staleness=1"]}
 
@@ -48,7 +54,13 @@ class Waiting(Cached):
 def run(folder: str, overrides: list[str]) -> None:
     """A run in this process; seconds and metrics of its steps."""
     seconds, rows = bench.steps_of(overrides, Path(folder) / "run")
-    wanted = ("perf/generate_s", "perf/update_s", "staleness/sampling_s", "staleness/handover_s", "staleness/wait_s")
+    wanted = (
+        "perf/generate_s",
+        "perf/update_s",
+        "staleness/sampling_s",
+        "staleness/handover_s",
+        "staleness/wait_s",
+    )
     bench.answer([seconds, *([row[key] for row in rows if key in row] for key in wanted)])
 
 
@@ -64,10 +76,16 @@ def side(what: str, folder: str, overrides: list[str], steps: int) -> None:
 
     x = experiment(compose(["logger=none", "schedule=constant", "evaluation.n=0", *overrides]))
     torch.set_num_threads(1)
-    tasks, learner, stream = load_tasks(x).train, Learner(x, x.model(device="cpu"), exact=True), StreamState()
+    tasks, learner, stream = (
+        load_tasks(x).train,
+        Learner(x, x.model(device="cpu"), exact=True),
+        StreamState(),
+    )
     own = learner.begin()
     groups = experience(own, learner.policy, tasks, stream, step=0)[:2]
-    (here, other) = (Path(folder) / f"{name}" for name in (what, {"sample": "update", "update": "sample"}[what]))
+    (here, other) = (
+        Path(folder) / f"{name}" for name in (what, {"sample": "update", "update": "sample"}[what])
+    )
     here.mkdir()
     while not other.exists():
         time.sleep(0.01)
@@ -99,7 +117,9 @@ def ceiling(overrides: list[str], steps: int) -> tuple[float, float]:
     found = [[line for line in text.splitlines() if line.startswith(bench.MARK)] for text in said]
     if not all(found):
         raise RuntimeError("\n".join(text[-2000:] for text in said))
-    sample, update = (statistics.median(bench.json.loads(lines[-1][len(bench.MARK) :])) for lines in found)
+    sample, update = (
+        statistics.median(bench.json.loads(lines[-1][len(bench.MARK) :])) for lines in found
+    )
     return sample, update
 
 
@@ -111,14 +131,22 @@ def measured(rounds: int, steps: int, extra: list[str]) -> list[dict[str, Any]]:
             for way in list(WAYS)[:: 1 if turn % 2 else -1]:
                 with tempfile.TemporaryDirectory() as folder:
                     own = [*RUN, *WAYS[way], f"trainer.steps={steps + 2}", *words, *extra]
-                    parts = bench.child([bench.PYTHON, str(Path(__file__)), "--folder", folder, *own], threads=1)
-                kept = [statistics.median(values[1:-1] or values) if values else 0.0 for values in parts]  # the first step warms up
+                    parts = bench.child(
+                        [bench.PYTHON, str(Path(__file__)), "--folder", folder, *own], threads=1
+                    )
+                kept = [
+                    statistics.median(values[1:-1] or values) if values else 0.0 for values in parts
+                ]  # the first step warms up
                 found.setdefault((engine, way), []).append(tuple(kept))
             sample, update = ceiling([*RUN, *words, *extra], steps)
-            found.setdefault((engine, "ceiling"), []).append((max(sample, update), sample, update, 0.0, 0.0, 0.0))
+            found.setdefault((engine, "ceiling"), []).append(
+                (max(sample, update), sample, update, 0.0, 0.0, 0.0)
+            )
     rows = []
     for (engine, way), kept in found.items():
-        step, generate, update, sampling, handover, wait = (round(statistics.median(column), 4) for column in zip(*kept, strict=True))
+        step, generate, update, sampling, handover, wait = (
+            round(statistics.median(column), 4) for column in zip(*kept, strict=True)
+        )
         most = statistics.median(values[0] for values in found[engine, "ceiling"])
         rows.append({
             "engine": engine, "way": way, "step_s": step, "sampling_s": sampling or generate, "update_s": update,
@@ -131,7 +159,9 @@ def measured(rounds: int, steps: int, extra: list[str]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = bench.parser(__doc__, rounds=3, threads=1, device=False)
     parser.add_argument("--steps", type=int, default=12, help="RL steps of a measurement")
-    parser.add_argument("--side", choices=("sample", "update"), help="one of the ceiling's processes")
+    parser.add_argument(
+        "--side", choices=("sample", "update"), help="one of the ceiling's processes"
+    )
     parser.add_argument("--folder", help="of a child")
     parser.add_argument("overrides", nargs="*", help="of the runs")
     given = parser.parse_intermixed_args()
@@ -140,7 +170,11 @@ def main() -> None:
     if given.folder:
         return run(given.folder, given.overrides)
     small = ["batch.prompts=2", "batch.group_size=4", "generation.max_new_tokens=8"]
-    rows = measured(1, 2, [*small, *given.overrides]) if given.quick else measured(given.rounds, given.steps, given.overrides)
+    rows = (
+        measured(1, 2, [*small, *given.overrides])
+        if given.quick
+        else measured(given.rounds, given.steps, given.overrides)
+    )
     bench.write(given.out, "overlap", [row | bench.provenance(1) for row in rows])
 
 

@@ -59,7 +59,10 @@ def main() -> None:
     model = load_policy(path="tiny").model
     found = []
     for rows in options.rows:
-        sides = {"padded": (batch(rows, shared=True), "sdpa"), "packed": (batch(rows, shared=True), ATTENTION)}
+        sides = {
+            "padded": (batch(rows, shared=True), "sdpa"),
+            "packed": (batch(rows, shared=True), ATTENTION),
+        }
         sides["apart"] = (batch(rows, shared=False), ATTENTION)
         spent: dict[str, list[float]] = {name: [] for name in sides}
         norms = {}
@@ -69,7 +72,9 @@ def main() -> None:
                 took, norms[name] = seconds(model, *given_rows)
                 if turn or options.quick:
                     spent[name].append(took)
-        medians = {f"{name}_seconds": round(statistics.median(times), 4) for name, times in spent.items()}
+        medians = {
+            f"{name}_seconds": round(statistics.median(times), 4) for name, times in spent.items()
+        }
         ratios = [a / b for a, b in zip(spent["padded"], spent["packed"], strict=True)]
         found.append(
             {"rows": rows}
@@ -79,7 +84,10 @@ def main() -> None:
                 "fastest": round(max(ratios), 2),
                 "slowest": round(min(ratios), 2),
             }
-            | {"gradient_difference": f"{abs(norms['padded'] - norms['packed']) / norms['padded']:.1e}", "rounds": options.rounds}
+            | {
+                "gradient_difference": f"{abs(norms['padded'] - norms['packed']) / norms['padded']:.1e}",
+                "rounds": options.rounds,
+            }
         )
     bench.write(options.out, "packing", [row | bench.provenance(options.threads) for row in found])
 

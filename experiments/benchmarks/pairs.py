@@ -32,7 +32,9 @@ def started(words: list[str], checkout: Path) -> subprocess.Popen[str]:
     """A process that does a round, and one more for each line that it is given."""
     env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / words[0]), *words[1:], "--threads", "1", "--once"]
-    return subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
 
 
 def taken(process: subprocess.Popen[str]) -> float:
@@ -60,7 +62,9 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("older", type=Path)
     parser.add_argument("--pairs", type=int, default=40)
     given = parser.parse_args()
@@ -77,7 +81,13 @@ def main() -> None:
             seconds.append(mine)
         here.kill(), older.kill()
         low, high = interval(ratios)
-        row = {"case": name, "pairs": given.pairs, "ratio": statistics.median(ratios), "low": low, "high": high}
+        row = {
+            "case": name,
+            "pairs": given.pairs,
+            "ratio": statistics.median(ratios),
+            "low": low,
+            "high": high,
+        }
         rows.append(row | {"processor_s": statistics.median(seconds)})
         print(rows[-1], flush=True)
     bench.write(HERE, "pairs", [row | bench.provenance(1) for row in rows])

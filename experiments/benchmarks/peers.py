@@ -46,7 +46,12 @@ def problems(given: dict[str, Any]) -> list[Any]:
     from rlkit.episodes.stream import StreamState, take
     from rlkit.tasks import arithmetic
 
-    return take(arithmetic(split="train"), StreamState(epoch=0, position=0), given["prompts"] * given["steps"], seed=given["seed"])[0]
+    return take(
+        arithmetic(split="train"),
+        StreamState(epoch=0, position=0),
+        given["prompts"] * given["steps"],
+        seed=given["seed"],
+    )[0]
 
 
 def longest_prompt(given: dict[str, Any]) -> int:
@@ -67,9 +72,13 @@ def greedy_accuracy(model: Any) -> float:
     policy = make_policy(model, pretrained_tokenizer("tiny"))
     tasks = arithmetic(split="test", max_samples=HELD_OUT)
     contexts = [encode_prompt(policy.renderer, task.messages) for task in tasks]
-    replies = completions("cached", policy, contexts, [0] * len(tasks), max_new_tokens=96, temperature=0.0)
+    replies = completions(
+        "cached", policy, contexts, [0] * len(tasks), max_new_tokens=96, temperature=0.0
+    )
     texts = [decode(policy.renderer, reply.token_ids) for reply in replies]
-    return statistics.fmean(bench.solved_text(text, task.answer) for text, task in zip(texts, tasks, strict=True))
+    return statistics.fmean(
+        bench.solved_text(text, task.answer) for text, task in zip(texts, tasks, strict=True)
+    )
 
 
 def baseline(given: dict[str, Any]) -> float:
@@ -87,7 +96,11 @@ def peak(given: dict[str, Any]) -> float:
     """MiB at the most since `baseline`."""
     import torch
 
-    return torch.cuda.max_memory_allocated() / 2**20 if given["device"] == "cuda" else bench.memory("VmHWM")
+    return (
+        torch.cuda.max_memory_allocated() / 2**20
+        if given["device"] == "cuda"
+        else bench.memory("VmHWM")
+    )
 
 
 def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
@@ -122,9 +135,14 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "tokens": [row["perf/tokens_per_s"] * row["perf/step_s"] for row in metrics],
         "sampled": [row["tokens/sampled"] for row in metrics],
-        "updates": [row["optim/updates"] for row in metrics],  # rlkit takes none where no group has a signal
+        "updates": [
+            row["optim/updates"] for row in metrics
+        ],  # rlkit takes none where no group has a signal
         "reward": [row["reward/mean"] for row in metrics],
-        "parts": {name: statistics.median(row[f"perf/{name}_s"] for row in metrics[1:]) for name in ("generate", "update")},
+        "parts": {
+            name: statistics.median(row[f"perf/{name}_s"] for row in metrics[1:])
+            for name in ("generate", "update")
+        },
         "before": before,
         "peak": peak(given),
         "held_out": greedy_accuracy(bench.MARKS["policy"].model) if given["held_out"] else None,
@@ -146,9 +164,13 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     sampling: dict[str, Any] = {}
     if given["vllm"]:
         sampling = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
-        sampling["generation_kwargs"] = {"ignore_eos": True} if given["lengths"] == "forced" else None
+        sampling["generation_kwargs"] = (
+            {"ignore_eos": True} if given["lengths"] == "forced" else None
+        )
     tasks = problems(given)
-    data = Dataset.from_list([{"prompt": [dict(m) for m in task.messages], "answer": task.answer} for task in tasks])
+    data = Dataset.from_list(
+        [{"prompt": [dict(m) for m in task.messages], "answer": task.answer} for task in tasks]
+    )
     rows = given["prompts"] * given["group"]
     config = GRPOConfig(
         output_dir=str(Path.cwd() / "run"),
@@ -187,7 +209,10 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         score = bench.solved_text if given["model"] == "tiny" else bench.spread_text
-        return [score(said[-1]["content"], truth) for said, truth in zip(completions, answer, strict=True)]
+        return [
+            score(said[-1]["content"], truth)
+            for said, truth in zip(completions, answer, strict=True)
+        ]
 
     ends: list[float] = []
 
@@ -209,7 +234,9 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     if given["lengths"] == "forced":
         trainer.eos_token_ids = list(bench.NEVER)
         if not given["vllm"]:
-            trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = list(bench.NEVER)
+            trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = (
+                list(bench.NEVER)
+            )
     trainer.train()
     history = [row for row in trainer.state.log_history if "reward" in row]
     totals = [0.0, *(row["num_tokens"] for row in history)]
@@ -223,7 +250,9 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
         "reward": [row["reward"] for row in history],
         "before": before,
         "peak": peak(given),
-        "held_out": greedy_accuracy(trainer.accelerator.unwrap_model(trainer.model)) if given["held_out"] else None,
+        "held_out": greedy_accuracy(trainer.accelerator.unwrap_model(trainer.model))
+        if given["held_out"]
+        else None,
     }
 
 
@@ -233,7 +262,11 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
 def measure(python: str, side: str, given: dict[str, Any]) -> dict[str, Any]:
     """One process of one side, in an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
-        return bench.child([python, __file__, "--side", side, json.dumps(given)], threads=given["threads"], cwd=Path(folder))
+        return bench.child(
+            [python, __file__, "--side", side, json.dumps(given)],
+            threads=given["threads"],
+            cwd=Path(folder),
+        )
 
 
 def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, Any]]:
@@ -242,8 +275,13 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
     for number in range(rounds):
         for side in sorted(runs, reverse=bool(number % 2)):  # which goes first alternates
             runs[side].append(measure(python, side, given))
-    steps = {side: [statistics.median(run["seconds"][1:]) for run in own] for side, own in runs.items()}
-    above = {side: statistics.median(run["peak"] - run["before"] for run in own) for side, own in runs.items()}
+    steps = {
+        side: [statistics.median(run["seconds"][1:]) for run in own] for side, own in runs.items()
+    }
+    above = {
+        side: statistics.median(run["peak"] - run["before"] for run in own)
+        for side, own in runs.items()
+    }
     most = {side: statistics.median(run["peak"] for run in own) for side, own in runs.items()}
     pairs = [ours / theirs for ours, theirs in zip(steps["rlkit"], steps["trl"], strict=True)]
     rows = []
@@ -257,15 +295,26 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
                 "micro_batches": given["micro_batches"],
                 "seconds_per_step": round(seconds, 3),
                 "slowest_round": round(max(steps[side]), 3),
-                "tokens_per_second": round(statistics.median(t for run in own for t in run["tokens"][1:]) / seconds),
-                "sampled_per_step": round(statistics.median(t for run in own for t in run["sampled"][1:])),
-                "updates_per_step": round(statistics.fmean(n for run in own for n in run["updates"][1:]), 2),
+                "tokens_per_second": round(
+                    statistics.median(t for run in own for t in run["tokens"][1:]) / seconds
+                ),
+                "sampled_per_step": round(
+                    statistics.median(t for run in own for t in run["sampled"][1:])
+                ),
+                "updates_per_step": round(
+                    statistics.fmean(n for run in own for n in run["updates"][1:]), 2
+                ),
                 "peak_mib": round(most[side]),
                 "above_import_mib": round(above[side]),
                 "time_of_trl": round(statistics.median(pairs), 3) if side == "rlkit" else 1.0,
-                "memory_of_trl": round(above["rlkit"] / above["trl"], 3) if side == "rlkit" else 1.0,
+                "memory_of_trl": round(above["rlkit"] / above["trl"], 3)
+                if side == "rlkit"
+                else 1.0,
                 "peak_of_trl": round(most["rlkit"] / most["trl"], 3) if side == "rlkit" else 1.0,
-                **{f"{part}_s": round(statistics.median(run["parts"][part] for run in own), 3) for part in own[0].get("parts", ())},
+                **{
+                    f"{part}_s": round(statistics.median(run["parts"][part] for run in own), 3)
+                    for part in own[0].get("parts", ())
+                },
             }
         )
     return rows
@@ -285,10 +334,14 @@ def curves(given: dict[str, Any], python: str, seeds: list[int]) -> list[dict[st
     for side in ("rlkit", "trl"):
         ends = [row["held_out"] for row in rows if row["side"] == side and row["held_out"] != ""]
         means = [
-            statistics.fmean(row["accuracy"] for row in rows if (row["side"], row["step"]) == (side, s))
+            statistics.fmean(
+                row["accuracy"] for row in rows if (row["side"], row["step"]) == (side, s)
+            )
             for s in range(1, given["steps"] + 1)
         ]
-        print(f"{side}: accuracy by step {' '.join(f'{m:.2f}' for m in means)}, held out {' '.join(f'{e:.3f}' for e in ends)}")
+        print(
+            f"{side}: accuracy by step {' '.join(f'{m:.2f}' for m in means)}, held out {' '.join(f'{e:.3f}' for e in ends)}"
+        )
     return rows
 
 
@@ -297,57 +350,121 @@ def main() -> None:
         bench.answer({"rlkit": run_rlkit, "trl": run_trl}[sys.argv[2]](json.loads(sys.argv[3])))
         return
     parser = bench.parser(__doc__, rounds=3)
-    parser.add_argument("--python", default=os.environ.get("PEERS_PYTHON"), help="of the environment that peers_env.sh made")
+    parser.add_argument(
+        "--python",
+        default=os.environ.get("PEERS_PYTHON"),
+        help="of the environment that peers_env.sh made",
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1])
-    parser.add_argument("--model", choices=(*bench.SIZES, "0.6b-shape"), default="0.9", help="millions of parameters; random but for 0.9")
-    parser.add_argument("--vllm", action="store_true", help="TRL samples with vLLM in its own process (colocate); on a GPU")
-    parser.add_argument("--steps", type=int, default=4, help="of a process; the first is not counted")
+    parser.add_argument(
+        "--model",
+        choices=(*bench.SIZES, "0.6b-shape"),
+        default="0.9",
+        help="millions of parameters; random but for 0.9",
+    )
+    parser.add_argument(
+        "--vllm",
+        action="store_true",
+        help="TRL samples with vLLM in its own process (colocate); on a GPU",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="of a process; the first is not counted"
+    )
     parser.add_argument("--beta", type=float, nargs="+", default=[0.0, 0.04])
     parser.add_argument("--lengths", nargs="+", choices=("forced", "natural"), default=["forced"])
-    parser.add_argument("--curve", action="store_true", help="learning curves of three seeds in place of the timings")
+    parser.add_argument(
+        "--curve",
+        action="store_true",
+        help="learning curves of three seeds in place of the timings",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     if not options.python:
-        parser.error("--python: the interpreter with TRL; make it with experiments/benchmarks/peers_env.sh")
+        parser.error(
+            "--python: the interpreter with TRL; make it with experiments/benchmarks/peers_env.sh"
+        )
     if options.quick:
         options.beta, options.seeds = [0.0], [0]
-        options.rounds, options.prompts, options.group, options.tokens, options.steps = 1, 2, 2, 8, 2
+        options.rounds, options.prompts, options.group, options.tokens, options.steps = (
+            1,
+            2,
+            2,
+            8,
+            2,
+        )
     if options.curve:
         options.steps = max(options.steps, 2 if options.quick else 12)
     need_peers(options.python)
-    given = {name: getattr(options, name) for name in ("prompts", "group", "tokens", "steps", "threads", "device", "vllm")}
+    given = {
+        name: getattr(options, name)
+        for name in ("prompts", "group", "tokens", "steps", "threads", "device", "vllm")
+    }
     given |= {"lr": 3e-4, "seed": 0, "held_out": False}
-    last = bench.provenance(options.threads, options.device) | {"trl": peer_version(options.python), "vllm": options.vllm}
-    sizes = {"model": options.model} | {name: given[name] for name in ("prompts", "group", "tokens", "steps")}
+    last = bench.provenance(options.threads, options.device) | {
+        "trl": peer_version(options.python),
+        "vllm": options.vllm,
+    }
+    sizes = {"model": options.model} | {
+        name: given[name] for name in ("prompts", "group", "tokens", "steps")
+    }
     with tempfile.TemporaryDirectory() as folder:
-        given |= {"model": bench.model_folder(options.model, Path(folder)), "micro_batches": options.micro_batches[0]}
+        given |= {
+            "model": bench.model_folder(options.model, Path(folder)),
+            "micro_batches": options.micro_batches[0],
+        }
         if options.curve:
-            rows = curves(given | {"lengths": "natural", "beta": options.beta[0]}, options.python, options.seeds)
-            bench.write(options.out, "peers_curve", [row | {"beta": options.beta[0]} | sizes | last for row in rows])
+            rows = curves(
+                given | {"lengths": "natural", "beta": options.beta[0]},
+                options.python,
+                options.seeds,
+            )
+            bench.write(
+                options.out,
+                "peers_curve",
+                [row | {"beta": options.beta[0]} | sizes | last for row in rows],
+            )
             return
         cases = itertools.product(options.lengths, options.beta, options.micro_batches)
-        asked = [{"lengths": lengths, "beta": beta, "micro_batches": parts} for lengths, beta, parts in cases]
-        rows = [row for case in asked for row in compare(given | case, options.python, options.rounds)]
-    bench.write(options.out, "peers", [row | sizes | {"rounds": options.rounds} | last for row in rows])
-    print(f"goal: at most {TARGETS['seconds']:.2f} of TRL's time and {TARGETS['memory']:.2f} of its memory")
+        asked = [
+            {"lengths": lengths, "beta": beta, "micro_batches": parts}
+            for lengths, beta, parts in cases
+        ]
+        rows = [
+            row for case in asked for row in compare(given | case, options.python, options.rounds)
+        ]
+    bench.write(
+        options.out, "peers", [row | sizes | {"rounds": options.rounds} | last for row in rows]
+    )
+    print(
+        f"goal: at most {TARGETS['seconds']:.2f} of TRL's time and {TARGETS['memory']:.2f} of its memory"
+    )
 
 
 def need_peers(python: str, package: str = "trl") -> None:
     """Ends with what to do where an interpreter is not there or cannot import a peer."""
-    made = {"trl": "bash experiments/benchmarks/peers_env.sh FOLDER", "vllm": "bash tests/vllm_env.sh FOLDER"}[package]
+    made = {
+        "trl": "bash experiments/benchmarks/peers_env.sh FOLDER",
+        "vllm": "bash tests/vllm_env.sh FOLDER",
+    }[package]
     if shutil.which(python) is None:
-        sys.exit(f"{python}: there is no such interpreter; make one with `{made}` and name FOLDER/bin/python")
+        sys.exit(
+            f"{python}: there is no such interpreter; make one with `{made}` and name FOLDER/bin/python"
+        )
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     if subprocess.run([python, "-c", look], capture_output=True).returncode:
-        sys.exit(f"{python} has no {package}; make an environment with `{made}` and name FOLDER/bin/python")
+        sys.exit(
+            f"{python} has no {package}; make an environment with `{made}` and name FOLDER/bin/python"
+        )
 
 
 def peer_version(python: str) -> str:
     """TRL's, in its environment."""
-    return bench.child([python, "-c", "import bench; bench.answer(bench.installed('trl'))"], threads=1)
+    return bench.child(
+        [python, "-c", "import bench; bench.answer(bench.installed('trl'))"], threads=1
+    )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,9 @@ def processor(shape: Any, threads: int, clock: Callable[[], float] = time.proces
     policy = load_policy(path="tiny")._replace(eos_token_ids=(1,))  # no reply ends
     tiny = shape_of(policy.model.config)
     bandwidth = stream_rate(clock)
-    own, other = (dict(zip(("train", "decode"), product_rates(s, clock), strict=True)) for s in (tiny, shape))
+    own, other = (
+        dict(zip(("train", "decode"), product_rates(s, clock), strict=True)) for s in (tiny, shape)
+    )
     few, many, reply = 4, 64, 32
     steps = {rows: decode_seconds(policy, rows, reply, clock) for rows in (few, many)}
     entry = draw_seconds(tiny.vocab, clock)
@@ -123,10 +125,15 @@ def product_rates(shape: Any, clock: Callable[[], float]) -> tuple[float, float]
     rates = []
     for rows, backward in ((2048, True), (64, False)):
         x = torch.randn(rows, shape.hidden, requires_grad=True)
-        upstream, operations = torch.ones(rows, shape.mlp), 2 * rows * weight.numel() * (3 if backward else 1)
+        upstream, operations = (
+            torch.ones(rows, shape.mlp),
+            2 * rows * weight.numel() * (3 if backward else 1),
+        )
         repeats = max(1, int(4e8 / operations))
 
-        def work(x: Any = x, upstream: Any = upstream, backward: bool = backward, repeats: int = repeats) -> None:
+        def work(
+            x: Any = x, upstream: Any = upstream, backward: bool = backward, repeats: int = repeats
+        ) -> None:
             for _ in range(repeats):
                 with torch.set_grad_enabled(backward):
                     out = torch.nn.functional.linear(x, weight)
@@ -185,7 +192,11 @@ def update_seconds(policy: Any, tokens: int, clock: Callable[[], float]) -> floa
 
 def overrides(given: dict[str, Any], path: str) -> list[str]:
     """Of a run that is measured, and of the same run that is forecast."""
-    sizes = [f"batch.prompts={given['prompts']}", f"batch.group_size={given['group']}", f"generation.max_new_tokens={given['tokens']}"]
+    sizes = [
+        f"batch.prompts={given['prompts']}",
+        f"batch.group_size={given['group']}",
+        f"generation.max_new_tokens={given['tokens']}",
+    ]
     return [*BASE, *sizes, f"model.path={path}", f"trainer.steps={given['steps']}"]
 
 
@@ -195,7 +206,13 @@ def measured(given: dict[str, Any]) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         words = overrides(given, bench.model_folder(given["size"], Path(folder)))
-        quiet = ["logger=none", "schedule=constant", "evaluation.n=0", "~callbacks.checkpoint", "~callbacks.samples"]
+        quiet = [
+            "logger=none",
+            "schedule=constant",
+            "evaluation.n=0",
+            "~callbacks.checkpoint",
+            "~callbacks.samples",
+        ]
         clock = ["+callbacks.clock={_target_: roofline.processor_clock, _partial_: true}"]
         if main(["train", f"hydra.run.dir={folder}/run", *quiet, *clock, *words]):
             raise RuntimeError("rlkit train failed")
@@ -225,7 +242,12 @@ def expected(given: dict[str, Any]) -> dict[str, Any]:
         load, _ = forecast.load_of(x, composed.config, {"reply_share": "1"})
     card = processor(shape, 1)
     found = roofline.forecast(card, shape, load)
-    return {"step": found.total, "parts": dict(found.seconds), "parameters": shape.parameters, "card": card._asdict()}
+    return {
+        "step": found.total,
+        "parts": dict(found.seconds),
+        "parameters": shape.parameters,
+        "card": card._asdict(),
+    }
 
 
 def main() -> None:
@@ -234,25 +256,48 @@ def main() -> None:
         bench.answer({"measured": measured, "expected": expected}[sys.argv[2]](given))
         return
     parser = bench.parser(__doc__, rounds=2, threads=1, device=False)
-    parser.add_argument("--sizes", nargs="+", choices=tuple(bench.SIZES), default=list(bench.SIZES), help="millions of parameters")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        choices=tuple(bench.SIZES),
+        default=list(bench.SIZES),
+        help="millions of parameters",
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--steps", type=int, default=3, help="of a process; the first is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="of a process; the first is not counted"
+    )
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.sizes, options.prompts, options.group, options.tokens, options.steps = 1, ["0.9"], 2, 2, 8, 2
+        (
+            options.rounds,
+            options.sizes,
+            options.prompts,
+            options.group,
+            options.tokens,
+            options.steps,
+        ) = 1, ["0.9"], 2, 2, 8, 2
     rows = []
     for size in options.sizes:
-        given = {name: getattr(options, name) for name in ("prompts", "group", "tokens", "steps")} | {"size": size}
+        given = {
+            name: getattr(options, name) for name in ("prompts", "group", "tokens", "steps")
+        } | {"size": size}
         runs: dict[str, list[Any]] = {"expected": [], "measured": []}
         for _ in range(options.rounds):
             for side, own in runs.items():
-                own.append(bench.child([bench.PYTHON, __file__, "--side", side, json.dumps(given)], threads=1))
+                own.append(
+                    bench.child(
+                        [bench.PYTHON, __file__, "--side", side, json.dumps(given)], threads=1
+                    )
+                )
         rows.append(row_of(given, runs, options.rounds))
     bench.write(options.out, "roofline", [row | bench.provenance(1) for row in rows])
     outside = [row["million"] for row in rows if not row["within"]]
-    print(f"{'all within' if not outside else f'outside: {outside} million parameters;'} {WITHIN:.0%}")
+    print(
+        f"{'all within' if not outside else f'outside: {outside} million parameters;'} {WITHIN:.0%}"
+    )
 
 
 def row_of(given: dict[str, Any], runs: dict[str, list[Any]], rounds: int) -> dict[str, Any]:
@@ -261,7 +306,10 @@ def row_of(given: dict[str, Any], runs: dict[str, list[Any]], rounds: int) -> di
     def median(side: str, of: Any) -> float:
         return statistics.median(of(run) for run in runs[side])
 
-    step, seen = median("expected", lambda run: run["step"]), median("measured", lambda run: run["step"])
+    step, seen = (
+        median("expected", lambda run: run["step"]),
+        median("measured", lambda run: run["step"]),
+    )
     update = median("expected", lambda run: run["parts"]["update"] + run["parts"]["scoring"])
     return {
         "million": round(runs["expected"][0]["parameters"] / 1e6, 2),

@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Follow = Callable[[int, Any], "tuple[Sequence[int], int] | None"]  # (index, completion) → its next prompt and seed, or None
+Follow = Callable[
+    [int, Any], "tuple[Sequence[int], int] | None"
+]  # (index, completion) → its next prompt and seed, or None
 
 
-def completions(name: str, policy: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **given: Any) -> list[Any]:
+def completions(
+    name: str, policy: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **given: Any
+) -> list[Any]:
     """The last completion of each prompt, all sampled side by side.
 
     Args:
@@ -25,13 +29,23 @@ def completions(name: str, policy: Any, prompts: Sequence[Sequence[int]], seeds:
     except ImportError:
         from rlkit import generation  # before engines were services
 
-        return (generation.cached if name == "cached" else generation.generate)(policy, prompts, seeds, **given)
+        return (generation.cached if name == "cached" else generation.generate)(
+            policy, prompts, seeds, **given
+        )
     max_rows = given.pop("max_rows", 256)
-    engine = engines.Cached(max_rows=max_rows) if name == "cached" else engines.Transformers(max_rows=max_rows)
-    return _played(engine, policy, prompts, seeds, given.pop("follow", lambda index, reply: None), given)
+    engine = (
+        engines.Cached(max_rows=max_rows)
+        if name == "cached"
+        else engines.Transformers(max_rows=max_rows)
+    )
+    return _played(
+        engine, policy, prompts, seeds, given.pop("follow", lambda index, reply: None), given
+    )
 
 
-def _played(engine: Any, policy: Any, prompts: Any, seeds: Any, follow: Follow, given: dict[str, Any]) -> list[Any]:
+def _played(
+    engine: Any, policy: Any, prompts: Any, seeds: Any, follow: Follow, given: dict[str, Any]
+) -> list[Any]:
     from rlkit.system.loops import run, together
     from rlkit.types import SamplingParams
 
@@ -50,6 +64,11 @@ def _played(engine: Any, policy: Any, prompts: Any, seeds: Any, follow: Follow, 
 
     async def all_of_them() -> list[Any]:
         await engine.load(policy, 0)
-        return await together([episode(i, prompt, seed) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))])
+        return await together(
+            [
+                episode(i, prompt, seed)
+                for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            ]
+        )
 
     return run(all_of_them())

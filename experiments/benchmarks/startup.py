@@ -33,10 +33,18 @@ IMPORT = "import torch, transformers, peft"
 def ended(words: Sequence[str], status: int, threads: int, folder: Path) -> float:
     """Seconds of a command that ends by itself."""
     begun = time.perf_counter()
-    done = subprocess.run([bench.PYTHON, "-m", "rlkit", *words], env=bench.environment(threads), cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [bench.PYTHON, "-m", "rlkit", *words],
+        env=bench.environment(threads),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     spent = time.perf_counter() - begun
     if done.returncode != status:
-        raise RuntimeError(f"rlkit {' '.join(words)} ended with {done.returncode}, not {status}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"rlkit {' '.join(words)} ended with {done.returncode}, not {status}:\n{done.stderr[-2000:]}"
+        )
     return spent
 
 
@@ -53,7 +61,13 @@ def until(line_begins: str, words: Sequence[str], threads: int, folder: Path) ->
     command = [bench.PYTHON, "-m", "rlkit", *words]
     environment = bench.environment(threads)
     with subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         said = []
@@ -64,7 +78,9 @@ def until(line_begins: str, words: Sequence[str], threads: int, folder: Path) ->
                 os.killpg(process.pid, signal.SIGKILL)
                 process.stdout.read()
                 return spent
-    raise RuntimeError(f"rlkit {' '.join(words)} ended without a line that begins with '{line_begins}':\n{''.join(said)[-2000:]}")
+    raise RuntimeError(
+        f"rlkit {' '.join(words)} ended without a line that begins with '{line_begins}':\n{''.join(said)[-2000:]}"
+    )
 
 
 def main() -> None:
@@ -79,7 +95,9 @@ def main() -> None:
         for name, (words, status, _) in COMMANDS.items():
             with tempfile.TemporaryDirectory() as folder:
                 if name in LINES:
-                    spent = until(LINES[name], [*words, *given.overrides], given.threads, Path(folder))
+                    spent = until(
+                        LINES[name], [*words, *given.overrides], given.threads, Path(folder)
+                    )
                 else:
                     spent = ended(words, status, given.threads, Path(folder))
             if number or given.quick:
@@ -88,11 +106,16 @@ def main() -> None:
         if number or given.quick:
             imports.append(spent)
     imported = statistics.median(imports)
-    goals = {name: goal * (imported if name == "first_line" else 1) for name, (_, _, goal) in COMMANDS.items()}
+    goals = {
+        name: goal * (imported if name == "first_line" else 1)
+        for name, (_, _, goal) in COMMANDS.items()
+    }
     rows = [
         {
             "what": name,
-            "command": " ".join(["rlkit", *COMMANDS[name][0], *(given.overrides if name in LINES else [])]),
+            "command": " ".join(
+                ["rlkit", *COMMANDS[name][0], *(given.overrides if name in LINES else [])]
+            ),
             "seconds": round(statistics.median(times), 2),
             "slowest": round(max(times), 2),
             "goal": round(goals[name], 2),

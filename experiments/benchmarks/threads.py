@@ -24,10 +24,18 @@ import bench
 
 WAYS = {  # name → (overrides, environment)
     "all cores, spinning": ([f"trainer.threads={os.cpu_count()}"], {"OMP_WAIT_POLICY": "active"}),
-    "all cores, not spinning": ([f"trainer.threads={os.cpu_count()}"], {"OMP_WAIT_POLICY": "passive"}),
+    "all cores, not spinning": (
+        [f"trainer.threads={os.cpu_count()}"],
+        {"OMP_WAIT_POLICY": "passive"},
+    ),
     "as chosen": ([], {}),
 }
-SHAPES = {1: (128, 4), 4: (256, 5), 13: (384, 7), 50: (640, 10)}  # millions of parameters, about → hidden size, layers
+SHAPES = {
+    1: (128, 4),
+    4: (256, 5),
+    13: (384, 7),
+    50: (640, 10),
+}  # millions of parameters, about → hidden size, layers
 
 
 @contextlib.contextmanager
@@ -42,23 +50,51 @@ def busy(count: int) -> Iterator[None]:
             other.wait()
 
 
-def neighbours(rounds: int, counts: list[int], steps: int, extra: list[str], ways: dict = WAYS) -> list[dict]:
+def neighbours(
+    rounds: int, counts: list[int], steps: int, extra: list[str], ways: dict = WAYS
+) -> list[dict]:
     """Median seconds a step for each way beside each number of neighbours; the ways in turn."""
     seconds: dict[tuple[int, str], list[float]] = {}
     for _ in range(rounds):
         for count in counts:
             for name, (overrides, environment) in ways.items():
                 with tempfile.TemporaryDirectory() as folder, busy(count):
-                    command = [bench.PYTHON, str(Path(__file__)), "--child", folder, f"trainer.steps={steps}", *overrides, *extra]
-                    clean = {k: v for k, v in bench.environment(1).items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-                    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True)
+                    command = [
+                        bench.PYTHON,
+                        str(Path(__file__)),
+                        "--child",
+                        folder,
+                        f"trainer.steps={steps}",
+                        *overrides,
+                        *extra,
+                    ]
+                    clean = {
+                        k: v
+                        for k, v in bench.environment(1).items()
+                        if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+                    }
+                    done = subprocess.run(
+                        command, env=clean | environment, capture_output=True, text=True
+                    )
                 found = [line for line in done.stdout.splitlines() if line.startswith(bench.MARK)]
                 if not found:
-                    raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-                times = [float(text) for text in found[-1][len(bench.MARK) :].strip("[]").split(",")]
-                seconds.setdefault((count, name), []).append(statistics.median(times[1:] or times))  # the first step warms up
+                    raise RuntimeError(
+                        f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
+                    )
+                times = [
+                    float(text) for text in found[-1][len(bench.MARK) :].strip("[]").split(",")
+                ]
+                seconds.setdefault((count, name), []).append(
+                    statistics.median(times[1:] or times)
+                )  # the first step warms up
     return [
-        {"what": "step", "neighbours": count, "way": name, "seconds": round(statistics.median(times), 3), "rounds": rounds}
+        {
+            "what": "step",
+            "neighbours": count,
+            "way": name,
+            "seconds": round(statistics.median(times), 3),
+            "rounds": rounds,
+        }
         for (count, name), times in seconds.items()
     ]
 
@@ -90,7 +126,9 @@ def sizes(rounds: int, shapes: dict[int, tuple[int, int]]) -> list[dict]:
                     cache = model(ids[:, :64], use_cache=True).past_key_values
                     begun = time.perf_counter()
                     for i in range(64, 96):
-                        cache = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).past_key_values
+                        cache = model(
+                            ids[:, i : i + 1], past_key_values=cache, use_cache=True
+                        ).past_key_values
                 times.setdefault(("decode", threads), []).append((time.perf_counter() - begun) / 32)
                 begun = time.perf_counter()
                 model(ids[:16], labels=ids[:16]).loss.backward()
@@ -100,21 +138,31 @@ def sizes(rounds: int, shapes: dict[int, tuple[int, int]]) -> list[dict]:
         for (what, threads), values in times.items():
             way = f"{threads} thread(s)"
             rows.append(
-                {"what": what, "parameters": parameters, "way": way, "seconds": round(statistics.median(values), 5), "rounds": rounds}
+                {
+                    "what": what,
+                    "parameters": parameters,
+                    "way": way,
+                    "seconds": round(statistics.median(values), 5),
+                    "rounds": rounds,
+                }
             )
     return rows
 
 
 def main() -> None:
     parser = bench.parser(__doc__, rounds=3, device=False)
-    parser.add_argument("--child", help="runs one training in this folder and says its seconds a step")
+    parser.add_argument(
+        "--child", help="runs one training in this folder and says its seconds a step"
+    )
     parser.add_argument("overrides", nargs="*", help="of the runs")
     given = parser.parse_intermixed_args()
     if given.child:
         return child(given.child, given.overrides)
     if given.quick:
         one = {"as chosen": WAYS["as chosen"]}
-        rows = neighbours(1, [1], 2, ["debug=fast", "evaluation.n=0", *given.overrides], one) + sizes(2, {1: SHAPES[1]})
+        rows = neighbours(
+            1, [1], 2, ["debug=fast", "evaluation.n=0", *given.overrides], one
+        ) + sizes(2, {1: SHAPES[1]})
     else:
         rows = sizes(9, SHAPES) + neighbours(given.rounds, [0, 1, 3], 5, given.overrides)
     bench.write(given.out, "threads", [row | bench.provenance(given.threads) for row in rows])

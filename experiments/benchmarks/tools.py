@@ -26,7 +26,12 @@ from rlkit.tasks import arithmetic
 from rlkit.types import Environment, Messages, Policy, Rollout, Task, ToolCall
 
 CASES = ((64, 0.25), (128, 1.0))  # episodes, seconds of the tool
-RULES = {"rounds": ("rounds", 16), "rounds, 96": ("rounds", 96), "barrier": ("barrier", 16), "free": ("free", 16)}  # rule, rounds
+RULES = {
+    "rounds": ("rounds", 16),
+    "rounds, 96": ("rounds", 96),
+    "barrier": ("barrier", 16),
+    "free": ("free", 16),
+}  # rule, rounds
 ENDS = range(100, 760, 60)  # tokens that end a reply, so that replies are of many lengths
 
 
@@ -60,7 +65,9 @@ class OneCall:
         return await answer_calls(rollout._replace(steps=(*rollout.steps[:-1], called)), self.tools)
 
 
-def step(policy: Policy, engine: Cached, tasks: Sequence[Task], seconds: float, **params: Any) -> float:
+def step(
+    policy: Policy, engine: Cached, tasks: Sequence[Task], seconds: float, **params: Any
+) -> float:
     """Seconds of all episodes, one a task."""
     environment = Environment(session=lambda task: OneCall(task, seconds), max_steps=3)
     begun = time.perf_counter()
@@ -68,14 +75,20 @@ def step(policy: Policy, engine: Cached, tasks: Sequence[Task], seconds: float, 
     spent = time.perf_counter() - begun
     answered = [r for r in rollouts if len(r.steps) == 2 and r.steps[0].tool_results[0].ok]
     if len(answered) < 0.9 * len(rollouts):  # the others were cut by length
-        raise RuntimeError(f"only {len(answered)} of {len(rollouts)} episodes have called their tool and gone on")
+        raise RuntimeError(
+            f"only {len(answered)} of {len(rollouts)} episodes have called their tool and gone on"
+        )
     return spent
 
 
-def measure(policy: Policy, episodes: int, seconds: float, rounds: int, tokens: int) -> list[dict[str, Any]]:
+def measure(
+    policy: Policy, episodes: int, seconds: float, rounds: int, tokens: int
+) -> list[dict[str, Any]]:
     """A row for each rule, and one for the instant tool."""
     engine, tasks = Cached(), arithmetic(split="train", seed=0, max_samples=episodes)
-    kinds = {"instant": (0.0, "rounds", 16)} | {name: (seconds, *rule) for name, rule in RULES.items()}
+    kinds = {"instant": (0.0, "rounds", 16)} | {
+        name: (seconds, *rule) for name, rule in RULES.items()
+    }
     spent: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(rounds + 1):
         for name, (own, rule, after) in kinds.items():
@@ -90,7 +103,9 @@ def measure(policy: Policy, episodes: int, seconds: float, rounds: int, tokens: 
             "admission": name,
             "seconds": round(statistics.median(times), 3),
             "slowest": round(max(times), 3),
-            "more_than_instant": round(statistics.median(a - b for a, b in zip(times, spent["instant"], strict=True)), 3),
+            "more_than_instant": round(
+                statistics.median(a - b for a, b in zip(times, spent["instant"], strict=True)), 3
+            ),
             "apart_s": episodes * kinds[name][0],
             "rounds": rounds,
         }
@@ -108,7 +123,11 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     policy = load_policy(path="tiny")
     policy = policy._replace(eos_token_ids=(*policy.eos_token_ids, *ENDS))
-    rows = [row for episodes, seconds in cases for row in measure(policy, episodes, seconds, given.rounds, given.tokens)]
+    rows = [
+        row
+        for episodes, seconds in cases
+        for row in measure(policy, episodes, seconds, given.rounds, given.tokens)
+    ]
     bench.write(given.out, "tools", [row | bench.provenance(given.threads) for row in rows])
 
 

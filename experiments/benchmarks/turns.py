@@ -32,7 +32,10 @@ def episodes(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, floa
     """Seconds and tokens through the model, by turn."""
     marks, read, now = {0: time.perf_counter()}, dict.fromkeys(range(1, turns + 2), 0), [1]
     hook = policy.model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: read.__setitem__(now[0], read[now[0]] + kwargs["input_ids"].numel()), with_kwargs=True
+        lambda module, args, kwargs: read.__setitem__(
+            now[0], read[now[0]] + kwargs["input_ids"].numel()
+        ),
+        with_kwargs=True,
     )
     held = {i: tuple(100 + (7 * i + j) % 500 for j in range(48)) for i in range(rows)}
     done = [0]
@@ -43,15 +46,28 @@ def episodes(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, floa
         if done[0] % rows == 0:
             marks[now[0]] = time.perf_counter()
             now[0] += 1
-        return (held[index], mix(index, done[0] // rows)) if now[0] <= turns and len(marks) <= turns else None
+        return (
+            (held[index], mix(index, done[0] // rows))
+            if now[0] <= turns and len(marks) <= turns
+            else None
+        )
 
     if engine == "cached":
         prompts = [held[i] for i in range(rows)]
-        completions(engine, policy, prompts, [mix(i) for i in range(rows)], max_new_tokens=DRAWN, follow=follow)
+        completions(
+            engine,
+            policy,
+            prompts,
+            [mix(i) for i in range(rows)],
+            max_new_tokens=DRAWN,
+            follow=follow,
+        )
     else:
         for _ in range(turns):
             prompts = [held[i] for i in range(rows)]
-            replies = completions(engine, policy, prompts, [mix(i) for i in range(rows)], max_new_tokens=DRAWN)
+            replies = completions(
+                engine, policy, prompts, [mix(i) for i in range(rows)], max_new_tokens=DRAWN
+            )
             for i, reply in enumerate(replies):
                 follow(i, reply)
     hook.remove()
@@ -85,7 +101,9 @@ def main() -> None:
         bench.once(lambda: episodes(policy, given.rows, given.turns, "cached"))
         return
     early, late = 5, given.turns
-    hand = decode_step(policy, given.rows, context_length(late)) / decode_step(policy, given.rows, context_length(early))
+    hand = decode_step(policy, given.rows, context_length(late)) / decode_step(
+        policy, given.rows, context_length(early)
+    )
     rows = []
     for engine in ("transformers", "cached"):
         runs = [episodes(policy, given.rows, given.turns, engine) for _ in range(given.rounds)]
@@ -99,7 +117,9 @@ def main() -> None:
                 **{f"tokens_{turn}": runs[0][1][turn] for turn in (early, late)},
                 "ratio": round(seconds[late] / seconds[early], 2),
                 "ratio_of_a_decode_step": round(hand, 2),
-                "whole_run_seconds": round(statistics.median(sum(run[0].values()) for run in runs), 2),
+                "whole_run_seconds": round(
+                    statistics.median(sum(run[0].values()) for run in runs), 2
+                ),
                 "rounds": given.rounds,
             }
             | bench.provenance(given.threads)

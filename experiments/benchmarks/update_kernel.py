@@ -38,23 +38,37 @@ def compared(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
 
     from rlkit.models import pack
 
-    ids = torch.randint(10, 700, (ROWS, PROMPT + tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        10, 700, (ROWS, PROMPT + tokens), generator=torch.Generator().manual_seed(0)
+    )
     ids[:, :PROMPT] = ids[torch.arange(ROWS) // GROUP * GROUP, :PROMPT]
     packed = pack(ids, (torch.arange(PROMPT + tokens) >= PROMPT).expand(ROWS, -1))
-    both = [[spent(model, kernel, packed) for kernel in ("eager", "fused")] for _ in range(rounds + 1)][1:]
+    both = [
+        [spent(model, kernel, packed) for kernel in ("eager", "fused")] for _ in range(rounds + 1)
+    ][1:]
     ratios = [fused[0] / eager[0] for eager, fused in both]
     row: dict[str, Any] = {"tokens": tokens}
     for side, kernel in enumerate(("eager", "fused")):
         row |= {f"{kernel}_seconds": round(statistics.median(own[side][0] for own in both), 4)}
-    row["ratio"], row["fastest"], row["slowest"] = (round(f(ratios), 3) for f in (statistics.median, min, max))
-    row["processor_ratio"] = round(statistics.median(fused[1] / eager[1] for eager, fused in both), 3)
+    row["ratio"], row["fastest"], row["slowest"] = (
+        round(f(ratios), 3) for f in (statistics.median, min, max)
+    )
+    row["processor_ratio"] = round(
+        statistics.median(fused[1] / eager[1] for eager, fused in both), 3
+    )
     return row | {"rounds": rounds}
 
 
 def main() -> None:
     given = bench.parser(__doc__, rounds=15, device=False)
     given.add_argument("--tokens", type=int, nargs="+", default=[16, 28, 96], help="of a reply")
-    given.add_argument("--million", nargs="+", choices=tuple(bench.SIZES), default=list(bench.SIZES), help="parameters of the model")
+    given.add_argument(
+        "--million",
+        nargs="+",
+        choices=tuple(bench.SIZES),
+        default=list(bench.SIZES),
+        help="parameters of the model",
+    )
     options = given.parse_args()
     if options.quick:
         options.rounds, options.tokens, options.million = 1, [4], ["0.9"]
@@ -68,8 +82,16 @@ def main() -> None:
             model = load_policy(path=bench.model_folder(size, Path(folder))).model
         for threads in sorted({1, options.threads}):
             torch.set_num_threads(threads)
-            for tokens in options.tokens if size == "0.9" else sorted(options.tokens)[len(options.tokens) // 2 :][:1]:
-                found.append({"million": size} | compared(model, tokens, options.rounds) | bench.provenance(threads))
+            for tokens in (
+                options.tokens
+                if size == "0.9"
+                else sorted(options.tokens)[len(options.tokens) // 2 :][:1]
+            ):
+                found.append(
+                    {"million": size}
+                    | compared(model, tokens, options.rounds)
+                    | bench.provenance(threads)
+                )
     bench.write(options.out, "update_kernel", found)
 
 

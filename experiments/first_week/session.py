@@ -50,24 +50,50 @@ class Count(L.Callback):
 def counting(run_folder):
     return Count()
 ''',
-    "my_conf/reward/polite.yaml": TERM.replace("NAME", "polite").replace("FUNCTION", "my_metrics.polite"),
+    "my_conf/reward/polite.yaml": TERM.replace("NAME", "polite").replace(
+        "FUNCTION", "my_metrics.polite"
+    ),
     "my_conf/mine.yaml": "defaults:\n- train\n- override algorithm: dapo\n- kl: none\n- _self_\ntrainer:\n  steps: 2\n",
 }
 MODULES = {  # name → (text, what the refusal says)
     "syntax": ("def score(rollout):\n    return 1.0 +\n", r"bad_syntax\.py:2: invalid syntax"),
-    "indent": ("def score(rollout):\n  x = 1\n    return x\n", r"bad_indent\.py:3: unexpected indent"),
+    "indent": (
+        "def score(rollout):\n  x = 1\n    return x\n",
+        r"bad_indent\.py:3: unexpected indent",
+    ),
     "import": ("import pandaz\n", r"bad_import\.py:1: No module named 'pandaz'"),
-    "runtime": ("def score(rollout):\n    return len(rollout.answr)\n", r"no attribute 'answr' at .*bad_runtime\.py:2"),
+    "runtime": (
+        "def score(rollout):\n    return len(rollout.answr)\n",
+        r"no attribute 'answr' at .*bad_runtime\.py:2",
+    ),
     "value": ("def score(rollout):\n    return 'yes'\n", r"'yes'; return a finite number"),
-    "arguments": ("def score():\n    return 1.0\n", r"called with a rollout alone.*bad_arguments\.py:1"),
+    "arguments": (
+        "def score():\n    return 1.0\n",
+        r"called with a rollout alone.*bad_arguments\.py:1",
+    ),
 }
 PRESETS = {
-    "indented": ("# @package _global_\nalgorithm:\n   epochs: 2\n  minibatches: 3\n", r"indented\.yaml:4: this is not YAML"),
-    "tabbed": ("# @package _global_\noptimizer:\n\tlr: 1e-4\n", r"tabbed\.yaml:3: this is not YAML"),
-    "dangling": ("# @package _global_\nalgorithm:\n  epochs: ${nope}\n", r"algorithm\.epochs: \$\{nope\} cannot be resolved"),
+    "indented": (
+        "# @package _global_\nalgorithm:\n   epochs: 2\n  minibatches: 3\n",
+        r"indented\.yaml:4: this is not YAML",
+    ),
+    "tabbed": (
+        "# @package _global_\noptimizer:\n\tlr: 1e-4\n",
+        r"tabbed\.yaml:3: this is not YAML",
+    ),
+    "dangling": (
+        "# @package _global_\nalgorithm:\n  epochs: ${nope}\n",
+        r"algorithm\.epochs: \$\{nope\} cannot be resolved",
+    ),
     "unpackaged": ("algorithm:\n  epochs: 2\n", r"write '# @package _global_' as the first line"),
-    "typed": ("# @package _global_\noptimizer:\n  lr: fast\n", r"optimizer\.lr: 'fast' is not a number"),
-    "misnamed": ("# @package _global_\ndefaults:\n- override /algorithm: drgrpo\n", r"Did you mean 'dr_grpo'"),
+    "typed": (
+        "# @package _global_\noptimizer:\n  lr: fast\n",
+        r"optimizer\.lr: 'fast' is not a number",
+    ),
+    "misnamed": (
+        "# @package _global_\ndefaults:\n- override /algorithm: drgrpo\n",
+        r"Did you mean 'dr_grpo'",
+    ),
 }
 SLIPS = {  # what is typed → what is answered
     "lr=1e-4": "Did you mean 'optimizer.lr'", "group_size=8": "Did you mean 'batch.group_size'", "beta=0.1": "Did you mean 'kl.coef'",
@@ -121,17 +147,43 @@ class Terminal:
         """A heading."""
         self.write(f"\n{'=' * 100}\n{title}\n{'=' * 100}")
 
-    def type(self, command: str, *says: str, status: int = 0, shown: int = SHOWN, within: Path | None = None) -> str:
+    def type(
+        self,
+        command: str,
+        *says: str,
+        status: int = 0,
+        shown: int = SHOWN,
+        within: Path | None = None,
+    ) -> str:
         """Runs a command. Its status has to be this, its output has to match each expression, and no traceback may stand in it."""
         done = subprocess.run(
-            ["bash", "-c", command], cwd=within or self.folder, env=self.environ, capture_output=True, text=True, timeout=1800
+            ["bash", "-c", command],
+            cwd=within or self.folder,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=1800,
         )
         said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr).strip()
         lines = said.splitlines()
-        cut = [*lines[:shown], f"… {len(lines) - 2 * shown} lines …", *lines[-shown:]] if len(lines) > 2 * shown + 1 else lines
-        self.write("\n".join([f"\n$ {command}", *cut, *([f"[exit {done.returncode}]"] if done.returncode else [])]))
+        cut = (
+            [*lines[:shown], f"… {len(lines) - 2 * shown} lines …", *lines[-shown:]]
+            if len(lines) > 2 * shown + 1
+            else lines
+        )
+        self.write(
+            "\n".join(
+                [
+                    f"\n$ {command}",
+                    *cut,
+                    *([f"[exit {done.returncode}]"] if done.returncode else []),
+                ]
+            )
+        )
         wrong = [f"exit {done.returncode}, not {status}"] if done.returncode != status else []
-        wrong += [f"nothing matches {pattern!r}" for pattern in says if not re.search(pattern, said)]
+        wrong += [
+            f"nothing matches {pattern!r}" for pattern in says if not re.search(pattern, said)
+        ]
         wrong += ["a traceback"] if "Traceback" in said else []
         if wrong:
             self.failed.append(f"{command}: {'; '.join(wrong)}")
@@ -153,8 +205,16 @@ class Terminal:
 
     def newest(self, place: str = "outputs/grpo") -> str:
         """The newest run below a folder that has finished."""
-        found = [f for f in (self.folder / place).glob("*/summary.json") if '"ended": "finished"' in f.read_text()]
-        return str(max(found, key=lambda f: f.stat().st_mtime).parent.relative_to(self.folder)) if found else f"{place}/none"
+        found = [
+            f
+            for f in (self.folder / place).glob("*/summary.json")
+            if '"ended": "finished"' in f.read_text()
+        ]
+        return (
+            str(max(found, key=lambda f: f.stat().st_mtime).parent.relative_to(self.folder))
+            if found
+            else f"{place}/none"
+        )
 
 
 def first_run(t: Terminal) -> None:
@@ -167,7 +227,9 @@ def first_run(t: Terminal) -> None:
     t.type("rlkit train --info algorithm=dapo", "algorithm=dapo", shown=5)
     t.type("rlkit check", "parameters", shown=10)
     t.file("small.yaml", SMALL)
-    t.type("cat small.yaml && rlkit train --config small.yaml", "step 2/2", "finished after 2 steps")
+    t.type(
+        "cat small.yaml && rlkit train --config small.yaml", "step 2/2", "finished after 2 steps"
+    )
     t.type("rlkit metrics kl/ref_k3", "nats", shown=8)
     t.type("rlkit metrics kl/reff", "Did you mean", status=2)
 
@@ -183,13 +245,25 @@ def own_parts(t: Terminal, clone: Path) -> None:
     t.type(f"rlkit rollout {JSONL} n=32", "reward")
     t.type(f"rlkit check --config-dir my_conf reward=strict {JSONL}", "strict", shown=8)
     t.type(
-        f"rlkit train --config-dir my_conf reward=strict {JSONL} task.held_out=0.3 trainer.steps=8", r"accuracy +0\.\d+ +[01]\.", "finished"
+        f"rlkit train --config-dir my_conf reward=strict {JSONL} task.held_out=0.3 trainer.steps=8",
+        r"accuracy +0\.\d+ +[01]\.",
+        "finished",
     )
-    t.type("rlkit train --config-dir my_conf algorithm/advantage=signed algorithm.advantage.scale=0.5 --config small.yaml", "finished")
-    t.type("rlkit train --config-dir my_conf environment=shelf reward=shelved --config small.yaml", "finished")
+    t.type(
+        "rlkit train --config-dir my_conf algorithm/advantage=signed algorithm.advantage.scale=0.5 --config small.yaml",
+        "finished",
+    )
+    t.type(
+        "rlkit train --config-dir my_conf environment=shelf reward=shelved --config small.yaml",
+        "finished",
+    )
     game = "task=episodes environment=gymnasium environment.make._target_=my_games.Climb environment.max_turns=10 model=tiny_guess"
     t.type(f"rlkit train {game} --config small.yaml", "finished")
-    t.type("rlkit train --config-dir my_conf --config-name mine batch.prompts=4 evaluation.n=8", "dapo", "finished")
+    t.type(
+        "rlkit train --config-dir my_conf --config-name mine batch.prompts=4 evaluation.n=8",
+        "dapo",
+        "finished",
+    )
     t.type("rlkit train environment.system_prompt='Be brief.' --config small.yaml", "finished")
     both = "'reward=[numeric,polite]' reward.terms.polite.weight=0 +evaluation.reward.terms.polite='${reward.terms.polite}'"
     callback = "'+callbacks.mine={_target_: my_metrics.counting, _partial_: true}'"
@@ -209,13 +283,23 @@ def mistakes(t: Terminal) -> None:
     for name, (text, answer) in MODULES.items():
         t.file(f"bad_{name}.py", text)
         t.type(
-            f"cat bad_{name}.py && rlkit train {fn}=bad_{name}.score '~reward.terms.task.fn.rewards' --config small.yaml", answer, status=2
+            f"cat bad_{name}.py && rlkit train {fn}=bad_{name}.score '~reward.terms.task.fn.rewards' --config small.yaml",
+            answer,
+            status=2,
         )
-    t.type(f"rlkit train {fn}=bad_value.score", "take it out with ~reward.terms.task.fn.rewards", status=2)
+    t.type(
+        f"rlkit train {fn}=bad_value.score",
+        "take it out with ~reward.terms.task.fn.rewards",
+        status=2,
+    )
     t.type(f"rlkit train {fn}=bad_syntax.score debug=true 2>&1 | grep -c 'Traceba[c]k'", "1")
     for name, (text, answer) in PRESETS.items():
         t.file(f"my_conf/experiment/{name}.yaml", text)
-        t.type(f"cat my_conf/experiment/{name}.yaml && rlkit train --config-dir my_conf experiment={name}", answer, status=2)
+        t.type(
+            f"cat my_conf/experiment/{name}.yaml && rlkit train --config-dir my_conf experiment={name}",
+            answer,
+            status=2,
+        )
     for words, answer in SLIPS.items():
         t.type(f"rlkit train {words}", answer, status=2)
     t.file(
@@ -223,8 +307,15 @@ def mistakes(t: Terminal) -> None:
         'def weigh(item: str) -> str:\n    """Weighs an item.\n\n    Args:\n        item: Its name.\n    """\n    return 1 / 0\n',
     )
     tool = "{_target_: bad_tool.weigh, _partial_: true}"
-    t.type(f"rlkit train environment=tool_use 'environment.tools=[{tool}]'", "environment.tools.NAME=VALUE", status=2)
-    t.type(f"rlkit train environment=tool_use '+environment.tools.weigh={tool}' --config small.yaml", "finished")
+    t.type(
+        f"rlkit train environment=tool_use 'environment.tools=[{tool}]'",
+        "environment.tools.NAME=VALUE",
+        status=2,
+    )
+    t.type(
+        f"rlkit train environment=tool_use '+environment.tools.weigh={tool}' --config small.yaml",
+        "finished",
+    )
     t.file(
         "bad_game.py",
         "class Game:\n    def reset(self, *, seed=None):\n        return '?', {}\n\n    def step(self, action):\n        return 1 / 0\n",
@@ -240,10 +331,21 @@ def disks(t: Terminal) -> None:
         t.write("(left out: this machine lets no user mount a disk of his own)")
         return
     (t.folder / "disk").mkdir()
-    for options, says, status in (("size=200k", "could not be written .*No space left", 1), ("ro", "cannot be written .*[Rr]ead-only", 2)):
+    for options, says, status in (
+        ("size=200k", "could not be written .*No space left", 1),
+        ("ro", "cannot be written .*[Rr]ead-only", 2),
+    ):
         run = "rlkit train --config small.yaml hydra.run.dir=disk/run"
-        t.type(f"unshare -rm sh -c 'mount -t tmpfs -o {options} none disk && {run}'", says, status=status)
-    t.type("touch taken && rlkit train --config small.yaml hydra.run.dir=taken", "cannot be written", status=2)
+        t.type(
+            f"unshare -rm sh -c 'mount -t tmpfs -o {options} none disk && {run}'",
+            says,
+            status=status,
+        )
+    t.type(
+        "touch taken && rlkit train --config small.yaml hydra.run.dir=taken",
+        "cannot be written",
+        status=2,
+    )
 
 
 def data(t: Terminal, *, fresh: bool) -> None:
@@ -252,15 +354,24 @@ def data(t: Terminal, *, fresh: bool) -> None:
     t.type("rlkit train --config small.yaml", "finished", shown=3)
     run = t.newest()
     if fresh:
-        t.type("pip install -q pandas polars 2>/dev/null && python -c 'import pandas, polars, datasets'")
+        t.type(
+            "pip install -q pandas polars 2>/dev/null && python -c 'import pandas, polars, datasets'"
+        )
     for code in READ.values():
         t.type(f"python -c '{code.replace('RUN', run)}'", "reward|answer|step")
     t.chapter("Day 5: runs, sweeps, a comparison, the report, the model")
-    t.type("rlkit train -m algorithm=grpo,reinforce seed=1,2 --config small.yaml hydra.sweep.dir=outputs/sweep", "reinforce", shown=20)
+    t.type(
+        "rlkit train -m algorithm=grpo,reinforce seed=1,2 --config small.yaml hydra.sweep.dir=outputs/sweep",
+        "reinforce",
+        shown=20,
+    )
     t.type("rlkit runs", "overrides", "algorithm=reinforce", shown=20)
     t.type("rlkit runs outputs/sweep algorithm=reinforce", "algorithm=reinforce")
     t.type("rlkit runs algorithm=sapo", "no run with algorithm=sapo")
-    jobs = sorted(str(f.parent.relative_to(t.folder)) for f in (t.folder / "outputs/sweep").glob("*/config.yaml"))
+    jobs = sorted(
+        str(f.parent.relative_to(t.folder))
+        for f in (t.folder / "outputs/sweep").glob("*/config.yaml")
+    )
     t.type(f"rlkit runs diff {jobs[0]} {jobs[-1]}", "algorithm", "test accuracy, after")
     t.type("rlkit compare outputs/sweep/*", "no difference can be claimed")
     t.type(f"rlkit export run={run} merge=true", "written|export")
@@ -270,7 +381,10 @@ def data(t: Terminal, *, fresh: bool) -> None:
     t.type("rlkit report outputs/sweep out=report.html && wc -c report.html", r"report\.html")
     t.type(f"rlkit train resume={run} trainer.steps=4", "after step 2", "finished after 4 steps")
     t.type("rlkit train resume=auto --config small.yaml", "finished", shown=8)
-    t.type('rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?" tools=[calculator]', "#### 33")
+    t.type(
+        'rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?" tools=[calculator]',
+        "#### 33",
+    )
 
 
 def install(t: Terminal, clone: Path, *, fresh: bool, tests: bool) -> None:
@@ -284,23 +398,42 @@ def install(t: Terminal, clone: Path, *, fresh: bool, tests: bool) -> None:
             within=clone,
         )
     if tests:
-        t.type("pip install -q -c constraints.txt -e '.[test]' 2>/dev/null && pytest -q", "passed", within=clone)
+        t.type(
+            "pip install -q -c constraints.txt -e '.[test]' 2>/dev/null && pytest -q",
+            "passed",
+            within=clone,
+        )
 
 
 def main() -> int:
     """Runs the session; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("clone", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--venv", type=Path)
-    parser.add_argument("--tests", action="store_true", help="run the README's second command too: the tests, some minutes")
+    parser.add_argument(
+        "--tests",
+        action="store_true",
+        help="run the README's second command too: the tests, some minutes",
+    )
     given = parser.parse_args()
     clone, folder = given.clone.resolve(), given.folder.resolve()
     folder.mkdir(parents=True)
     venv = given.venv.resolve() if given.venv else folder / "venv"
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "RLKIT"))}
-    environ = kept | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(venv), "PYTHONPATH": ".", "COLUMNS": "100"}
-    t = Terminal(folder, {str(venv): "~/week/venv", str(folder): "~/week", str(clone): "~/rlkit"}, environ)
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "RLKIT"))
+    }
+    environ = kept | {
+        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(venv),
+        "PYTHONPATH": ".",
+        "COLUMNS": "100",
+    }
+    t = Terminal(
+        folder, {str(venv): "~/week/venv", str(folder): "~/week", str(clone): "~/rlkit"}, environ
+    )
     started = time.monotonic()
     install(t, clone, fresh=given.venv is None, tests=given.tests)
     first_run(t)
@@ -308,7 +441,9 @@ def main() -> int:
     mistakes(t)
     disks(t)
     data(t, fresh=given.venv is None)
-    t.chapter(f"The end, after {(time.monotonic() - started) / 60:.0f} minutes; {len(t.failed)} outcomes are not what they should be")
+    t.chapter(
+        f"The end, after {(time.monotonic() - started) / 60:.0f} minutes; {len(t.failed)} outcomes are not what they should be"
+    )
     for line in t.failed:
         t.write(f"- {line}")
     return 1 if t.failed else 0

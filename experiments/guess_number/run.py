@@ -48,7 +48,11 @@ def one_run(seed: int) -> tuple[dict, list[dict]]:
         "torch": summary["versions"]["torch"],
         "transformers": summary["versions"]["transformers"],
     }
-    curve = [{"seed": seed, "step": r["step"]} | {k: r[name] for k, name in STEP.items()} for r in rows if "reward/mean" in r]
+    curve = [
+        {"seed": seed, "step": r["step"]} | {k: r[name] for k, name in STEP.items()}
+        for r in rows
+        if "reward/mean" in r
+    ]
     return result, curve
 
 
@@ -85,11 +89,21 @@ def plot(results: list[dict], curves: list[dict]) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
     for row in results:
         mine = [(int(r["step"]), float(r["reward"])) for r in curves if r["seed"] == row["seed"]]
-        line = axes.plot(*zip(*mine, strict=True), linewidth=1.1, alpha=0.7, label=f"seed {row['seed']}")[0]
+        line = axes.plot(
+            *zip(*mine, strict=True), linewidth=1.1, alpha=0.7, label=f"seed {row['seed']}"
+        )[0]
         shift = 0.25 * (int(row["seed"]) - 1)  # so that the bars of the seeds stand side by side
         for when, place in (("before", 0), ("after", int(row["steps"]) + 1)):
             mean, low, high = (float(row[f"{when}_{x}"]) for x in ("reward", "low", "high"))
-            axes.errorbar([place + shift], [mean], [[mean - low], [high - mean]], fmt="o", markersize=4, capsize=2, color=line.get_color())
+            axes.errorbar(
+                [place + shift],
+                [mean],
+                [[mean - low], [high - mean]],
+                fmt="o",
+                markersize=4,
+                capsize=2,
+                color=line.get_color(),
+            )
     axes.axhline(HALVING, color="grey", linewidth=0.8, linestyle=":", label="halving the bounds")
     axes.set(
         xlabel="RL step (32 games)",

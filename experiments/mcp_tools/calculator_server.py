@@ -21,7 +21,9 @@ def calculator(expression: Annotated[str, Field(description="The expression.")])
     """Evaluates arithmetic."""
     try:
         return exact(expression)
-    except ValueError as error:  # the package hides what an exception says, and the policy should read it
+    except (
+        ValueError
+    ) as error:  # the package hides what an exception says, and the policy should read it
         return f"Error: {error}."
 
 

@@ -36,14 +36,23 @@ def equal_episodes(seed: int) -> dict:
         "shared": mcp(servers={"calculator": server | {"shared": True}}),
         "process_each": mcp(servers={"calculator": server}),
     }
-    played = {name: rlkit.collect(policy, tasks, way, group_size=4, seed=seed, max_new_tokens=64) for name, way in ways.items()}
+    played = {
+        name: rlkit.collect(policy, tasks, way, group_size=4, seed=seed, max_new_tokens=64)
+        for name, way in ways.items()
+    }
     own = [step for rollout in played["in_process"] for step in rollout.steps]
     row = {"seed": seed, "replies": len(own), "calls": sum(len(step.tool_calls) for step in own)}
     for name in ("shared", "process_each"):
         steps = [step for rollout in played[name] for step in rollout.steps]
         for key in ("prompt_ids", "response_ids"):
-            assert [getattr(s, key) for s in steps] == [getattr(s, key) for s in own], f"seed {seed}: other {key} with {name}"
-        gaps = [abs(a - b) for s, o in zip(steps, own, strict=True) for a, b in zip(s.logprobs, o.logprobs, strict=True)]
+            assert [getattr(s, key) for s in steps] == [getattr(s, key) for s in own], (
+                f"seed {seed}: other {key} with {name}"
+            )
+        gaps = [
+            abs(a - b)
+            for s, o in zip(steps, own, strict=True)
+            for a, b in zip(s.logprobs, o.logprobs, strict=True)
+        ]
         row[f"largest_difference_{name}"] = max(gaps)
     return row
 
@@ -52,7 +61,12 @@ def trained(seed: int, steps: int, *overrides: str) -> dict:
     """The default run with these overrides: its summary."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["train", f"seed={seed}", f"trainer.steps={steps}", "logger=none", *overrides]
-        subprocess.run([sys.executable, "-m", "rlkit", *words], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "rlkit", *words],
+            check=True,
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+        )
         return json.loads(next(Path(folder).glob("outputs/*/*/summary.json")).read_text())
 
 
@@ -63,13 +77,18 @@ def main() -> None:
     arguments = parser.parse_args()
     words = ",".join(f"'{word}'" for word in COMMAND)
     env = ",".join(f"{key}: '{value}'" for key, value in ENV.items())
-    served = f"environment.servers={{calculator: {{command: [{words}], shared: true, env: {{{env}}}}}}}"
+    served = (
+        f"environment.servers={{calculator: {{command: [{words}], shared: true, env: {{{env}}}}}}}"
+    )
     rows = []
     for seed in arguments.seeds:
         row = equal_episodes(seed)
         for name, overrides in {"in_process": [], "mcp": ["environment=mcp", served]}.items():
             summary = trained(seed, arguments.steps, *overrides)
-            row |= {f"{name}_before": summary["before"]["accuracy"], f"{name}_after": summary["after"]["accuracy"]}
+            row |= {
+                f"{name}_before": summary["before"]["accuracy"],
+                f"{name}_after": summary["after"]["accuracy"],
+            }
         rows.append(row | {"steps": arguments.steps, "n": summary["after"]["n"]})
         print(rows[-1], flush=True)
     with (HERE / "results.csv").open("w", newline="") as file:

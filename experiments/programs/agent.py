@@ -23,7 +23,11 @@ TOOL = {
 
 def calculate(expression: str) -> str:
     """The value of an expression of digits and operators."""
-    if not set(expression) <= set("0123456789+-*/(). ") or len(expression) > 100 or "**" in expression:
+    if (
+        not set(expression) <= set("0123456789+-*/(). ")
+        or len(expression) > 100
+        or "**" in expression
+    ):
         return "Error: digits, + - * / and brackets only"
     try:
         return f"{eval(expression):g}"  # digits and operators alone
@@ -35,7 +39,11 @@ def main() -> None:
     client = OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY
     messages = json.loads(os.environ["RLKIT_TASK"])["messages"]
     for _ in range(4):
-        reply = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
+        reply = (
+            client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+            .choices[0]
+            .message
+        )
         messages.append(reply.model_dump(exclude_none=True))
         if not reply.tool_calls:
             return

@@ -29,28 +29,53 @@ AGENT = str(Path(__file__).with_name("waiting_agent.py").resolve())
 def environment(delay: float, crashes: float) -> Environment:
     """Programs that ask twice, `delay` seconds apart at most."""
     tool = json.dumps(tool_schema(calculator))
-    return program(command=["python", AGENT], variables={"DELAY": str(delay), "CRASHES": str(crashes), "TOOL": tool})
+    return program(
+        command=["python", AGENT],
+        variables={"DELAY": str(delay), "CRASHES": str(crashes), "TOOL": tool},
+    )
 
 
 def left_over() -> dict[str, int]:
     """Processes that this one or its programs have started, and its open sockets (Linux)."""
-    found = [child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()]
+    found = [
+        child
+        for task in Path("/proc/self/task").glob("*/children")
+        for child in task.read_text().split()
+    ]
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             found += [entry.name] * (AGENT.encode() in (entry / "cmdline").read_bytes())
-    sockets = [fd for fd in Path("/proc/self/fd").iterdir() if os.path.exists(fd) and os.readlink(fd).startswith("socket:")]
+    sockets = [
+        fd
+        for fd in Path("/proc/self/fd").iterdir()
+        if os.path.exists(fd) and os.readlink(fd).startswith("socket:")
+    ]
     return {"processes": len(found), "sockets": len(sockets)}
 
 
 def compare(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:
     """What differs between the episodes that survive in both."""
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if "error" not in (x.truncation, y.truncation)]
-    ids = sum([s.response_ids for s in x.steps] != [s.response_ids for s in y.steps] for x, y in pairs)
+    pairs = [
+        (x, y) for x, y in zip(a, b, strict=True) if "error" not in (x.truncation, y.truncation)
+    ]
+    ids = sum(
+        [s.response_ids for s in x.steps] != [s.response_ids for s in y.steps] for x, y in pairs
+    )
     worst = max(
-        (abs(p - q) for x, y in pairs for s, t in zip(x.steps, y.steps, strict=True) for p, q in zip(s.logprobs, t.logprobs, strict=False)),
+        (
+            abs(p - q)
+            for x, y in pairs
+            for s, t in zip(x.steps, y.steps, strict=True)
+            for p, q in zip(s.logprobs, t.logprobs, strict=False)
+        ),
         default=0.0,
     )
-    return {"episodes": len(a), "survive": len(pairs), "other tokens": ids, "largest difference of a log-prob": worst}
+    return {
+        "episodes": len(a),
+        "survive": len(pairs),
+        "other tokens": ids,
+        "largest difference of a log-prob": worst,
+    }
 
 
 def study(episodes: int, delay: float, crashes: float) -> dict[str, dict[str, float]]:
@@ -60,10 +85,15 @@ def study(episodes: int, delay: float, crashes: float) -> dict[str, dict[str, fl
     before = left_over()
 
     def play(delay: float, crashes: float) -> list[Rollout]:
-        return collect(policy, tasks, environment=environment(delay, crashes), seed=1, max_new_tokens=32)
+        return collect(
+            policy, tasks, environment=environment(delay, crashes), seed=1, max_new_tokens=32
+        )
 
     plain = play(0.0, 0.0)
-    found = {"delays": compare(play(delay, 0.0), plain), "delays and crashes": compare(play(delay, crashes), plain)}
+    found = {
+        "delays": compare(play(delay, 0.0), plain),
+        "delays and crashes": compare(play(delay, crashes), plain),
+    }
     return found | {"left over": {k: n - before[k] for k, n in left_over().items()}}
 
 

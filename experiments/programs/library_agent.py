@@ -14,7 +14,9 @@ from pydantic_ai.models.openai import OpenAIChatModel
 
 TURNS = 16
 agent = Agent(OpenAIChatModel("policy"))  # OPENAI_BASE_URL and OPENAI_API_KEY
-number = zlib.crc32(json.loads(os.environ["RLKIT_TASK"])["id"].encode()) % 20 + 1  # another one for each task
+number = (
+    zlib.crc32(json.loads(os.environ["RLKIT_TASK"])["id"].encode()) % 20 + 1
+)  # another one for each task
 said, history, reward = "Guess my number from 1 to 20. I say higher or lower.", None, 0.0
 for turn in range(TURNS):
     reply = agent.run_sync(said, message_history=history)
@@ -23,5 +25,7 @@ for turn in range(TURNS):
     if guesses and int(guesses[-1]) == number:
         reward = 1 - turn / TURNS
         break
-    said = "Say a whole number." if not guesses else "higher" if int(guesses[-1]) < number else "lower"
+    said = (
+        "Say a whole number." if not guesses else "higher" if int(guesses[-1]) < number else "lower"
+    )
 Path("reward.txt").write_text(f"{reward}")

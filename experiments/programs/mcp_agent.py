@@ -19,15 +19,24 @@ SERVER = Path(__file__).with_name("mcp_calculator.py")
 def ask(messages: list, tools: list) -> dict:
     """The policy's message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": tools}).encode()
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)) as reply:
+    headers = {
+        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+        "Content-Type": "application/json",
+    }
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
+    ) as reply:
         return json.load(reply)["choices"][0]["message"]
 
 
 def offered(tool) -> dict:
     """A tool of the server as chat templates take it: `return` is the schema of its result, where the server gives one."""
     result = {"return": tool.output_schema} if tool.output_schema else {}
-    described = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    described = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+    }
     return {"type": "function", "function": {**described, **result}}
 
 
@@ -44,7 +53,9 @@ async def main() -> None:
                 return
             for call in reply["tool_calls"]:
                 try:
-                    result = await server.call_tool(call["function"]["name"], json.loads(call["function"]["arguments"]))
+                    result = await server.call_tool(
+                        call["function"]["name"], json.loads(call["function"]["arguments"])
+                    )
                     text = "\n".join(block.text for block in result.content)
                 except ValueError as error:  # arguments that are no JSON
                     text = f"Error: {error}"

@@ -21,7 +21,11 @@ CALCULATOR = Tool(
 
 def calculate(expression: str) -> str:
     """The value of an expression of digits and operators."""
-    if not set(expression) <= set("0123456789+-*/(). ") or len(expression) > 100 or "**" in expression:
+    if (
+        not set(expression) <= set("0123456789+-*/(). ")
+        or len(expression) > 100
+        or "**" in expression
+    ):
         return "Error: digits, + - * / and brackets only"
     try:
         return f"{eval(expression):g}"  # digits and operators alone

@@ -48,17 +48,28 @@ async def measure(requests: int) -> dict[str, dict[str, float]]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     found: dict[str, dict[str, float]] = {}
-    async with opened_door(answer) as (door, address), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64)) as session:
-        for name, at in (("echo", f"http://127.0.0.1:{runner.addresses[0][1]}"), ("gateway", address)):
+    async with (
+        opened_door(answer) as (door, address),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64)) as session,
+    ):
+        for name, at in (
+            ("echo", f"http://127.0.0.1:{runner.addresses[0][1]}"),
+            ("gateway", address),
+        ):
 
             async def ask(at: str = at) -> None:
                 headers = {"Authorization": f"Bearer {door.token}"}
-                async with session.post(f"{at}/v1/chat/completions", json=BODY, headers=headers) as reply:
+                async with session.post(
+                    f"{at}/v1/chat/completions", json=BODY, headers=headers
+                ) as reply:
                     assert reply.status == 200
                     await reply.read()
 
             await timed(ask, 64, 64)  # connections and caches
-            found[name] = {f"{width} at once, ms": round(await timed(ask, requests, width), 3) for width in (1, 64)}
+            found[name] = {
+                f"{width} at once, ms": round(await timed(ask, requests, width), 3)
+                for width in (1, 64)
+            }
     await runner.cleanup()
     return found
 

@@ -22,7 +22,11 @@ TOOL = {
 
 def calculate(expression: str) -> str:
     """The value of an expression of digits and operators."""
-    if not set(expression) <= set("0123456789+-*/(). ") or len(expression) > 100 or "**" in expression:
+    if (
+        not set(expression) <= set("0123456789+-*/(). ")
+        or len(expression) > 100
+        or "**" in expression
+    ):
         return "Error: digits, + - * / and brackets only"
     try:
         return f"{eval(expression):g}"  # digits and operators alone
@@ -33,8 +37,13 @@ def calculate(expression: str) -> str:
 def ask(messages: list) -> dict:
     """The policy's message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode()
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
+    headers = {
+        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+        "Content-Type": "application/json",
+    }
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers
+    )
     with urllib.request.urlopen(request) as reply:
         return json.load(reply)["choices"][0]["message"]
 

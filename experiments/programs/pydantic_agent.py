@@ -23,7 +23,11 @@ WORDS = {
 
 def calculate(expression: str = "") -> str:
     """The value of an expression of digits and operators."""
-    if not set(expression) <= set("0123456789+-*/(). ") or len(expression) > 100 or "**" in expression:
+    if (
+        not set(expression) <= set("0123456789+-*/(). ")
+        or len(expression) > 100
+        or "**" in expression
+    ):
         raise ModelRetry("Error: digits, + - * / and brackets only")
     try:
         return f"{eval(expression):g}"  # digits and operators alone
@@ -33,11 +37,21 @@ def calculate(expression: str = "") -> str:
 
 def main() -> None:
     messages = json.loads(os.environ["RLKIT_TASK"])["messages"]
-    said = {role: "\n".join(m["content"] for m in messages if m["role"] == role) for role in ("system", "user")}
-    tool = Tool.from_schema(calculate, name=WORDS["name"], description=WORDS["description"], json_schema=WORDS["parameters"])
+    said = {
+        role: "\n".join(m["content"] for m in messages if m["role"] == role)
+        for role in ("system", "user")
+    }
+    tool = Tool.from_schema(
+        calculate,
+        name=WORDS["name"],
+        description=WORDS["description"],
+        json_schema=WORDS["parameters"],
+    )
     # The library has no field for the schema of a result in this protocol, and adds others. So the tools of a request are written here.
     written = [{"type": "function", "function": {**WORDS, "return": {"type": "string"}}}]
-    model = OpenAIChatModel("policy", settings={"extra_body": {"tools": written}})  # OPENAI_BASE_URL and OPENAI_API_KEY
+    model = OpenAIChatModel(
+        "policy", settings={"extra_body": {"tools": written}}
+    )  # OPENAI_BASE_URL and OPENAI_API_KEY
     agent = Agent(model, instructions=said["system"] or None, tools=[tool], retries=4)
     with suppress(AgentRunError):  # no answer within the limit: the reward says so
         agent.run_sync(said["user"], usage_limits=UsageLimits(request_limit=4))

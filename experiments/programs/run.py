@@ -39,7 +39,12 @@ def trained(agent: str, seed: int, steps: int, n: int, prompts: int) -> dict:
     ]  # fmt: skip
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "rlkit", *words], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "rlkit", *words],
+            check=True,
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+        )
         summary = json.loads(next(Path(folder).glob("outputs/*/*/summary.json")).read_text())
     return {
         "agent": agent, "versions": " ".join(f"{name}=={version(name)}" for name in PACKAGES[agent]), "seed": seed, "steps": steps,
@@ -50,7 +55,9 @@ def trained(agent: str, seed: int, steps: int, n: int, prompts: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--agents", nargs="+", choices=PACKAGES, default=["agent", "mcp_agent", "pydantic_agent"])
+    parser.add_argument(
+        "--agents", nargs="+", choices=PACKAGES, default=["agent", "mcp_agent", "pydantic_agent"]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     for name, value in {"steps": 8, "n": 32, "prompts": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -65,7 +72,9 @@ def main() -> None:
             row = trained(agent, seed, arguments.steps, arguments.n, arguments.prompts)
             rows[agent, str(seed)] = row
             print(row, flush=True)
-            with arguments.out.open("w", newline="") as file:  # after each run, so that an interrupted study keeps what it has
+            with arguments.out.open(
+                "w", newline=""
+            ) as file:  # after each run, so that an interrupted study keeps what it has
                 writer = csv.DictWriter(file, row)
                 writer.writeheader()
                 writer.writerows(rows.values())

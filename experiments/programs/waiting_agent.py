@@ -15,7 +15,9 @@ def ask(messages: list) -> dict:
     """The policy's message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode()
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
+    ) as reply:
         return json.load(reply)["choices"][0]["message"]
 
 

@@ -79,12 +79,18 @@ def reader(commit: str | None) -> tuple[list[str], Callable[[str], str]]:
     """The paths of a commit, or of the working tree where none is given, and a function that reads one of them."""
     if commit is None:
         paths = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-        return [path for path in paths if (ROOT / path).is_file()], lambda path: (ROOT / path).read_text()
-    return _git("ls-tree", "-r", "--name-only", commit).splitlines(), lambda path: _git("show", f"{commit}:{path}")
+        return [path for path in paths if (ROOT / path).is_file()], lambda path: (
+            ROOT / path
+        ).read_text()
+    return _git("ls-tree", "-r", "--name-only", commit).splitlines(), lambda path: _git(
+        "show", f"{commit}:{path}"
+    )
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def is_page(path: str) -> bool:
@@ -117,11 +123,19 @@ def of_python(text: str) -> Iterator[tuple[int, str]]:
     """(line, paragraph) of the docstrings, comments and error messages of a module."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (doc := ast.get_docstring(node)):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and (doc := ast.get_docstring(node)):
             yield from of_docstring(node.body[0].lineno, doc)
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from ((node.lineno, message) for argument in node.exc.args if (message := message_of(argument)))
-    yield from of_comments((t.start[0], t.start[1], t.string) for t in _tokens(text) if t.type == tokenize.COMMENT)
+            yield from (
+                (node.lineno, message)
+                for argument in node.exc.args
+                if (message := message_of(argument))
+            )
+    yield from of_comments(
+        (t.start[0], t.start[1], t.string) for t in _tokens(text) if t.type == tokenize.COMMENT
+    )
 
 
 def _tokens(text: str) -> Iterator[tokenize.TokenInfo]:
@@ -133,7 +147,9 @@ def message_of(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "`value`" for part in node.values)
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else "`value`" for part in node.values
+        )
     return ""
 
 
@@ -152,7 +168,9 @@ def of_docstring(line: int, doc: str) -> Iterator[tuple[int, str]]:
             return
         if text and not skipped:
             start = start if gathered else line + offset
-            gathered.append(text if text.startswith("Source:") else text[begins.end() :] if begins else text)
+            gathered.append(
+                text if text.startswith("Source:") else text[begins.end() :] if begins else text
+            )
         after_blank = not text or bool(after_blank and skipped)
 
 
@@ -177,7 +195,11 @@ def of_comments(comments: Iterator[tuple[int, int, str]]) -> Iterator[tuple[int,
 def of_yaml(text: str) -> Iterator[tuple[int, str]]:
     """(line, paragraph) of the comments of a config."""
     lines = enumerate(text.splitlines(), 1)
-    found = ((number, match.start(1), match[1]) for number, line in lines if (match := re.search(r"(?:^\s*|\s)(#.*)$", line)))
+    found = (
+        (number, match.start(1), match[1])
+        for number, line in lines
+        if (match := re.search(r"(?:^\s*|\s)(#.*)$", line))
+    )
     yield from of_comments(found)
 
 
@@ -192,7 +214,11 @@ def of_markdown(text: str) -> Iterator[tuple[int, str]]:
             yield start, " ".join(gathered)
             gathered = []
         if row:
-            yield from ((number, cell.strip()) for cell in line.strip("|").split("|") if len(cell.split()) > 2)
+            yield from (
+                (number, cell.strip())
+                for cell in line.strip("|").split("|")
+                if len(cell.split()) > 2
+            )
         elif line.strip() and not code:
             start = start if gathered else number
             gathered.append(re.sub(r"^(?:#+|[-*]|\d+\.) ", "", line).strip())
@@ -207,8 +233,13 @@ def masked(text: str) -> str:
 def split(paragraph: str) -> list[str]:
     """The sentences of a paragraph that have two words or more."""
     text = " ".join(paragraph.replace("**", "").split())
-    ends = [match.end() for match in re.finditer(r"[.!?][\"')]? (?=[A-Z0-9`\"'(<\[]|\w+: )", masked(text))]
-    parts = [text[begin:end].strip() for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+    ends = [
+        match.end()
+        for match in re.finditer(r"[.!?][\"')]? (?=[A-Z0-9`\"'(<\[]|\w+: )", masked(text))
+    ]
+    parts = [
+        text[begin:end].strip() for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)
+    ]
     return [part for part in parts if len(re.findall(r"[A-Za-z]{2,}", part)) >= 2]
 
 
@@ -217,7 +248,11 @@ def split(paragraph: str) -> list[str]:
 
 def drawn(seed: int, under: list[str]) -> list[str]:
     """The pages that a seed chooses from those with enough prose at BEFORE, without pages that are gone now."""
-    pages = sorted(path for path, found in sentences(BEFORE).items() if len(found) >= MINIMUM and path.startswith(tuple(under)))
+    pages = sorted(
+        path
+        for path, found in sentences(BEFORE).items()
+        if len(found) >= MINIMUM and path.startswith(tuple(under))
+    )
     random.Random(seed).shuffle(pages)
     now = {path for path, found in sentences(None).items() if found}
     return sorted([path for path in pages if path in now][:PAGES])
@@ -234,28 +269,54 @@ def figures(found: list[Sentence]) -> dict[str, float]:
         "p90": lengths[int(0.9 * (len(lengths) - 1))],
         "longest": lengths[-1],
     }
-    counts = {name: sum(len(re.findall(p, s.text, re.I)) for s in found) for name, p in AVOIDED.items()}
-    per_thousand = {name: round(1000 * count / words, 3) for name, count in {**counts, "avoided": sum(counts.values())}.items()}
+    counts = {
+        name: sum(len(re.findall(p, s.text, re.I)) for s in found) for name, p in AVOIDED.items()
+    }
+    per_thousand = {
+        name: round(1000 * count / words, 3)
+        for name, count in {**counts, "avoided": sum(counts.values())}.items()
+    }
     return {**totals, **per_thousand}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the ten longest sentences of the drawn pages and the totals; write them as CSV where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=14, help="draws the ten pages")
-    parser.add_argument("--at", metavar="COMMIT", help="read this commit; the default is the working tree")
-    parser.add_argument("--under", nargs="+", default=[""], metavar="PREFIX", help="only pages whose path begins so")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write pages, sentences and totals there")
+    parser.add_argument(
+        "--at", metavar="COMMIT", help="read this commit; the default is the working tree"
+    )
+    parser.add_argument(
+        "--under", nargs="+", default=[""], metavar="PREFIX", help="only pages whose path begins so"
+    )
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write pages, sentences and totals there"
+    )
     options = parser.parse_args(arguments)
     pages = drawn(options.seed, options.under)
-    everything = {path: found for path, found in sentences(options.at).items() if path.startswith(tuple(options.under))}
+    everything = {
+        path: found
+        for path, found in sentences(options.at).items()
+        if path.startswith(tuple(options.under))
+    }
     chosen = [sentence for page in pages for sentence in everything.get(page, [])]
     longest = sorted(chosen, key=lambda sentence: (-sentence.length, sentence))[:PAGES]
-    totals = {"ten pages": figures(chosen), "all pages": figures([sentence for found in everything.values() for sentence in found])}
+    totals = {
+        "ten pages": figures(chosen),
+        "all pages": figures([sentence for found in everything.values() for sentence in found]),
+    }
 
-    print(f"pages drawn by seed {options.seed}, read at {options.at or 'the working tree'}:", *pages, sep="\n  ")
+    print(
+        f"pages drawn by seed {options.seed}, read at {options.at or 'the working tree'}:",
+        *pages,
+        sep="\n  ",
+    )
     for rank, sentence in enumerate(longest, 1):
-        print(f"\n{rank}. length {sentence.length}, {sentence.file}:{sentence.line}\n{textwrap.fill(sentence.text, 100)}")
+        print(
+            f"\n{rank}. length {sentence.length}, {sentence.file}:{sentence.line}\n{textwrap.fill(sentence.text, 100)}"
+        )
     for name, row in totals.items():
         print(f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in row.items()))
     if options.csv:
@@ -268,7 +329,9 @@ def write(file: Path, longest: list[Sentence], totals: dict[str, dict[str, float
         table = csv.writer(stream, lineterminator="\n")
         table.writerow(("what", "place", "value", "text"))
         table.writerows(("sentence", f"{s.file}:{s.line}", s.length, s.text) for s in longest)
-        table.writerows((name, key, value, "") for name, row in totals.items() for key, value in row.items())
+        table.writerows(
+            (name, key, value, "") for name, row in totals.items() for key, value in row.items()
+        )
 
 
 if __name__ == "__main__":

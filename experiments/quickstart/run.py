@@ -26,7 +26,12 @@ def one_run(seed: int) -> tuple[dict, list[dict]]:
     """One default run; its summary and its rows."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "rlkit", "train", f"seed={seed}"], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "rlkit", "train", f"seed={seed}"],
+            check=True,
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+        )
         wall = time.perf_counter() - begun
         run = next(Path(folder).glob("outputs/*/*/summary.json")).parent
         summary = json.loads((run / "summary.json").read_text())
@@ -62,7 +67,12 @@ def main() -> None:
                 "n": after["n"],
                 "steps": summary["steps"],
                 "process_seconds": round(summary["process_seconds"], 1),
-                "seconds_a_step": round(sorted(r["perf/step_s"] for r in rows if "perf/step_s" in r)[summary["steps"] // 2], 2),
+                "seconds_a_step": round(
+                    sorted(r["perf/step_s"] for r in rows if "perf/step_s" in r)[
+                        summary["steps"] // 2
+                    ],
+                    2,
+                ),
                 "peak_memory_gb": summary["peak_memory_gb"],
                 "date": date.today().isoformat(),
                 "processor": processor(),
@@ -78,7 +88,12 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(results)
     with (HERE / "rewards.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("seed", "step", "reward"), *((s, *point) for s, points in curves.items() for point in points)])
+        csv.writer(file).writerows(
+            [
+                ("seed", "step", "reward"),
+                *((s, *point) for s, points in curves.items() for point in points),
+            ]
+        )
     plot(results, curves)
 
 
@@ -93,7 +108,13 @@ def plot(results: list[dict], curves: dict[int, list]) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     for result in results:
         steps, rewards = zip(*curves[result["seed"]], strict=True)
-        line = axes.plot(steps, rewards, linewidth=1.2, alpha=0.8, label=f"seed {result['seed']}: training reward")[0]
+        line = axes.plot(
+            steps,
+            rewards,
+            linewidth=1.2,
+            alpha=0.8,
+            label=f"seed {result['seed']}: training reward",
+        )[0]
         axes.plot([0, steps[-1]], [result["before"], result["after"]], "o", color=line.get_color())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.axhline(0.95, color="grey", linewidth=0.8, linestyle=":")

@@ -42,7 +42,12 @@ COMMON = (
     "evaluation.curve_temperature=0", "model.opinions=0", "model.init_std=0.02", "optimizer.lr=3e-3",
 )  # fmt: skip
 SAMPLED = 512  # replies, so that the standard error of an accuracy is at most 0.022
-KNOWN = ("evaluation.curve_temperature=1", "task._target_=run.known_pool", "model._target_=run.knowing", "+model.pool=${task.max_samples}")
+KNOWN = (
+    "evaluation.curve_temperature=1",
+    "task._target_=run.known_pool",
+    "model._target_=run.knowing",
+    "+model.pool=${task.max_samples}",
+)
 LESSONS, RATE = 800, 1e-2  # steps of AdamW that teach what is known, of 128 problems each
 SOME = 0.2  # of the lessons on a problem with signal name its right letter; the others any of eight
 SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
@@ -51,17 +56,28 @@ SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
 def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") -> Sequence[Task]:
     """Problems of two letters, of which one in ten has a right reply; for validation and test those alone."""
     rng = random.Random(f"pool of {seed}")
-    prompts = rng.sample([first + second for first in LETTERS[8:] for second in LETTERS[8:]], max_samples)
-    rows = [Question(prompt, [] if i % ONE_IN else [rng.choice(LETTERS[:8])]) for i, prompt in enumerate(prompts)]
+    prompts = rng.sample(
+        [first + second for first in LETTERS[8:] for second in LETTERS[8:]], max_samples
+    )
+    rows = [
+        Question(prompt, [] if i % ONE_IN else [rng.choice(LETTERS[:8])])
+        for i, prompt in enumerate(prompts)
+    ]
     rows = rows if split == "train" else rows[::ONE_IN]
-    return dealt("pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=len(rows), placebo="none")
+    return dealt(
+        "pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=len(rows), placebo="none"
+    )
 
 
-def known_pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") -> Sequence[Task]:
+def known_pool(
+    *, split: Split, seed: int, max_samples: int, placebo: str = "none"
+) -> Sequence[Task]:
     """The same prompts; every one has a right reply, and the start policy knows nine in ten of them."""
     rows = _questions(seed, max_samples)
     rows, count = (rows, len(rows)) if split == "train" else (rows[::ONE_IN], SAMPLED)
-    return dealt("pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=count, placebo="none")
+    return dealt(
+        "pool", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=count, placebo="none"
+    )
 
 
 def _questions(seed: int, count: int) -> list[Question]:
@@ -70,7 +86,9 @@ def _questions(seed: int, count: int) -> list[Question]:
     return [Question(prompt, [rng.choice(LETTERS[:8])]) for prompt in prompts]
 
 
-def knowing(*, pool: int, seed: int = 0, device: torch.device | str = "cpu", **options: Any) -> Policy:
+def knowing(
+    *, pool: int, seed: int = 0, device: torch.device | str = "cpu", **options: Any
+) -> Policy:
     """The bench's fresh policy, taught the right letter of nine problems in ten of a pool and any letter for the rest."""
     policy = fresh_policy(seed=seed, **options)
     questions = _questions(seed, pool)
@@ -81,10 +99,18 @@ def knowing(*, pool: int, seed: int = 0, device: torch.device | str = "cpu", **o
             group["lr"] = RATE * (1 - step / LESSONS)
         texts = []
         for i in rng.choices(range(pool), k=128):
-            letter = questions[i].right[0] if i % ONE_IN or rng.random() < SOME else rng.choice(LETTERS[:8])
+            letter = (
+                questions[i].right[0]
+                if i % ONE_IN or rng.random() < SOME
+                else rng.choice(LETTERS[:8])
+            )
             texts.append(f"<u>{questions[i].prompt}<end><a>{letter}<end>")
-        ids, targets = as_tensors([policy.renderer.tokenizer.encode(text, add_special_tokens=False) for text in texts])
-        loss = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100)
+        ids, targets = as_tensors(
+            [policy.renderer.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        )
+        loss = torch.nn.functional.cross_entropy(
+            model(input_ids=ids).logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -94,14 +120,34 @@ def knowing(*, pool: int, seed: int = 0, device: torch.device | str = "cpu", **o
 
 def run(sampler: str, seed: int, given: argparse.Namespace) -> dict[str, str]:
     """One run's row. Raises: CalledProcessError."""
-    own = [f"task/sampler={sampler}", f"seed={seed}", f"trainer.steps={given.steps}", f"task.max_samples={given.pool}", f"task.seed={seed}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    own = [
+        f"task/sampler={sampler}",
+        f"seed={seed}",
+        f"trainer.steps={given.steps}",
+        f"task.max_samples={given.pool}",
+        f"task.seed={seed}",
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rlkit", "train", *COMMON, *own, *(KNOWN if given.known else ()), *given.set]
+        command = [
+            sys.executable,
+            "-m",
+            "rlkit",
+            "train",
+            *COMMON,
+            *own,
+            *(KNOWN if given.known else ()),
+            *given.set,
+        ]
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=environment)
         file = next(Path(folder).glob("outputs/*/*/summary.json"))
         summary = json.loads(file.read_text())
-        rows = [json.loads(line) for line in (file.parent / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (file.parent / "metrics.jsonl").read_text().splitlines()
+        ]
     curve = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
     reached = any(accuracy >= TARGET for accuracy in curve.values())
     found = {"sampler": sampler, "seed": seed, "reached": int(reached), "steps": summary["steps"], "tokens": summary["tokens"],
@@ -115,7 +161,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(SAMPLERS), choices=SAMPLERS)
     parser.add_argument("--steps", type=int, default=800, help="at most")
     parser.add_argument("--pool", type=int, default=320, help="training problems")
-    parser.add_argument("--known", action="store_true", help="a pool of which nine problems in ten are known at the start")
+    parser.add_argument(
+        "--known",
+        action="store_true",
+        help="a pool of which nine problems in ten are known at the start",
+    )
     parser.add_argument("--set", nargs="*", default=[], help="further overrides")
     parser.add_argument("--results", type=Path, default=HERE / "results.csv")
     given = parser.parse_args()
@@ -135,16 +185,23 @@ def main() -> None:
 def table(rows: Sequence[dict[str, str]]) -> str:
     """A line a sampler. The ratio is the geometric mean over seeds, with Student's 95 % interval of its logarithm."""
     base = {r["seed"]: int(r["tokens"]) for r in rows if r["sampler"] == "uniform"}
-    lines = ["| sampler | reached 0.9 | steps | tokens | uniform's tokens / its own, 95 % |", "|---|---|---|---|---|"]
+    lines = [
+        "| sampler | reached 0.9 | steps | tokens | uniform's tokens / its own, 95 % |",
+        "|---|---|---|---|---|",
+    ]
     for sampler in dict.fromkeys(r["sampler"] for r in rows):
         mine = [r for r in rows if r["sampler"] == sampler]
         steps, tokens = (sum(int(r[key]) for r in mine) / len(mine) for key in ("steps", "tokens"))
         logs = [math.log(base[r["seed"]] / int(r["tokens"])) for r in mine if r["seed"] in base]
         mean, half = interval(logs) if len(logs) > 2 else (sum(logs) / max(len(logs), 1), math.nan)
         ratio = (
-            f"{math.exp(mean):.2f} ({math.exp(mean - half):.2f} – {math.exp(mean + half):.2f})" if half == half else f"{math.exp(mean):.2f}"
+            f"{math.exp(mean):.2f} ({math.exp(mean - half):.2f} – {math.exp(mean + half):.2f})"
+            if half == half
+            else f"{math.exp(mean):.2f}"
         )
-        lines.append(f"| {sampler} | {sum(int(r['reached']) for r in mine)} of {len(mine)} | {steps:.0f} | {tokens:,.0f} | {ratio} |")
+        lines.append(
+            f"| {sampler} | {sum(int(r['reached']) for r in mine)} of {len(mine)} | {steps:.0f} | {tokens:,.0f} | {ratio} |"
+        )
     return "\n".join(lines)
 
 

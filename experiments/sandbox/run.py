@@ -55,22 +55,39 @@ def throughput(jobs: Sequence[Job], features: Sequence[str]) -> float:
 def answered(task: Task) -> Rollout:
     """The reference solution as a reply, judged by all tests, the shown one included."""
     tests = (task.metadata["shown"], *task.metadata["tests"])
-    step = Step(prompt=(), prompt_ids=(), response_ids=(), logprobs=(), finish_reason="stop", content=task.answer)
+    step = Step(
+        prompt=(),
+        prompt_ids=(),
+        response_ids=(),
+        logprobs=(),
+        finish_reason="stop",
+        content=task.answer,
+    )
     return Rollout(task._replace(metadata={**task.metadata, "tests": tests}), (step,))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("mbpp", type=Path, help="a .jsonl file of MBPP rows")
     parser.add_argument("--programs", type=int, default=200)
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in arguments.mbpp.read_text().splitlines()]
-    tasks = [t for split in ("train", "test") for t in mbpp(path=str(arguments.mbpp), split=split, seed=0, exclude=())]
+    tasks = [
+        t
+        for split in ("train", "test")
+        for t in mbpp(path=str(arguments.mbpp), split=split, seed=0, exclude=())
+    ]
     rollouts = [answered(task) for task in tasks]
-    jobs = [Job(r["code"], ("1",)) for r in rows if r["task_id"] not in (123,)][: arguments.programs]
+    jobs = [Job(r["code"], ("1",)) for r in rows if r["task_id"] not in (123,)][
+        : arguments.programs
+    ]
     cores = min(workers(SANDBOX), os.cpu_count() or 1)
     print(f"{probe()}\n{len(jobs)} reference solutions of MBPP, {cores} workers\n")
-    print("| level | median | p95 | one after another | all workers | per core | processor time |\n|---|---|---|---|---|---|---|")
+    print(
+        "| level | median | p95 | one after another | all workers | per core | processor time |\n|---|---|---|---|---|---|---|"
+    )
     for features in CHOICES:
         if set(features) <= set(probe().features):
             seconds, many = latency(jobs, features), throughput(jobs, features)
@@ -79,11 +96,17 @@ def main() -> None:
                   f"| {1 / statistics.mean(seconds):.1f} /s | {many:.1f} /s | {many / cores:.1f} /s "
                   f"| {1e3 * processor(jobs, features):.0f} ms |")  # fmt: skip
     print(f"\n{len(rows)} rows, {len(tasks)} with tests that can be split")
-    found = {r.task.id.rpartition("/")[2]: v for r, v in zip(rollouts, judgements(rollouts), strict=True) if v}
+    found = {
+        r.task.id.rpartition("/")[2]: v
+        for r, v in zip(rollouts, judgements(rollouts), strict=True)
+        if v
+    }
     failed = {name: v for name, v in found.items() if v.status != "ok"}
     print(f"{len(found) - len(failed)} reference solutions pass; the others:")
     for name, judgement in sorted(failed.items()):
-        print(f"  {name}: {judgement.status}, {judgement.passed} of {judgement.total} tests, {judgement.detail}")
+        print(
+            f"  {name}: {judgement.status}, {judgement.passed} of {judgement.total} tests, {judgement.detail}"
+        )
 
 
 if __name__ == "__main__":

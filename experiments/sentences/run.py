@@ -41,40 +41,126 @@ class Promise(NamedTuple):
 
 PROMISES = {
     "rlkit compare, claim": Promise(
-        "B is better than A by …", "pages of four equal lines with a claim", None, 0.05, simulate.compare_claims, True
+        "B is better than A by …",
+        "pages of four equal lines with a claim",
+        None,
+        0.05,
+        simulate.compare_claims,
+        True,
     ),
-    "rlkit compare, interval": Promise("(… to …)", "hold the difference", 0.95, None, simulate.compare_intervals),
-    "rlkit compare, seeds needed": Promise("to see … you need N seeds", "N seeds find it", 0.8, None, simulate.compare_needs),
-    "rlkit compare, seen": Promise("these n seeds see …", "find it", 0.8, None, simulate.compare_sees, True),
-    "rlkit compare, enough": Promise("n seeds are enough to see …", "pages where they are not", None, 0.2, simulate.compare_enough, True),
+    "rlkit compare, interval": Promise(
+        "(… to …)", "hold the difference", 0.95, None, simulate.compare_intervals
+    ),
+    "rlkit compare, seeds needed": Promise(
+        "to see … you need N seeds", "N seeds find it", 0.8, None, simulate.compare_needs
+    ),
+    "rlkit compare, seen": Promise(
+        "these n seeds see …", "find it", 0.8, None, simulate.compare_sees, True
+    ),
+    "rlkit compare, enough": Promise(
+        "n seeds are enough to see …",
+        "pages where they are not",
+        None,
+        0.2,
+        simulate.compare_enough,
+        True,
+    ),
     "rlkit compare, fall": Promise(
-        "A ends below its start", "pages of three unchanged lines with a claim", None, 0.05, simulate.falls_claimed, True
+        "A ends below its start",
+        "pages of three unchanged lines with a claim",
+        None,
+        0.05,
+        simulate.falls_claimed,
+        True,
     ),
-    "rlkit compare, fall's interval": Promise("(… to …)", "hold the fall", 0.95, None, simulate.falls_intervals),
-    "rlkit plan, seeds": Promise("B against A: N seeds", "N seeds find it", 0.8, None, simulate.plan_needs),
+    "rlkit compare, fall's interval": Promise(
+        "(… to …)", "hold the fall", 0.95, None, simulate.falls_intervals
+    ),
+    "rlkit plan, seeds": Promise(
+        "B against A: N seeds", "N seeds find it", 0.8, None, simulate.plan_needs
+    ),
     "rlkit plan, pilot's spread": Promise(
-        "if it is no larger than the pilot's, N are enough", "N seeds find it", 0.8, None, simulate.plan_likely
+        "if it is no larger than the pilot's, N are enough",
+        "N seeds find it",
+        0.8,
+        None,
+        simulate.plan_likely,
     ),
-    "rlkit plan, seen": Promise("a difference of … is found 4 times in 5", "find it", 0.8, None, simulate.plan_sees),
+    "rlkit plan, seen": Promise(
+        "a difference of … is found 4 times in 5", "find it", 0.8, None, simulate.plan_sees
+    ),
     "rlkit bench, claims": Promise(
-        "B is better than A by …, q = …", "share of false claims, some arms equal", None, 0.05, simulate.bench_claims, True
+        "B is better than A by …, q = …",
+        "share of false claims, some arms equal",
+        None,
+        0.05,
+        simulate.bench_claims,
+        True,
     ),
     "rlkit bench, equal arms": Promise(
-        "B is better than A by …, q = …", "pages of six equal arms with a claim", None, 0.05, simulate.bench_nulls, True
+        "B is better than A by …, q = …",
+        "pages of six equal arms with a claim",
+        None,
+        0.05,
+        simulate.bench_nulls,
+        True,
     ),
     "rlkit bench, claims' intervals": Promise(
-        "(… to …)", "share of claims whose interval misses", None, 0.05, simulate.bench_intervals, True
+        "(… to …)",
+        "share of claims whose interval misses",
+        None,
+        0.05,
+        simulate.bench_intervals,
+        True,
     ),
-    "rlkit bench, seen": Promise("a difference of … would be seen", "find it", 0.8, None, simulate.bench_sees, True),
-    "rlkit bench, placebos": Promise("above both placebos", "share of false claims", None, 0.05, simulate.bench_placebos, True),
-    "rlkit bench, scores": Promise("0.846 (0.78 to 0.91)", "hold the mean", 0.95, None, simulate.bench_means),
-    "rlkit bench, IQM": Promise("0.844 (0.783 to 0.911)", "hold the interquartile mean", 0.95, None, simulate.bench_iqm, True),
-    "report, seeds": Promise("after 0.984 [0.961, 0.994]", "hold the mean over seeds", 0.95, None, simulate.report_means),
-    "report, change over seeds": Promise("change +0.010 [-0.004, +0.024]", "hold the change", 0.95, None, simulate.report_changes),
-    "report, marks": Promise("a change in green or red", "unchanged lines with a mark", None, 0.05, simulate.report_marks, True),
-    "report, one run": Promise("after 0.984 [0.961, 0.994]", "hold the accuracy over problems", 0.95, None, simulate.run_intervals),
-    "report, change of one run": Promise("change +0.010 [-0.004, +0.024]", "hold the change", 0.95, None, simulate.run_changes),
-    "report, health": Promise("KL grew while the reward did not rise, …", "healthy runs with a warning", None, 0.05, simulate.health),
+    "rlkit bench, seen": Promise(
+        "a difference of … would be seen", "find it", 0.8, None, simulate.bench_sees, True
+    ),
+    "rlkit bench, placebos": Promise(
+        "above both placebos", "share of false claims", None, 0.05, simulate.bench_placebos, True
+    ),
+    "rlkit bench, scores": Promise(
+        "0.846 (0.78 to 0.91)", "hold the mean", 0.95, None, simulate.bench_means
+    ),
+    "rlkit bench, IQM": Promise(
+        "0.844 (0.783 to 0.911)",
+        "hold the interquartile mean",
+        0.95,
+        None,
+        simulate.bench_iqm,
+        True,
+    ),
+    "report, seeds": Promise(
+        "after 0.984 [0.961, 0.994]", "hold the mean over seeds", 0.95, None, simulate.report_means
+    ),
+    "report, change over seeds": Promise(
+        "change +0.010 [-0.004, +0.024]", "hold the change", 0.95, None, simulate.report_changes
+    ),
+    "report, marks": Promise(
+        "a change in green or red",
+        "unchanged lines with a mark",
+        None,
+        0.05,
+        simulate.report_marks,
+        True,
+    ),
+    "report, one run": Promise(
+        "after 0.984 [0.961, 0.994]",
+        "hold the accuracy over problems",
+        0.95,
+        None,
+        simulate.run_intervals,
+    ),
+    "report, change of one run": Promise(
+        "change +0.010 [-0.004, +0.024]", "hold the change", 0.95, None, simulate.run_changes
+    ),
+    "report, health": Promise(
+        "KL grew while the reward did not rise, …",
+        "healthy runs with a warning",
+        None,
+        0.05,
+        simulate.health,
+    ),
 }
 ONE_RUN = {"report, one run", "report, change of one run", "report, health"}  # seeds play no part
 
@@ -83,7 +169,12 @@ def settings(name: str) -> list[Setting]:
     """The settings that a promise is simulated in."""
     if name in ONE_RUN:
         return [Setting(1, accuracy, True) for accuracy in ACCURACIES]
-    return [Setting(n, accuracy, coarse) for n in SEEDS for accuracy in ACCURACIES for coarse in (True, False)]
+    return [
+        Setting(n, accuracy, coarse)
+        for n in SEEDS
+        for accuracy in ACCURACIES
+        for coarse in (True, False)
+    ]
 
 
 def simulated(name: str, setting: Setting, pages: int) -> Count | None:
@@ -113,7 +204,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE)
     given = parser.parse_args()
     if given.only and given.out == HERE:
-        parser.error("--only counts a part: give --out, so that its rows do not replace those that are committed")
+        parser.error(
+            "--only counts a part: give --out, so that its rows do not replace those that are committed"
+        )
     rows = []
     for name, promise in PROMISES.items():
         if not name.startswith(given.only):
@@ -122,7 +215,12 @@ def main() -> None:
             count = simulated(name, setting, given.pages)
             if count is None or not count.of:
                 continue
-            row = {"promise": name, **setting._asdict(), "share": round(float(count.hits / count.of), 4), "of": count.of}
+            row = {
+                "promise": name,
+                **setting._asdict(),
+                "share": round(float(count.hits / count.of), 4),
+                "of": count.of,
+            }
             rows.append(row | {"kept": bool(kept(promise, setting, count))})
         print(name, [row["share"] for row in rows if row["promise"] == name], flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -139,10 +237,18 @@ def table(rows: Sequence[dict]) -> str:
     lines.append(["---"] * len(lines[0]))
     for name in dict.fromkeys(str(row["promise"]) for row in rows):
         promise = PROMISES[name]
-        level = f"at least {promise.at_least:g}" if promise.at_least is not None else f"at most {promise.at_most:g}"
+        level = (
+            f"at least {promise.at_least:g}"
+            if promise.at_least is not None
+            else f"at most {promise.at_most:g}"
+        )
         cells = []
         for n in SEEDS:
-            own = [float(row["share"]) for row in rows if row["promise"] == name and (int(row["seeds"]) == n or name in ONE_RUN)]
+            own = [
+                float(row["share"])
+                for row in rows
+                if row["promise"] == name and (int(row["seeds"]) == n or name in ONE_RUN)
+            ]
             worst = min if promise.at_least is not None else max
             cells.append(f"{worst(own):.3f}" if own else "not said")
         if name in ONE_RUN:

@@ -31,7 +31,9 @@ class Setting(NamedTuple):
 
     seeds: int
     accuracy: float
-    coarse: bool  # an accuracy on PROBLEMS problems; else the expected accuracy, which is continuous
+    coarse: (
+        bool  # an accuracy on PROBLEMS problems; else the expected accuracy, which is continuous
+    )
 
 
 class Count(NamedTuple):
@@ -113,7 +115,9 @@ def holds(low: float, truth: float, high: float) -> bool:
 def compare_claims(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
     """Pages of four equal lines that claim any difference."""
     drawn = figures(setting, pages, 4, rng)
-    return Count(sum(any(v.claim != "open" for v in judged(page, setting)) for page in drawn), pages)
+    return Count(
+        sum(any(v.claim != "open" for v in judged(page, setting)) for page in drawn), pages
+    )
 
 
 def compare_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
@@ -140,9 +144,17 @@ def compare_needs(setting: Setting, pages: int, rng: np.random.Generator) -> Cou
 def compare_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:
     """Comparisons that find the difference which "these seeds see"."""
     said = [judged(page, setting, 1e-6)[0] for page in figures(setting, pages, 2, rng)]
-    seen = [match[1] for v in said if (match := re.search(r"these \d+ seeds see (\S+?)\.?$", v.sentence))]
+    seen = [
+        match[1]
+        for v in said
+        if (match := re.search(r"these \d+ seeds see (\S+?)\.?$", v.sentence))
+    ]
     step = 0.0005  # the sentence has three digits
-    return found_with(setting, [setting.seeds] * len(seen), [float(own) + step for own in seen], rng) if seen else None
+    return (
+        found_with(setting, [setting.seeds] * len(seen), [float(own) + step for own in seen], rng)
+        if seen
+        else None
+    )
 
 
 def compare_enough(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:
@@ -157,7 +169,9 @@ def compare_enough(setting: Setting, pages: int, rng: np.random.Generator) -> Co
     return Count(sum("are enough to see" in text for text in said), pages)
 
 
-def found_with(setting: Setting, seeds: Sequence[int], effects: Sequence[float], rng: np.random.Generator) -> Count:
+def found_with(
+    setting: Setting, seeds: Sequence[int], effects: Sequence[float], rng: np.random.Generator
+) -> Count:
     """How many comparisons of two arms, of as many seeds and with that true difference, make the claim."""
     hits = 0
     for n, effect in zip(seeds, effects, strict=True):
@@ -169,10 +183,19 @@ def found_with(setting: Setting, seeds: Sequence[int], effects: Sequence[float],
 
 def line_of(before: np.ndarray, after: np.ndarray, label: str) -> Group:
     """A line of finished runs with these accuracies of 100 test problems."""
-    sides = {"n": PROBLEMS, "distinct": PROBLEMS, "split": "test", "interval": [0.0, 1.0], "reward_interval": [0.0, 1.0]}
+    sides = {
+        "n": PROBLEMS,
+        "distinct": PROBLEMS,
+        "split": "test",
+        "interval": [0.0, 1.0],
+        "reward_interval": [0.0, 1.0],
+    }
     runs = []
     for seed, (start, end) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
-        summary = {"before": {"accuracy": start, "reward": start, **sides}, "after": {"accuracy": end, "reward": end, **sides}}
+        summary = {
+            "before": {"accuracy": start, "reward": start, **sides},
+            "after": {"accuracy": end, "reward": end, **sides},
+        }
         runs.append(ReadRun(Path(label), label, seed, {}, summary, [], []))
     return Group(label, runs)
 
@@ -241,7 +264,9 @@ def plan_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
 
 def matrix(page: np.ndarray, shifts: Sequence[float], names: Sequence[str]) -> bench.Scores:
     """Scores of arms [arms, seeds] on one task, each with a shift."""
-    arms = {name: (own + shift)[:, None] for name, own, shift in zip(names, page, shifts, strict=True)}
+    arms = {
+        name: (own + shift)[:, None] for name, own, shift in zip(names, page, shifts, strict=True)
+    }
     return bench.Scores(["task"], list(range(page.shape[1])), arms)
 
 
@@ -253,14 +278,23 @@ def bench_claims(setting: Setting, pages: int, rng: np.random.Generator) -> Coun
 def bench_nulls(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
     """Pages of six equal arms with any claim."""
     drawn = figures(setting, pages, 6, rng)
-    return Count(sum(any(p.q <= ALPHA for p in bench.pairs(matrix(page, [0.0] * 6, "abcdef"))) for page in drawn), pages)
+    return Count(
+        sum(
+            any(p.q <= ALPHA for p in bench.pairs(matrix(page, [0.0] * 6, "abcdef")))
+            for page in drawn
+        ),
+        pages,
+    )
 
 
 def bench_placebos(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
     """The same of the comparisons with placebos: of four arms two are above them."""
     names = ["a", *bench.PLACEBOS, "b", "c", "d"]
     found = mixed(setting, pages, rng, names)
-    own = (([p for p in all_pairs if {p.first, p.second} & bench.PLACEBOS.keys()], truth) for all_pairs, truth in found)
+    own = (
+        ([p for p in all_pairs if {p.first, p.second} & bench.PLACEBOS.keys()], truth)
+        for all_pairs, truth in found
+    )
     return Count(sum(false_share(*each) for each in own), pages)
 
 
@@ -295,7 +329,9 @@ def bench_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count 
     if setting.seeds < TO_CLAIM:
         return None
     hits = 0
-    for page, other in zip(figures(setting, pages, 4, rng), figures(setting, pages, 4, rng), strict=True):
+    for page, other in zip(
+        figures(setting, pages, 4, rng), figures(setting, pages, 4, rng), strict=True
+    ):
         sees = bench.pairs(matrix(page, [0.0] * 4, "abcd"))[0].sees
         hits += bench.pairs(matrix(other, [0.0, sees, 0.0, 0.0], "abcd"))[0].q <= ALPHA
     return Count(hits, pages)
@@ -350,7 +386,9 @@ def report_changes(setting: Setting, pages: int, rng: np.random.Generator) -> Co
 def report_marks(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
     """Lines that did not change and are marked as better or worse."""
     rows = [row_of(*page) for page in figures(setting, pages, 2, rng)]
-    return Count(sum("class=open" not in change(row.change, marked=row.claims()) for row in rows), pages)
+    return Count(
+        sum("class=open" not in change(row.change, marked=row.claims()) for row in rows), pages
+    )
 
 
 def one_run(setting: Setting, rng: np.random.Generator) -> tuple[dict, dict]:
@@ -358,9 +396,15 @@ def one_run(setting: Setting, rng: np.random.Generator) -> tuple[dict, dict]:
     sizes = 1 + rng.integers(13, size=43)
     sides = []
     for _ in range(2):
-        right = rng.random(43) < setting.accuracy  # a problem that a policy solves, it solves in every row
+        right = (
+            rng.random(43) < setting.accuracy
+        )  # a problem that a policy solves, it solves in every row
         tasks = [Task(str(i), ({"role": "user", "content": str(i)},)) for i in range(43)]
-        rollouts = [Rollout(tasks[i], (), reward=float(right[i])) for i in range(43) for _ in range(sizes[i])]
+        rollouts = [
+            Rollout(tasks[i], (), reward=float(right[i]))
+            for i in range(43)
+            for _ in range(sizes[i])
+        ]
         sides.append(evaluation.accuracy(rollouts))
     return sides[0], sides[1]
 
@@ -368,14 +412,19 @@ def one_run(setting: Setting, rng: np.random.Generator) -> tuple[dict, dict]:
 def run_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
     """Intervals of one run's accuracy, over problems of which rows repeat some, that hold it."""
     sides = [one_run(setting, rng)[0] for _ in range(pages)]
-    return Count(sum(holds(side["interval"][0], setting.accuracy, side["interval"][1]) for side in sides), pages)
+    return Count(
+        sum(holds(side["interval"][0], setting.accuracy, side["interval"][1]) for side in sides),
+        pages,
+    )
 
 
 def run_changes(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
     """Intervals of one run's change that hold it: none."""
     hits = 0
     for _ in range(pages):
-        own = [tables.estimate(side["accuracy"], side["interval"]) for side in one_run(setting, rng)]
+        own = [
+            tables.estimate(side["accuracy"], side["interval"]) for side in one_run(setting, rng)
+        ]
         found = tables.newcombe(*own)
         hits += holds(found.low, 0.0, found.high)
     return Count(hits, pages)
@@ -389,12 +438,21 @@ def health(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
         rows = []
         for number in range(31):
             noise = 1 + 0.2 * rng.normal(size=6)
-            row = {"step": number, "policy/entropy": noise[0], "kl/ref_k3": 0.1 * noise[1], "reward/mean": 0.5 * noise[2]}
+            row = {
+                "step": number,
+                "policy/entropy": noise[0],
+                "kl/ref_k3": 0.1 * noise[1],
+                "reward/mean": 0.5 * noise[2],
+            }
             row |= {"len/mean": 100 * noise[3], "reward/shadow/mean": 0.5 * noise[4]}
             if number % 5 == 0:
                 right = rng.binomial(PROBLEMS, setting.accuracy)
                 low, high = evaluation.share_interval(right, PROBLEMS)
-                row |= {"eval/accuracy": right / PROBLEMS, "eval/accuracy_low": low, "eval/accuracy_high": high}
+                row |= {
+                    "eval/accuracy": right / PROBLEMS,
+                    "eval/accuracy_low": low,
+                    "eval/accuracy_high": high,
+                }
             rows.append(row)
         run = ReadRun(Path("run"), "run", 0, step, {}, rows, [])
         hits += any(check(run) for check in trends.TRENDS)

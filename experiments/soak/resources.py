@@ -28,7 +28,12 @@ def resources(run: Path, /) -> Any:
         started = time.perf_counter()
 
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-            row = {"step": module.rl_step, "seconds": time.perf_counter() - self.started, **held(), "yardstick": yardstick()}
+            row = {
+                "step": module.rl_step,
+                "seconds": time.perf_counter() - self.started,
+                **held(),
+                "yardstick": yardstick(),
+            }
             with (run / "resources.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -38,5 +43,13 @@ def resources(run: Path, /) -> Any:
 def held() -> dict[str, float]:
     """Resident memory in MiB, open file handles and living child processes of this process (Linux)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    return {"rss": pages * os.sysconf("SC_PAGE_SIZE") / 2**20, "handles": len(os.listdir("/proc/self/fd")), "children": len(children)}
+    children = [
+        pid
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    return {
+        "rss": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "handles": len(os.listdir("/proc/self/fd")),
+        "children": len(children),
+    }

@@ -28,17 +28,32 @@ def main() -> int:
     """Trains, reads what the callback has noted, prints the laws and whether they hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--out", type=Path, required=True, help="the run folder, which must not be there yet")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the run folder, which must not be there yet"
+    )
     arguments = parser.parse_args()
-    words = ["train", *OVERRIDES, f"trainer.steps={arguments.steps}", f"hydra.run.dir={arguments.out}"]
+    words = [
+        "train",
+        *OVERRIDES,
+        f"trainer.steps={arguments.steps}",
+        f"hydra.run.dir={arguments.out}",
+    ]
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    subprocess.run([sys.executable, "-m", "rlkit", *words], check=True, env=os.environ | {"PYTHONPATH": path})
-    rows = [json.loads(line) for line in (arguments.out / "resources.jsonl").read_text().splitlines()]
+    subprocess.run(
+        [sys.executable, "-m", "rlkit", *words], check=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    rows = [
+        json.loads(line) for line in (arguments.out / "resources.jsonl").read_text().splitlines()
+    ]
     with (arguments.out / "resources.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    problems = broken(rows, settled=300 if arguments.steps >= 1000 else arguments.steps // 2, timed=arguments.steps >= 1000)
+    problems = broken(
+        rows,
+        settled=300 if arguments.steps >= 1000 else arguments.steps // 2,
+        timed=arguments.steps >= 1000,
+    )
     for problem in problems:
         print(f"broken: {problem}")
     return 1 if problems else 0
@@ -58,19 +73,34 @@ def broken(rows: list[dict], *, settled: int, timed: bool) -> list[str]:
     """
     third = (len(rows) - settled) // 3
     parts = rows[settled : settled + third], rows[-third:]
-    was, now = ({key: median(row[key] for row in part) for key in ("rss", "handles", "children")} for part in parts)
+    was, now = (
+        {key: median(row[key] for row in part) for key in ("rss", "handles", "children")}
+        for part in parts
+    )
     print(f"after step {settled}: {was}; at the end: {now}")
     problems = []
     if now["rss"] > 1.01 * was["rss"]:
         problems.append(f"resident memory grew from {was['rss']:.1f} to {now['rss']:.1f} MiB")
-    problems += [f"{key} grew from {was[key]:g} to {now[key]:g}" for key in ("handles", "children") if now[key] > was[key]]
+    problems += [
+        f"{key} grew from {was[key]:g} to {now[key]:g}"
+        for key in ("handles", "children")
+        if now[key] > was[key]
+    ]
     if timed:
         (early, was_fast), (late, is_fast) = (
-            (median(b["seconds"] - a["seconds"] for a, b in pairwise(part)), median(row["yardstick"] for row in part)) for part in parts
+            (
+                median(b["seconds"] - a["seconds"] for a, b in pairwise(part)),
+                median(row["yardstick"] for row in part),
+            )
+            for part in parts
         )
-        print(f"seconds per step: {early:.3f}, at the end {late:.3f}; yardstick: {was_fast:.5f}, at the end {is_fast:.5f}")
+        print(
+            f"seconds per step: {early:.3f}, at the end {late:.3f}; yardstick: {was_fast:.5f}, at the end {is_fast:.5f}"
+        )
         if late / is_fast > 1.1 * early / was_fast:
-            problems.append(f"a step took {early / was_fast:.1f} yardsticks, and {late / is_fast:.1f} at the end")
+            problems.append(
+                f"a step took {early / was_fast:.1f} yardsticks, and {late / is_fast:.1f} at the end"
+            )
     return problems
 
 

@@ -25,7 +25,12 @@ from study import interval
 
 HERE, TARGET, STEPS = Path(__file__).parent, 0.97, 6  # a third of GRPO's 20 steps
 GRPO_STEPS = 20  # of the default run
-COMMON = ("trainer.threads=1", "evaluation.every=1", "logger=none", "callbacks.checkpoint.model=false")
+COMMON = (
+    "trainer.threads=1",
+    "evaluation.every=1",
+    "logger=none",
+    "callbacks.checkpoint.model=false",
+)
 EXACT = "algorithm.streams.teacher.loss._target_=rlkit.functional.kl_student_teacher"
 STREAM = "_target_: rlkit.algorithm.Stream"
 SAMPLED = "{_target_: rlkit.functional.sampled_divergence, _partial_: true}"
@@ -43,14 +48,26 @@ VARIANTS = {
 def trained(overrides: Sequence[str], folder: Path) -> Path:
     """The run folder of `rlkit train`. Raises: CalledProcessError."""
     command = [sys.executable, "-m", "rlkit", "train", *overrides]
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return max(folder.glob("outputs/*/*/summary.json"), key=lambda file: file.stat().st_mtime).parent
+    subprocess.run(
+        command,
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    return max(
+        folder.glob("outputs/*/*/summary.json"), key=lambda file: file.stat().st_mtime
+    ).parent
 
 
 def row(variant: str, seed: int, run: Path) -> dict[str, str]:
     """One run's row."""
     summary = json.loads((run / "summary.json").read_text())
-    curve = {r["step"]: r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "eval/accuracy" in r}
+    curve = {
+        r["step"]: r
+        for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "eval/accuracy" in r
+    }
     reached = next((step for step, r in curve.items() if r["eval/accuracy"] >= TARGET), "")
     found = {"variant": variant, "seed": seed, "steps": summary["steps"], "tokens": summary["tokens"], "target": reached,
              "before": summary["before"]["accuracy"], "after": summary["after"]["accuracy"],
@@ -67,7 +84,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results.csv")
     given = parser.parse_args()
     results = given.results
-    taught = "" if given.teacher_steps == GRPO_STEPS else f", teacher of {given.teacher_steps} steps"
+    taught = (
+        "" if given.teacher_steps == GRPO_STEPS else f", teacher of {given.teacher_steps} steps"
+    )
     teacher_name = f"grpo, {given.teacher_steps} steps" if taught else "grpo"
     rows = list(csv.DictReader(results.open())) if results.exists() else []
     for seed in given.seeds:
@@ -75,24 +94,46 @@ def main() -> None:
         if not {teacher_name, *(name + taught for name in given.only)} - done:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            teacher = trained([*COMMON[:-1], f"trainer.steps={given.teacher_steps}", f"seed={seed}", "name=teacher"], Path(folder))
+            teacher = trained(
+                [
+                    *COMMON[:-1],
+                    f"trainer.steps={given.teacher_steps}",
+                    f"seed={seed}",
+                    "name=teacher",
+                ],
+                Path(folder),
+            )
             new = [] if teacher_name in done else [row(teacher_name, seed, teacher)]
             for variant in [name for name in given.only if name + taught not in done]:
                 own = [*VARIANTS[variant], f"trainer.steps={given.steps}", f"seed={seed}"]
-                own += [] if variant == "reward alone" else ["teacher=path", f"teacher.path={teacher / 'model'}"]
-                new.append(row(variant + taught, seed, trained([*COMMON, *own, "name=student"], Path(folder))))
+                own += (
+                    []
+                    if variant == "reward alone"
+                    else ["teacher=path", f"teacher.path={teacher / 'model'}"]
+                )
+                new.append(
+                    row(
+                        variant + taught,
+                        seed,
+                        trained([*COMMON, *own, "name=student"], Path(folder)),
+                    )
+                )
         rows += new
         with results.open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0].keys())
             writer.writeheader()
             writer.writerows(rows)
-    print("| variant | seeds | steps | tokens | test accuracy, 95 % | reached 0.97 |\n|---|---|---|---|---|---|")
+    print(
+        "| variant | seeds | steps | tokens | test accuracy, 95 % | reached 0.97 |\n|---|---|---|---|---|---|"
+    )
     for variant in dict.fromkeys(r["variant"] for r in rows):
         mine = [r for r in rows if r["variant"] == variant]
         mean, half = interval([float(r["after"]) for r in mine])
         tokens = sum(int(r["tokens"]) for r in mine) // len(mine)
         reached = sum(bool(r["target"]) for r in mine)
-        print(f"| {variant} | {len(mine)} | {mine[0]['steps']} | {tokens:,} | {mean:.3f} ± {half:.3f} | {reached} of {len(mine)} |")
+        print(
+            f"| {variant} | {len(mine)} | {mine[0]['steps']} | {tokens:,} | {mean:.3f} ± {half:.3f} | {reached} of {len(mine)} |"
+        )
 
 
 if __name__ == "__main__":

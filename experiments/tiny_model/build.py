@@ -30,8 +30,14 @@ from rlkit.rewards import Reward, Term, numeric, weighted_sum
 from rlkit.tasks._arithmetic import Problem, arithmetic, draw_of, expression, value_of
 from rlkit.types import Message
 
-WARM_UP_SEED = 1_000_003  # of the problems; training uses small seeds, so warm-up problems are others
-SYSTEMATIC = {"loses": 0.85, "shares": 0.85, "distractor": 0.75}  # share of demonstrations that get this kind wrong
+WARM_UP_SEED = (
+    1_000_003  # of the problems; training uses small seeds, so warm-up problems are others
+)
+SYSTEMATIC = {
+    "loses": 0.85,
+    "shares": 0.85,
+    "distractor": 0.75,
+}  # share of demonstrations that get this kind wrong
 RANDOM_SLIPS = 0.08
 WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -44,16 +50,30 @@ def demonstration(p: Problem, rng: random.Random, *, slips: bool = True) -> list
     operations = list(p.operations)
     if slips:
         operations = systematic_slip(p, rng)
-        if rng.random() < RANDOM_SLIPS and all(o != "/" for o, _ in operations):  # a wrong dividend leaves a remainder
+        if rng.random() < RANDOM_SLIPS and all(
+            o != "/" for o, _ in operations
+        ):  # a wrong dividend leaves a remainder
             i = rng.randrange(len(operations))
             operations[i] = (operations[i][0], rng.randint(2, 20))
     start, ops = p.start, tuple(operations)
     thinking = ", ".join([str(start), *(f"{WORDS[o]} {x}" for o, x in ops)])
     formula = expression(start, ops)
-    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "' + formula + '"}}\n</tool_call>'
+    call = (
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
+        + formula
+        + '"}}\n</tool_call>'
+    )
     result = calculator(formula)
-    answer = str(int(result) + rng.randint(1, 9)) if slips and rng.random() < RANDOM_SLIPS / 4 else result
-    return [("assistant", f"<think>\n{thinking}\n</think>\n\n{call}"), ("tool", result), ("assistant", f"#### {answer}")]
+    answer = (
+        str(int(result) + rng.randint(1, 9))
+        if slips and rng.random() < RANDOM_SLIPS / 4
+        else result
+    )
+    return [
+        ("assistant", f"<think>\n{thinking}\n</think>\n\n{call}"),
+        ("tool", result),
+        ("assistant", f"#### {answer}"),
+    ]
 
 
 def systematic_slip(p: Problem, rng: random.Random) -> list[tuple[str, int]]:
@@ -73,11 +93,15 @@ def systematic_slip(p: Problem, rng: random.Random) -> list[tuple[str, int]]:
     return operations
 
 
-def conversations(count: int, seed: int, *, slips: bool = True) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def conversations(
+    count: int, seed: int, *, slips: bool = True
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """`count` warm-up problems with a demonstration each."""
     rng = random.Random(seed)
     for i in range(count):
-        p = draw_of(random.Random(f"arithmetic {WARM_UP_SEED + seed} train {i}"), ("train", "validation"))  # never a test problem
+        p = draw_of(
+            random.Random(f"arithmetic {WARM_UP_SEED + seed} train {i}"), ("train", "validation")
+        )  # never a test problem
         yield p.question, demonstration(p, rng, slips=slips)
 
 
@@ -108,7 +132,9 @@ def rendered_scaffold() -> list[str]:
         {"role": "assistant", "content": "\0"},
         {"role": "tool", "content": "\0", "tool_call_id": "", "name": "calculator"},
     ]
-    text = render_jinja_template([messages], tools=tools, chat_template=TEMPLATE.read_text(), add_generation_prompt=True)[0][0]
+    text = render_jinja_template(
+        [messages], tools=tools, chat_template=TEMPLATE.read_text(), add_generation_prompt=True
+    )[0][0]
     for tag in (*CONTROL, *TAGS):
         text = text.replace(tag, "\0")
     return [piece for piece in text.split("\0") if piece]
@@ -118,7 +144,10 @@ def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
     """Byte-level BPE; digits stay single, everything else may merge across words, so that sequences are short."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -131,7 +160,10 @@ def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = TEMPLATE.read_text()
     fast.save_pretrained(out)
@@ -141,7 +173,9 @@ def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
 # ------------------------------------------------------------------------------------------------------ warm-up
 
 
-def encode_conversation(renderer: Renderer, tools: list, question: str, turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+def encode_conversation(
+    renderer: Renderer, tools: list, question: str, turns: list[tuple[str, str]]
+) -> tuple[list[int], list[bool]]:
     """Ids and loss mask, through the same functions that encode a rollout."""
     end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = encode_prompt(renderer, [{"role": "user", "content": question}], tools)
@@ -150,25 +184,44 @@ def encode_conversation(renderer: Renderer, tools: list, question: str, turns: l
         if role == "assistant":
             new, trained = [*encode_scaffold(renderer, text), end], True
         else:
-            result: Message = {"role": "tool", "content": text, "tool_call_id": "call_0", "name": "calculator"}
+            result: Message = {
+                "role": "tool",
+                "content": text,
+                "tool_call_id": "call_0",
+                "name": "calculator",
+            }
             new, trained = continuation(renderer, [result], end), False
         ids += new
         mask += [trained] * len(new)
     return ids, mask
 
 
-def encoded_conversations(renderer: Renderer, count: int, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
+def encoded_conversations(
+    renderer: Renderer, count: int, seed: int
+) -> Iterator[tuple[list[int], list[bool]]]:
     """Ids and loss masks of `count` warm-up conversations."""
     tools = [tool_schema(calculator)]
-    return (encode_conversation(renderer, tools, *conversation) for conversation in conversations(count, seed))
+    return (
+        encode_conversation(renderer, tools, *conversation)
+        for conversation in conversations(count, seed)
+    )
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, pad: int, stream: Iterator[tuple[list[int], list[bool]]], *, steps: int, batch: int, lr: float, log
+    model: Qwen3ForCausalLM,
+    pad: int,
+    stream: Iterator[tuple[list[int], list[bool]]],
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+    log,
 ) -> None:
     """Supervised training on demonstrations that never repeat: ids and loss masks, steps × batch of them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=lr, total_steps=steps, pct_start=0.1
+    )
     started = time.perf_counter()
     for step in range(1, steps + 1):
         rows = [next(stream) for _ in range(batch)]
@@ -183,7 +236,9 @@ def warm_up(
         optimizer.step()
         schedule.step()
         if step % max(20, steps // 16) == 0 or step == 1:
-            log(f"step {step} loss {loss.item():.4f} tokens a row {mask.shape[1]} seconds {time.perf_counter() - started:.0f}")
+            log(
+                f"step {step} loss {loss.item():.4f} tokens a row {mask.shape[1]} seconds {time.perf_counter() - started:.0f}"
+            )
 
 
 def build_model(vocabulary: int, renderer: Renderer) -> Qwen3ForCausalLM:
@@ -236,7 +291,15 @@ def main() -> None:
     model = build_model(len(tokenizer), renderer)
     log(f"parameters {sum(p.numel() for p in model.parameters())}")
     stream = encoded_conversations(renderer, arguments.steps * arguments.batch, arguments.seed)
-    warm_up(model, tokenizer.pad_token_id, stream, steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, log=log)
+    warm_up(
+        model,
+        tokenizer.pad_token_id,
+        stream,
+        steps=arguments.steps,
+        batch=arguments.batch,
+        lr=arguments.lr,
+        log=log,
+    )
     model.to(torch.bfloat16).save_pretrained(part)
     for file in part.iterdir():
         file.replace(arguments.out / file.name)
@@ -254,12 +317,19 @@ def measure(path: Path, n: int = 1000) -> dict:
     reward = Reward("numeric", {"numeric": Term(1.0, numeric)}, weighted_sum)
     tasks = arithmetic(split="test", max_samples=n)
     policy = load_policy(path=str(path))
-    collecting = {"reward": reward, "engine": Cached(), "environment": environment, "max_new_tokens": 64}
+    collecting = {
+        "reward": reward,
+        "engine": Cached(),
+        "environment": environment,
+        "max_new_tokens": 64,
+    }
     greedy, rollouts = greedy_accuracy(policy, tasks, **collecting)
     sampled, _ = sampled_accuracy(policy, tasks, samples=4, k=[1, 4], temperature=1.0, **collecting)
     kinds: dict[str, list[bool]] = {}
     for rollout in rollouts:
-        wrong = [k for k in SYSTEMATIC if k in rollout.task.metadata["kinds"]] or ["no systematic slip"]
+        wrong = [k for k in SYSTEMATIC if k in rollout.task.metadata["kinds"]] or [
+            "no systematic slip"
+        ]
         for kind in wrong:
             kinds.setdefault(kind, []).append(is_correct(rollout))
     by_kind = {k: {"n": len(v), "accuracy": round(sum(v) / len(v), 3)} for k, v in kinds.items()}

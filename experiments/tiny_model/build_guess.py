@@ -43,7 +43,9 @@ def game(rng: random.Random) -> list[tuple[str, str]]:
             guess = (low + high) // 2
 
 
-def encoded_games(renderer: Renderer, count: int, seed: int) -> Iterator[tuple[list[int], list[bool]]]:
+def encoded_games(
+    renderer: Renderer, count: int, seed: int
+) -> Iterator[tuple[list[int], list[bool]]]:
     """Ids and loss masks of `count` games, through the same functions that encode a rollout."""
     rng = random.Random(seed)
     end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -63,7 +65,10 @@ def encoded_games(renderer: Renderer, count: int, seed: int) -> Iterator[tuple[l
         return ids, mask
 
     for start in range(0, count, POOL):
-        yield from sorted((encoded(game(rng)) for _ in range(min(POOL, count - start))), key=lambda row: len(row[0]))
+        yield from sorted(
+            (encoded(game(rng)) for _ in range(min(POOL, count - start))),
+            key=lambda row: len(row[0]),
+        )
 
 
 def main() -> None:
@@ -84,9 +89,19 @@ def main() -> None:
 
     policy = load_policy(path="tiny")
     stream = encoded_games(policy.renderer, arguments.steps * arguments.batch, arguments.seed)
-    warm_up(policy.model, policy.pad_token_id, stream, steps=arguments.steps, batch=arguments.batch, lr=arguments.lr, log=log)
+    warm_up(
+        policy.model,
+        policy.pad_token_id,
+        stream,
+        steps=arguments.steps,
+        batch=arguments.batch,
+        lr=arguments.lr,
+        log=log,
+    )
     name = "model.guess_number.safetensors"
-    with tempfile.TemporaryDirectory(dir=arguments.out) as part:  # moved at the end: never half a file under that name
+    with tempfile.TemporaryDirectory(
+        dir=arguments.out
+    ) as part:  # moved at the end: never half a file under that name
         policy.model.to(torch.bfloat16).save_pretrained(part, variant="guess_number")
         (Path(part) / name).replace(arguments.out / name)
     (Path(__file__).parent / "guess_log.txt").write_text("\n".join(lines) + "\n")

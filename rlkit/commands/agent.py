@@ -21,13 +21,33 @@ from rlkit.commands.arguments import Arguments, drop, is_trusted, option
 from rlkit.commands.trust import model_of, with_limits
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.engines import Cached
-from rlkit.environments import calculator, execute, get_weather, hermes, python_tool, single_turn, tool_name, tool_use
+from rlkit.environments import (
+    calculator,
+    execute,
+    get_weather,
+    hermes,
+    python_tool,
+    single_turn,
+    tool_name,
+    tool_use,
+)
 from rlkit.environments.tool_parsers import from_payload
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schema
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, visible
 from rlkit.models import check_template, make_policy
-from rlkit.types import Engine, Environment, Message, Messages, Policy, Rollout, Task, ToolCall, ToolParser, ToolResult
+from rlkit.types import (
+    Engine,
+    Environment,
+    Message,
+    Messages,
+    Policy,
+    Rollout,
+    Task,
+    ToolCall,
+    ToolParser,
+    ToolResult,
+)
 
 if TYPE_CHECKING:
     from rlkit.training.experiment import AgentRun
@@ -38,7 +58,9 @@ Tool = Callable[..., Any] | Mapping[str, Any]
 class AgentResult(NamedTuple):
     """A conversation that is over, in the notebooks' shape and as the rollout that it is."""
 
-    messages: list[Message]  # the given ones and all that followed, thinking apart, results with the ids of their calls
+    messages: list[
+        Message
+    ]  # the given ones and all that followed, thinking apart, results with the ids of their calls
     final_response: str  # content of the last reply; '' where a limit or stop_condition cut the episode off before an answer
     tool_calls: list[dict[str, Any]]  # as OpenAI's API has them, ids unique in the conversation
     turns: int  # replies
@@ -86,7 +108,9 @@ def run_agent(
     """
     if policy is None:
         if model is None or tokenizer is None:
-            raise ConfigError("run_agent: there is nobody to answer; give policy=…, or model=… and tokenizer=…")
+            raise ConfigError(
+                "run_agent: there is nobody to answer; give policy=…, or model=… and tokenizer=…"
+            )
         policy = make_policy(model, tokenizer)
     named = named_tools(tools, tool_implementations or {}, executed=tool_executor is not None)
     check_template(policy.renderer, [tool_schema(tool) for tool in named.values()])
@@ -103,7 +127,9 @@ def run_agent(
     else:
         environment = single_turn(system_prompt=system_prompt)
     environment = _with_hooks(environment, tool_executor, stop_condition, max_chars, timeout)
-    conversation: Messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    conversation: Messages = (
+        [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    )
     (rollout,) = collect(
         policy,
         [Task("agent", tuple(conversation))],
@@ -125,7 +151,10 @@ def run_agent(
 
 
 def named_tools(
-    tools: Sequence[Tool] | Mapping[str, Callable[..., Any]], implementations: Mapping[str, Callable[..., Any]], *, executed: bool = False
+    tools: Sequence[Tool] | Mapping[str, Callable[..., Any]],
+    implementations: Mapping[str, Callable[..., Any]],
+    *,
+    executed: bool = False,
 ) -> dict[str, Callable[..., Any]]:
     """name → function of typed functions and of schemas with their implementations.
 
@@ -137,13 +166,21 @@ def named_tools(
     for tool in tools.values() if isinstance(tools, Mapping) else tools:
         if not callable(tool):
             schema = tool
-            name = str(schema.get("function", {}).get("name")) if isinstance(schema, Mapping) else ""
-            tool = with_schema(schema, implementations.get(name, _by_the_executor if executed else None))  # type: ignore[arg-type]
+            name = (
+                str(schema.get("function", {}).get("name")) if isinstance(schema, Mapping) else ""
+            )
+            tool = with_schema(
+                schema, implementations.get(name, _by_the_executor if executed else None)
+            )  # type: ignore[arg-type]
         if tool_name(tool) in named:
-            raise ConfigError(f"tools: there are two tools of the name {tool_name(tool)!r}; rename one")
+            raise ConfigError(
+                f"tools: there are two tools of the name {tool_name(tool)!r}; rename one"
+            )
         named[tool_name(tool)] = tool
     if unknown := [name for name in implementations if name not in named]:
-        raise ConfigError(f"tool_implementations: {', '.join(unknown)} is in no schema of tools, so the policy would never hear of it")
+        raise ConfigError(
+            f"tool_implementations: {', '.join(unknown)} is in no schema of tools, so the policy would never hear of it"
+        )
     return named
 
 
@@ -173,13 +210,17 @@ def _with_hooks(
     timeout: float | None,
 ) -> Environment:
     if stop_condition is not None:
-        environment = environment._replace(stop=lambda rollout, step: bool(stop_condition(rollout.conversation)))
+        environment = environment._replace(
+            stop=lambda rollout, step: bool(stop_condition(rollout.conversation))
+        )
     if tool_executor is not None:
 
         async def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
             """The executor in the place of the tool: its limits hold, and what it raises is text."""
             given = {call.name: partial(tool_executor, as_dict(call))}
-            return await execute(call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout)
+            return await execute(
+                call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout
+            )
 
         environment = environment._replace(execute=answer)
     return environment
@@ -190,7 +231,11 @@ def _with_hooks(
 
 def as_dict(call: ToolCall) -> dict[str, Any]:
     """{id, type, function {name, arguments}}, and `error` where the text is no call."""
-    plain: dict[str, Any] = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+    plain: dict[str, Any] = {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": dict(call.arguments)},
+    }
     return plain | {"error": call.error} if call.error else plain
 
 
@@ -260,25 +305,40 @@ def show(rollout: Rollout) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    styles = {"thinking": "dim italic", "call": "cyan", "result": "green", "failed": "red", "assistant": "bold"}
+    styles = {
+        "thinking": "dim italic",
+        "call": "cyan",
+        "result": "green",
+        "failed": "red",
+        "assistant": "bold",
+    }
     for name, text in parts(rollout):
         style = styles.get(name.partition(" ")[0], "")
         lines = [f"  {line}" for line in visible(text, kept="\n").split("\n")]
-        console.print(Text(visible(name), f"{style} underline"), Text("\n".join(lines), style), "", sep="\n")
+        console.print(
+            Text(visible(name), f"{style} underline"), Text("\n".join(lines), style), "", sep="\n"
+        )
     console.print(_ending(rollout))
 
 
 def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
     """A conversation part by part: (system, user, thinking, assistant, call ID, result ID or failed ID; text)."""
     for i, step in enumerate(rollout.steps):
-        yield from ((m["role"], m.get("content") or "") for m in step.prompt if i == 0 or m["role"] != "tool")
+        yield from (
+            (m["role"], m.get("content") or "")
+            for m in step.prompt
+            if i == 0 or m["role"] != "tool"
+        )
         if step.thinking:
             yield "thinking" if step.thinking_closed else "thinking (never closed)", step.thinking
         if step.content or not step.tool_calls:
             yield "assistant", step.content or "(nothing)"
         for call in step.tool_calls:
             arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-            yield f"call {call.id}", "(no call that can be read)" if call.error else f"{call.name}({arguments})"
+            yield (
+                f"call {call.id}",
+                "(no call that can be read)" if call.error else f"{call.name}({arguments})",
+            )
         for result in step.tool_results:
             yield f"{'result' if result.ok else 'failed'} {result.id}", result.content
 
@@ -292,7 +352,11 @@ def _ending(rollout: Rollout) -> str:
         "length": "the last reply reached generation.max_new_tokens",
         "context": "the model's context is full",
     }
-    return f"cut off: {reasons.get(rollout.truncation, rollout.truncation)} ({counts})" if rollout.status == "truncated" else f"({counts})"
+    return (
+        f"cut off: {reasons.get(rollout.truncation, rollout.truncation)} ({counts})"
+        if rollout.status == "truncated"
+        else f"({counts})"
+    )
 
 
 def command(arguments: Arguments) -> int:
@@ -301,9 +365,15 @@ def command(arguments: Arguments) -> int:
 
     if len(arguments.texts) != 1 or not arguments.texts[0].strip():
         said = f", not {len(arguments.texts)}" if arguments.texts else ""
-        raise ConfigError(f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]')
+        raise ConfigError(
+            f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]'
+        )
     config, checkpoint = composed(arguments, "agent")
-    show(_ask(with_limits(build(config), arguments), arguments.texts[0], checkpoint=checkpoint).rollout)
+    show(
+        _ask(
+            with_limits(build(config), arguments), arguments.texts[0], checkpoint=checkpoint
+        ).rollout
+    )
     return 0
 
 
@@ -321,10 +391,15 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
     trusted = is_trusted(overrides)
-    composed = compose(drop(overrides, "trust"), entry=entry, config_dir=arguments.config_dir, trusted=trusted)
+    composed = compose(
+        drop(overrides, "trust"), entry=entry, config_dir=arguments.config_dir, trusted=trusted
+    )
     config, checkpoint = composed.config, None
     if named and run is not None:
-        config["model"], checkpoint = model_of(run, f"run={named}", arguments), runs.checkpoint_source(named, run)
+        config["model"], checkpoint = (
+            model_of(run, f"run={named}", arguments),
+            runs.checkpoint_source(named, run),
+        )
         if problems := check(config["model"], f"{run}/config.yaml, model"):
             raise ConfigError("\n".join(problems))
     return config, checkpoint

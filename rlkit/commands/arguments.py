@@ -50,12 +50,18 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
         elif word in ("-c", "--cfg") or word.startswith("--cfg="):
             arguments = arguments._replace(shown=word.partition("=")[2] or next(rest, ""))
             if arguments.shown not in ("job", "hydra", "all"):
-                raise ConfigError(f"--cfg {arguments.shown}: write --cfg job, --cfg hydra or --cfg all")
+                raise ConfigError(
+                    f"--cfg {arguments.shown}: write --cfg job, --cfg hydra or --cfg all"
+                )
         elif word in ("-i", "--info") or word.startswith("--info="):
             arguments = arguments._replace(shown="info")
         elif word == "--resolve":
             arguments = arguments._replace(resolved=True)
-        elif texts and (os.path.exists(word) or " " in word.partition("=")[0].strip() or not re.match(r"[-~]|[^=]+=", word)):
+        elif texts and (
+            os.path.exists(word)
+            or " " in word.partition("=")[0].strip()
+            or not re.match(r"[-~]|[^=]+=", word)
+        ):
             # Folders of a sweep have a = in their names. A question may be longer than a file's name, which Path.exists raises on.
             arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):

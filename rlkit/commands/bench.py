@@ -17,7 +17,15 @@ from rlkit.system import owner
 from rlkit.system.files import write_atomic
 from rlkit.system.processors import cores
 
-SETTINGS = {"algorithms": "", "arms": "", "tasks": "", "seeds": "3", "placebo": "true", "jobs": "", "folder": "outputs/bench"}
+SETTINGS = {
+    "algorithms": "",
+    "arms": "",
+    "tasks": "",
+    "seeds": "3",
+    "placebo": "true",
+    "jobs": "",
+    "folder": "outputs/bench",
+}
 
 
 def command(arguments: Arguments) -> int:
@@ -38,7 +46,13 @@ def command(arguments: Arguments) -> int:
     compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir, trusted=trusted)
     began = time.time()
     with owner.owned(folder, takeover=option(common, "takeover") == "true"):
-        done, received = bench.run_all(cells, folder, jobs=int(given["jobs"] or cores()), config_dir=arguments.config_dir, trusted=trusted)
+        done, received = bench.run_all(
+            cells,
+            folder,
+            jobs=int(given["jobs"] or cores()),
+            config_dir=arguments.config_dir,
+            trusted=trusted,
+        )
         failed = {job.folder: job.reason for job in done if job.status == "failed"}
         rows = [row for cell in cells if (row := bench.read_row(cell))]
         if rows:
@@ -61,7 +75,11 @@ def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
     found = bench.scores(rows)
     if len(found.seeds) > 1 and (compared := bench.pairs(found)):
         bench.write_rows(
-            folder / "comparisons.csv", [{k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in compared]
+            folder / "comparisons.csv",
+            [
+                {k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()}
+                for p in compared
+            ],
         )
     else:
         (folder / "comparisons.csv").unlink(missing_ok=True)  # of an earlier, larger matrix
@@ -74,20 +92,31 @@ def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
     """Name → overrides: options of `algorithm`, and those of a file of names and lists of overrides."""
     from rlkit.runs.bench import PLACEBOS, folder_of
 
-    arms: dict[str, tuple[str, ...]] = {name: (f"algorithm={name}",) for name in given["algorithms"].split(",") if name}
+    arms: dict[str, tuple[str, ...]] = {
+        name: (f"algorithm={name}",) for name in given["algorithms"].split(",") if name
+    }
     if given["arms"]:
         try:
-            arms |= {str(name): tuple(map(str, own)) for name, own in yaml.safe_load(Path(given["arms"]).read_text()).items()}
+            arms |= {
+                str(name): tuple(map(str, own))
+                for name, own in yaml.safe_load(Path(given["arms"]).read_text()).items()
+            }
         except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
-            raise ConfigError(f"arms={given['arms']}: needs a YAML file of `name: [override, …]` ({error})") from error
+            raise ConfigError(
+                f"arms={given['arms']}: needs a YAML file of `name: [override, …]` ({error})"
+            ) from error
     for name in arms:
         if why := part_problem(name):
             key = "arms" if given["arms"] else "algorithms"
-            raise ConfigError(f"{key}={given[key]}: the arm {name!r:.60} is no name of a folder ({why}); give it a plain one")
+            raise ConfigError(
+                f"{key}={given[key]}: the arm {name!r:.60} is no name of a folder ({why}); give it a plain one"
+            )
     named: dict[str, str] = {}
     for name in (*arms, *PLACEBOS):
         if (other := named.setdefault(folder_of(name), name)) != name:
-            raise ConfigError(f"arms '{other}' and '{name}' would have one folder, {folder_of(name)}; rename one")
+            raise ConfigError(
+                f"arms '{other}' and '{name}' would have one folder, {folder_of(name)}; rename one"
+            )
     if not arms:
         raise ConfigError("rlkit bench needs algorithms=grpo,dapo,… or arms=FILE.yaml")
     return arms
@@ -98,10 +127,15 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
     from rlkit.config.compose import conf_dir
 
     folders = [conf_dir(), *([Path(config_dir)] if config_dir else [])]
-    known = sorted({f.stem for folder in folders for f in (folder / "experiment" / "bench").glob("*.yaml")} - {"base"})
+    known = sorted(
+        {f.stem for folder in folders for f in (folder / "experiment" / "bench").glob("*.yaml")}
+        - {"base"}
+    )
     chosen = [name for name in dict.fromkeys(text.split(",")) if name] or known
     if unknown := [name for name in chosen if name not in known]:
-        raise ConfigError(f"tasks={unknown[0]}: there is no such task; there are {', '.join(known)}")
+        raise ConfigError(
+            f"tasks={unknown[0]}: there is no such task; there are {', '.join(known)}"
+        )
     return chosen
 
 

@@ -37,7 +37,9 @@ def memory(learner: Any, device: Any) -> Memory:
     held = [list(learner.nets.parameters()), list(learner.nets.buffers())]
     return Memory(
         weights=size_of(held),
-        gradients=sum(p.numel() * p.element_size() for p in learner.nets.parameters() if p.requires_grad),
+        gradients=sum(
+            p.numel() * p.element_size() for p in learner.nets.parameters() if p.requires_grad
+        ),
         optimizer=sum(size_of(o.state) for o in learner.optimizers),
         reference=size_of([*held, learner.references]) - size_of(held),
         peak=int(peak_memory(device) * 2**30),
@@ -64,8 +66,13 @@ def small(x: Experiment) -> Experiment:
     budget = x.generation.max_thinking_tokens
     return x._replace(
         batch=BatchSize(max(1, GROUP // x.batch.group_size), x.batch.group_size),
-        generation=x.generation._replace(max_new_tokens=limit, max_thinking_tokens=None if budget is None else min(budget, limit - 1)),
-        algorithm=x.algorithm._replace(epochs=1, minibatches=1, max_refills=0, critic=x.algorithm.critic._replace(warmup=0)),
+        generation=x.generation._replace(
+            max_new_tokens=limit,
+            max_thinking_tokens=None if budget is None else min(budget, limit - 1),
+        ),
+        algorithm=x.algorithm._replace(
+            epochs=1, minibatches=1, max_refills=0, critic=x.algorithm.critic._replace(warmup=0)
+        ),
         trainer=x.trainer._replace(steps=1, max_time=None),
         evaluation=x.evaluation._replace(n=0, stop_at=None),
         schedule=Schedule(),
@@ -106,14 +113,18 @@ def run(x: Experiment, tasks: Splits) -> Report:
         agreement = check_policy(policy, tasks.train, cut)
     text += f"\n{settle_kernels(x.generation.engine, policy.model)}"
     played: list[Rollout] = []
-    learner = Learner(cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact)
+    learner = Learner(
+        cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact
+    )
     with (
         autocast(cut, device, updates=True),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "step 1 hangs"),
     ):
         if device.type == "cuda":
             probe_memory(learner, tasks.train)
-        sampled, trained, _ = experience(learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock)
+        sampled, trained, _ = experience(
+            learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock
+        )
         metrics = learner.step(sampled, trained)
         found = memory(learner, device)
     clock["generate"], clock["update"] = metrics["perf/generate_s"], metrics["perf/update_s"]
@@ -157,23 +168,63 @@ def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
     m, clock, memory = report.metrics, report.seconds, report.memory
     own = [r.total_reward for r in report.rollouts]
     scored = [r for r in own if r is not None]
-    terms = ", ".join(f"{name} {_mean([r.rewards.get(name) for r in report.rollouts])}" for name in report.rollouts[0].rewards)
-    names = {"loss/total": "loss", "optim/grad_norm": "gradient norm", "kl/estimate": "KL", "value/loss": "value loss"}
-    numbers = ", ".join(f"{label} {m[key]:.3g}" for key, label in names.items() if isinstance(m.get(key), float) and m[key] == m[key])
+    terms = ", ".join(
+        f"{name} {_mean([r.rewards.get(name) for r in report.rollouts])}"
+        for name in report.rollouts[0].rewards
+    )
+    names = {
+        "loss/total": "loss",
+        "optim/grad_norm": "gradient norm",
+        "kl/estimate": "KL",
+        "value/loss": "value loss",
+    }
+    numbers = ", ".join(
+        f"{label} {m[key]:.3g}"
+        for key, label in names.items()
+        if isinstance(m.get(key), float) and m[key] == m[key]
+    )
     rows = [
-        ("config", "composed, checked, dry-run on fake data" + (f", phase by phase ({', '.join(phases)})" if len(phases) > 1 else "")),
+        (
+            "config",
+            "composed, checked, dry-run on fake data"
+            + (f", phase by phase ({', '.join(phases)})" if len(phases) > 1 else ""),
+        ),
         ("data", "gold answers score 1, empty ones do not"),
         ("model", f"loaded in {clock['load']:.1f} s; trainer and sampler agree"),
         *(("warning", line) for line in report.warnings),
-        ("rollout", f"{len(report.rollouts)} episodes, {m['tokens/sampled']} tokens sampled, {clock['generate']:.1f} s"),
+        (
+            "rollout",
+            f"{len(report.rollouts)} episodes, {m['tokens/sampled']} tokens sampled, {clock['generate']:.1f} s",
+        ),
         ("reward", f"{_mean(own)} ({terms}), {len(scored)} of {len(own)} can be scored"),
-        ("update", (numbers if m["optim/updates"] else "none: this step had nothing to learn from") + f", {clock['update']:.1f} s"),
-        *([("", "all rewards were equal, so 0 and 1 in turn stood for them")] if report.spread else []),
+        (
+            "update",
+            (numbers if m["optim/updates"] else "none: this step had nothing to learn from")
+            + f", {clock['update']:.1f} s",
+        ),
+        *(
+            [("", "all rewards were equal, so 0 and 1 in turn stood for them")]
+            if report.spread
+            else []
+        ),
         *((f"memory: {name}", _size(size)) for name, size in memory._asdict().items() if size),
     ]
     if len(phases) > 1:
-        rows.append(("phases", f"the step was one of '{phases[0]}'; the others were tried on fake data only"))
-    return "\n".join([report.header, "", *(f"{name:<18}{text}" for name, text in rows), "", "ready: rlkit train with the same overrides"])
+        rows.append(
+            (
+                "phases",
+                f"the step was one of '{phases[0]}'; the others were tried on fake data only",
+            )
+        )
+    return "\n".join(
+        [
+            report.header,
+            "",
+            *(f"{name:<18}{text}" for name, text in rows),
+            "",
+            "ready: rlkit train with the same overrides",
+        ]
+    )
 
 
 def _mean(values: Sequence[float | None]) -> str:
@@ -196,7 +247,9 @@ def command(arguments: Arguments) -> int:
     from rlkit.training.loggers import check_loggers
 
     given, overrides = forecast.asked(drop(arguments.overrides, "trust"))
-    composed = compose(overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides))
+    composed = compose(
+        overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides)
+    )
     x = experiment(composed)
     if given:
         print(forecast.in_lines(next(iter(first_steps(x).values())), composed.config, given))

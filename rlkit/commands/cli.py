@@ -19,7 +19,14 @@ COMMANDS = (
     "train", "evaluate", "rollout", "agent", "serve", "export", "report", "runs", "compare", "plan", "bench", "check", "doctor", "replay",
     "metrics",
 )  # fmt: skip
-READ_NO_CODE = ("report", "runs", "compare", "plan", "doctor", "metrics")  # what they read of a folder is data
+READ_NO_CODE = (
+    "report",
+    "runs",
+    "compare",
+    "plan",
+    "doctor",
+    "metrics",
+)  # what they read of a folder is data
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
@@ -81,7 +88,9 @@ def run_command(argv: Sequence[str]) -> int:
 
     guard_output()
     words = list(argv)
-    if "debug=true" in words:  # in the environment, for ranks and the jobs of a sweep are processes of their own
+    if (
+        "debug=true" in words
+    ):  # in the environment, for ranks and the jobs of a sweep are processes of their own
         os.environ[TRACEBACK] = "1"
         try:
             return run_command([word for word in words if word != "debug=true"])
@@ -89,7 +98,9 @@ def run_command(argv: Sequence[str]) -> int:
             del os.environ[TRACEBACK]
     if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
         print(
-            visible(f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the terminal's encoding to UTF-8"),
+            visible(
+                f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the terminal's encoding to UTF-8"
+            ),
             file=sys.stderr,
         )
         return 2
@@ -99,12 +110,16 @@ def run_command(argv: Sequence[str]) -> int:
     try:
         if words[0] not in COMMANDS:
             raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(COMMANDS)}")
-        arguments = parse(words[1:], texts=words[0] in ("agent", "report", "runs", "compare", "plan", "metrics"))
+        arguments = parse(
+            words[1:], texts=words[0] in ("agent", "report", "runs", "compare", "plan", "metrics")
+        )
         if arguments.help:
             print(HELP + list_groups())
             return 0
         if arguments.multirun and words[0] != "train":
-            raise ConfigError(f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train")
+            raise ConfigError(
+                f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train"
+            )
         is_trusted(arguments.overrides)  # every command takes the word, and no other value of it
         if words[0] in READ_NO_CODE:
             arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
@@ -121,7 +136,12 @@ def run_command(argv: Sequence[str]) -> int:
         print(visible(f"rlkit: interrupted: {raised_at(error)}"), file=sys.stderr)
         return 130
     except SystemExit as error:  # rlkit raises none
-        print(visible(f"rlkit: {raised_at(error)} ended the command; a part of the config may not do that"), file=sys.stderr)
+        print(
+            visible(
+                f"rlkit: {raised_at(error)} ended the command; a part of the config may not do that"
+            ),
+            file=sys.stderr,
+        )
         return 1
 
 
@@ -129,5 +149,9 @@ def list_groups() -> str:
     """The groups of conf/ and their options."""
     from rlkit.config.compose import conf_dir
 
-    groups = {f.name: sorted(o.stem for o in f.glob("*.yaml")) for f in sorted(conf_dir().iterdir()) if f.is_dir() and f.name != "hydra"}
+    groups = {
+        f.name: sorted(o.stem for o in f.glob("*.yaml"))
+        for f in sorted(conf_dir().iterdir())
+        if f.is_dir() and f.name != "hydra"
+    }
     return "\n".join(f"  {name:<12} {', '.join(options)}" for name, options in groups.items())

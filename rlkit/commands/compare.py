@@ -17,12 +17,23 @@ def command(arguments: Arguments) -> int:
     groups, given = lines_of(arguments, "compare")
     compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
     if compared is None:
-        raise ConfigError(f"rlkit compare: fewer than two lines of these runs have a figure in common ({', '.join(verdicts.FIGURES)})")
+        raise ConfigError(
+            f"rlkit compare: fewer than two lines of these runs have a figure in common ({', '.join(verdicts.FIGURES)})"
+        )
     if given.get("pairs", "first") not in ("first", "all"):
-        raise ConfigError(f"pairs={given['pairs']}: write pairs=all, or pairs=first for each line against the first")
-    found = verdicts.verdicts(groups, compared, every_pair=given.get("pairs") == "all", effect=effect_of(given, verdicts.EFFECT))
+        raise ConfigError(
+            f"pairs={given['pairs']}: write pairs=all, or pairs=first for each line against the first"
+        )
+    found = verdicts.verdicts(
+        groups,
+        compared,
+        every_pair=given.get("pairs") == "all",
+        effect=effect_of(given, verdicts.EFFECT),
+    )
     if not found:
-        raise ConfigError(f"rlkit compare: the first line, {groups[0].label}, has no {compared.name}; pairs=all compares the others")
+        raise ConfigError(
+            f"rlkit compare: the first line, {groups[0].label}, has no {compared.name}; pairs=all compares the others"
+        )
     print(table(groups, compared))
     print("\n".join(["", *verdicts.told(groups, compared, found)]))
     return 0
@@ -30,13 +41,19 @@ def command(arguments: Arguments) -> int:
 
 def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
     """The lines of the folders that a command names, and its settings. Raises ConfigError where that is fewer than two lines."""
-    given = {key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None}
+    given = {
+        key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
+    }
     if unknown := [text for text in arguments.overrides if text.partition("=")[0] not in given]:
-        raise ConfigError(f"'{unknown[0]}': rlkit {name} takes run folders and {', '.join(f'{key}=' for key in SETTINGS)}")
+        raise ConfigError(
+            f"'{unknown[0]}': rlkit {name} takes run folders and {', '.join(f'{key}=' for key in SETTINGS)}"
+        )
     groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, "compare")])
     if len(groups) < 2:
         said = "one line of runs" if groups else "no run with finished steps"
-        raise ConfigError(f"rlkit {name} needs folders of two kinds of runs, such as rlkit {name} outputs/grpo outputs/dapo; found {said}")
+        raise ConfigError(
+            f"rlkit {name} needs folders of two kinds of runs, such as rlkit {name} outputs/grpo outputs/dapo; found {said}"
+        )
     return groups, given
 
 
@@ -47,7 +64,9 @@ def effect_of(given: dict[str, str], usual: float) -> float:
     except ValueError:
         effect = 0.0
     if not effect > 0:
-        raise ConfigError(f"effect={given['effect']}: give a difference above 0, such as effect=0.02")
+        raise ConfigError(
+            f"effect={given['effect']}: give a difference above 0, such as effect=0.02"
+        )
     return effect
 
 
@@ -60,4 +79,6 @@ def table(groups: Sequence[Group], compared: verdicts.Figure) -> str:
     for i, (group, values) in enumerate(zip(groups, compared.values, strict=True)):
         mean = sum(values.values()) / len(values) if values else None
         rows.append([group.label, len(values), mean, *(f"{own[i]:,.0f}" for own in spent.values())])
-    return aligned(["", "seeds", compared.name, *(verdicts.UNITS[unit] for unit in spent)], rows, left=1)
+    return aligned(
+        ["", "seeds", compared.name, *(verdicts.UNITS[unit] for unit in spent)], rows, left=1
+    )

@@ -27,7 +27,11 @@ FLAT = {
     "training.num_iterations": "trainer.steps",
 }
 BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, where the file leaves one out
-ENTRIES = ("train", "evaluate", "rollout")  # rlkit's own configs, on which a user's defaults list may build
+ENTRIES = (
+    "train",
+    "evaluate",
+    "rollout",
+)  # rlkit's own configs, on which a user's defaults list may build
 DATASETS = ("gsm8k", "mbpp")
 
 
@@ -49,7 +53,9 @@ def overrides_of(file: str) -> list[str]:
     if isinstance(given, list) and all(isinstance(line, str) for line in given):
         return given
     if not isinstance(given, Mapping):
-        raise ConfigError(f"--config {file}: write overrides as KEY: VALUE lines, or as a list of KEY=VALUE")
+        raise ConfigError(
+            f"--config {file}: write overrides as KEY: VALUE lines, or as a list of KEY=VALUE"
+        )
     chosen = _chosen(file, given.get("defaults", []))
     values = dict(_flattened({key: value for key, value in given.items() if key != "defaults"}))
     if {"data", "training"} & given.keys() or FLAT.keys() & values.keys():
@@ -63,15 +69,21 @@ def overrides_of(file: str) -> list[str]:
 def _chosen(file: str, defaults: Any) -> list[str]:
     """The options that a defaults list chooses, as overrides: `- override algorithm: dapo` or `- algorithm: dapo`."""
     if not isinstance(defaults, list):
-        raise ConfigError(f"--config {file}: defaults: {defaults!r} is no list; write one GROUP: OPTION a line, each behind a dash")
+        raise ConfigError(
+            f"--config {file}: defaults: {defaults!r} is no list; write one GROUP: OPTION a line, each behind a dash"
+        )
     found = []
     for entry in defaults:
         if entry in ("_self_", *ENTRIES):
             continue
         if not isinstance(entry, Mapping) or len(entry) != 1:
-            raise ConfigError(f"--config {file}: defaults: {entry!r} chooses nothing; write GROUP: OPTION")
+            raise ConfigError(
+                f"--config {file}: defaults: {entry!r} chooses nothing; write GROUP: OPTION"
+            )
         (group, option), *_ = entry.items()
-        found.append(f"{str(group).removeprefix('override ').removeprefix('/')}={'null' if option is None else option}")
+        found.append(
+            f"{str(group).removeprefix('override ').removeprefix('/')}={'null' if option is None else option}"
+        )
     return found
 
 
@@ -93,7 +105,9 @@ def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
                 f"{file}:{key}: there is no such key.{hint} There are {', '.join(FLAT)}; all others are given behind the file, as KEY=VALUE"
             )
     if (dataset := values.get("data.dataset", DATASETS[0])) not in DATASETS:
-        raise ConfigError(f"{file}:data.dataset: there is no {dataset!r}; write {' or '.join(DATASETS)}, or give task=… behind the file")
+        raise ConfigError(
+            f"{file}:data.dataset: there is no {dataset!r}; write {' or '.join(DATASETS)}, or give task=… behind the file"
+        )
     if values.get("training.kl_coef") == 0:
         values = {key: value for key, value in values.items() if key != "training.kl_coef"}
         return [BASE, "kl=none", "reference=none", *_translated(file, values)[1:]]
@@ -103,7 +117,9 @@ def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
 def _written(value: Any) -> str:
     """A value in Hydra's override grammar."""
     if isinstance(value, str):
-        return value if re.fullmatch(r"[\w./@:+-]+", value) else "'" + value.replace("'", "\\'") + "'"
+        return (
+            value if re.fullmatch(r"[\w./@:+-]+", value) else "'" + value.replace("'", "\\'") + "'"
+        )
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     return json.dumps(value)

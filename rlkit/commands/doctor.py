@@ -18,7 +18,9 @@ from rlkit.errors import ConfigError
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-LOW_DISK_GB = 10.0  # a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
+LOW_DISK_GB = (
+    10.0  # a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
+)
 
 
 class Finding(NamedTuple):
@@ -31,14 +33,25 @@ class Finding(NamedTuple):
 
 def _examine() -> list[Finding]:
     """Everything, in the order in which a run would miss it. A part that fails is a finding, never an error."""
-    parts: tuple[Callable[[], list[Finding]], ...] = (python, packages, processors, devices, sandbox, disk, models, extras)
+    parts: tuple[Callable[[], list[Finding]], ...] = (
+        python,
+        packages,
+        processors,
+        devices,
+        sandbox,
+        disk,
+        models,
+        extras,
+    )
     return [finding for part in parts for finding in _kept(part)]
 
 
 def _kept(part: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return part()
-    except Exception as error:  # whatever a broken installation raises is what this command is there to show
+    except (
+        Exception
+    ) as error:  # whatever a broken installation raises is what this command is there to show
         return [Finding(part.__name__, f"{type(error).__name__}: {error}", "bad")]
 
 
@@ -52,7 +65,9 @@ def _show(findings: list[Finding]) -> str:
 
 def python() -> list[Finding]:
     """The interpreter and the system."""
-    return [Finding("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}")]
+    return [
+        Finding("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}")
+    ]
 
 
 def requirements(own: Distribution, extra: str = "") -> list[tuple[Requirement, str]]:
@@ -82,12 +97,22 @@ def packages() -> list[Finding]:
 
     own = distribution()
     if own is None:
-        return [Finding("rlkit", "is not installed, so its versions are not known; pip install -c constraints.txt -e .", "warn")]
+        return [
+            Finding(
+                "rlkit",
+                "is not installed, so its versions are not known; pip install -c constraints.txt -e .",
+                "warn",
+            )
+        ]
     out = [Finding("rlkit", f"{own.name} {own.version} at {Path(__file__).parent.parent}")]
     for needed, installed in requirements(own):
         wanted = f"{needed.name}{needed.specifier}"
         remedy = f"{installed or 'is not installed'}; rlkit takes {wanted}: pip install -c constraints.txt '{wanted}'"
-        out.append(Finding(needed.name, installed) if _fits(needed, installed) else Finding(needed.name, remedy, "bad"))
+        out.append(
+            Finding(needed.name, installed)
+            if _fits(needed, installed)
+            else Finding(needed.name, remedy, "bad")
+        )
     return out
 
 
@@ -105,7 +130,11 @@ def devices() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        why = "this torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, but no GPU is seen"
+        why = (
+            "this torch is built without CUDA"
+            if torch.version.cuda is None
+            else f"CUDA {torch.version.cuda}, but no GPU is seen"
+        )
         return [Finding("devices", f"cpu ({why}); trainer=auto takes the CPU", "ok")]
     out = []
     for index in range(torch.cuda.device_count()):
@@ -113,7 +142,13 @@ def devices() -> list[Finding]:
         square = torch.eye(64, device=f"cuda:{index}")
         works = bool(torch.equal(square @ square, square))
         text = f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
-        out.append(Finding(f"cuda:{index}", text if works else f"{text}; computes wrong numbers", "ok" if works else "bad"))
+        out.append(
+            Finding(
+                f"cuda:{index}",
+                text if works else f"{text}; computes wrong numbers",
+                "ok" if works else "bad",
+            )
+        )
     return out
 
 
@@ -128,7 +163,11 @@ def sandbox() -> list[Finding]:
     text = str(level).removeprefix("sandbox: ")
     if level.name == "basic":
         return [
-            Finding("sandbox", f"{text}; model-written code is refused unless sandbox=weak consents ({'; '.join(level.reasons)})", "warn")
+            Finding(
+                "sandbox",
+                f"{text}; model-written code is refused unless sandbox=weak consents ({'; '.join(level.reasons)})",
+                "warn",
+            )
         ]
     return [Finding("sandbox", text)]
 
@@ -139,18 +178,34 @@ def disk() -> list[Finding]:
 
     place = next(p for p in (OUTPUTS.resolve(), *OUTPUTS.resolve().parents) if p.exists())
     if not os.access(place, os.W_OK):
-        return [Finding("disk", f"{place} cannot be written; change to a folder of your own", "bad")]
+        return [
+            Finding("disk", f"{place} cannot be written; change to a folder of your own", "bad")
+        ]
     free = shutil.disk_usage(place).free / 1e9
-    return [Finding("disk", f"{free:.1f} GB free for {OUTPUTS.resolve()}", "ok" if free >= LOW_DISK_GB else "warn")]
+    return [
+        Finding(
+            "disk",
+            f"{free:.1f} GB free for {OUTPUTS.resolve()}",
+            "ok" if free >= LOW_DISK_GB else "warn",
+        )
+    ]
 
 
 def models() -> list[Finding]:
     """Whether the embedded model can be read."""
     from rlkit.models.load import TINY
 
-    missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (TINY / name).is_file()]
+    missing = [
+        name
+        for name in ("config.json", "model.safetensors", "tokenizer.json")
+        if not (TINY / name).is_file()
+    ]
     if missing:
-        return [Finding("embedded model", f"{TINY} lacks {', '.join(missing)}; install rlkit again", "bad")]
+        return [
+            Finding(
+                "embedded model", f"{TINY} lacks {', '.join(missing)}; install rlkit again", "bad"
+            )
+        ]
     return [Finding("embedded model", str(TINY))]
 
 
@@ -163,7 +218,11 @@ def extras() -> list[Finding]:
         return []
     out = []
     for name in own.metadata.get_all("Provides-Extra") or ():
-        missing = [f"{needed.name}{needed.specifier}" for needed, installed in requirements(own, name) if not _fits(needed, installed)]
+        missing = [
+            f"{needed.name}{needed.specifier}"
+            for needed, installed in requirements(own, name)
+            if not _fits(needed, installed)
+        ]
         text = f"absent: {', '.join(missing)} ({install(name)})" if missing else "there"
         out.append(Finding(f"extra {name}", text, "off" if missing else "ok"))
     return out

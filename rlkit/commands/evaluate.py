@@ -19,7 +19,13 @@ from rlkit.types import SPLITS, Policy, Split, Task
 
 
 def evaluate_run(
-    x: Experiment, tasks: Sequence[Task], *, split: Split, checkpoint: Path | None, parent: Path, started: float
+    x: Experiment,
+    tasks: Sequence[Task],
+    *,
+    split: Split,
+    checkpoint: Path | None,
+    parent: Path,
+    started: float,
 ) -> tuple[dict[str, Any], Path]:
     """Greedy accuracy, avg@k, pass@k and mean rewards of tasks, by the verifiers of training; written as JSON beside the rollouts.
 
@@ -41,14 +47,18 @@ def evaluate_run(
     from rlkit.training.selfcheck import check_policy
 
     policy, device = on_device(x)
-    path, step = restored_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
+    path, step = (
+        restored_policy(policy, checkpoint, x.generation.engine) if checkpoint else (None, None)
+    )
     settings = x.evaluation
     with autocast(x, device):
         check_policy(policy, tasks, x)
         print(settle_kernels(x.generation.engine, policy.model), flush=True)
         out = runs.fresh(parent)
         with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
-            greedy, greedy_rollouts = greedy_accuracy(policy, tasks, version=step or 0, **x.held_out(0.0))
+            greedy, greedy_rollouts = greedy_accuracy(
+                policy, tasks, version=step or 0, **x.held_out(0.0)
+            )
             with lenient("greedy.jsonl.gz"):
                 save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
             if said := failures(greedy_rollouts):
@@ -95,27 +105,40 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
     from rlkit.training.kernels import keep_kernels
 
     path, state = load_checkpoint(checkpoint)
-    weights = {name.removeprefix("model."): value for name, value in state["state_dict"].items() if name.startswith("model.")}
+    weights = {
+        name.removeprefix("model."): value
+        for name, value in state["state_dict"].items()
+        if name.startswith("model.")
+    }
     trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
-    strange = [*sorted(trained - weights.keys()), *sorted(weights.keys() - policy.model.state_dict().keys())]
+    strange = [
+        *sorted(trained - weights.keys()),
+        *sorted(weights.keys() - policy.model.state_dict().keys()),
+    ]
     if strange:
         raise DataError(
             f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights are in one of the two only; "
             "use the model settings of its run"
         )
-    policy.model.load_state_dict(weights, strict=False)  # under LoRA the frozen base is not in the checkpoint
+    policy.model.load_state_dict(
+        weights, strict=False
+    )  # under LoRA the frozen base is not in the checkpoint
     for said in keep_kernels(engine, policy.model, state["rlkit"]) if engine is not None else ():
         print(f"evaluate: {said}", flush=True)
     return path, int(state["rlkit"]["rl_step"])
 
 
-def held_out_rows(label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float, Any]]:
+def held_out_rows(
+    label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = ""
+) -> list[tuple[str, float, Any]]:
     """(name, value, interval) of a result or of a part of it; the reward where it is not the accuracy."""
     shaped = greedy["reward"] != greedy["accuracy"]
     rows = [(f"{label} accuracy", greedy["accuracy"], greedy["interval"])]
     rows += [(f"{label} reward", greedy["reward"], greedy["reward_interval"])] if shaped else []
     curves = [name for name in sampled if name != "parts" and (shaped or name != "reward")]
-    return rows + [(prefix + name, sampled[name]["value"], sampled[name]["interval"]) for name in curves]
+    return rows + [
+        (prefix + name, sampled[name]["value"], sampled[name]["interval"]) for name in curves
+    ]
 
 
 def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
@@ -128,7 +151,10 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     head = f"{result['split']}, n = {count_in_words(result['n'], result['distinct'])}"
     width = max(width, len(head) + 1)
     lines = [f"{head:<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
-    lines += [f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}" for name, value, (low, high) in rows]
+    lines += [
+        f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}"
+        for name, value, (low, high) in rows
+    ]
     return "\n".join([*lines, "", f"written to {runs.shown(out)}, {result['wall_seconds']:.0f} s"])
 
 
@@ -139,20 +165,36 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split
 
-    named, overrides = option(arguments.overrides, "run"), drop(drop(drop(arguments.overrides, "run"), "split"), "trust")
-    split = next((known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")), None)
+    named, overrides = (
+        option(arguments.overrides, "run"),
+        drop(drop(drop(arguments.overrides, "run"), "split"), "trust"),
+    )
+    split = next(
+        (known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")),
+        None,
+    )
     if split is None:
-        raise ConfigError(f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}")
+        raise ConfigError(
+            f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}"
+        )
     run = runs.find_run(named, "run") if named else None
     ask = None
     if named and run is not None:
         ask = asker(f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True)
         overrides = added(runs.saved_overrides(run), overrides)
     trusted = is_trusted(arguments.overrides)
-    composed = compose(overrides, entry="evaluate", config_dir=arguments.config_dir, before_import=ask, trusted=trusted)
+    composed = compose(
+        overrides,
+        entry="evaluate",
+        config_dir=arguments.config_dir,
+        before_import=ask,
+        trusted=trusted,
+    )
     x = with_limits(experiment(composed), arguments)
     if x.evaluation.n < 1:
-        raise ConfigError(f"evaluation.n={x.evaluation.n}: there is nothing to evaluate; set it to at least 1")
+        raise ConfigError(
+            f"evaluation.n={x.evaluation.n}: there is nothing to evaluate; set it to at least 1"
+        )
     if max(x.evaluation.k) > x.evaluation.samples:
         raise ConfigError(
             f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that; it is {x.evaluation.samples}"
@@ -164,5 +206,11 @@ def command(arguments: Arguments) -> int:
     for line in embedded_numbers(x):
         print(f"warning: {line}")
     LOST.clear()
-    print(accuracy_table(*evaluate_run(x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED)))
+    print(
+        accuracy_table(
+            *evaluate_run(
+                x, tasks, split=split, checkpoint=checkpoint, parent=parent, started=STARTED
+            )
+        )
+    )
     return int(bool(LOST))

@@ -14,7 +14,14 @@ from rlkit.runs.card import model_card
 from rlkit.system.files import refusing
 
 
-def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool = False, run: Path | None = None) -> tuple[Path, int]:
+def export(
+    model: Mapping[str, Any],
+    *,
+    checkpoint: Path,
+    out: Path,
+    merge: bool = False,
+    run: Path | None = None,
+) -> tuple[Path, int]:
     """Writes the policy of a checkpoint so that `from_pretrained(out)` gives the same logits; the checkpoint's file and RL step.
 
     Adapters are written as such, beside the name of their base model, or with `merge` added into its weights. All weights are written
@@ -38,10 +45,14 @@ def export(model: Mapping[str, Any], *, checkpoint: Path, out: Path, merge: bool
     if out.exists():
         raise ConfigError(f"to={out}: exists already; name a folder that does not")
     quiet()
-    policy = build(dict(model))(device="cpu")  # the caller has looked at what it calls: rlkit.config.trust
+    policy = build(dict(model))(
+        device="cpu"
+    )  # the caller has looked at what it calls: rlkit.config.trust
     adapters = hasattr(policy.model, "merge_and_unload")
     if adapters and not merge and EMBEDDED.get(model["path"]):
-        raise ConfigError(f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true")
+        raise ConfigError(
+            f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true"
+        )
     path, step = restored_policy(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
     card = model_card(run, step, adapters=adapters and not merge) if run else ""
@@ -55,16 +66,26 @@ def command(arguments: Arguments) -> int:
 
     known = ("run", "to", "merge", "trust")
     if unknown := [o for o in arguments.overrides if o.partition("=")[0] not in known]:
-        raise ConfigError(f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER, merge=true and trust=true")
+        raise ConfigError(
+            f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER, merge=true and trust=true"
+        )
     named, place, merge = (option(arguments.overrides, key) for key in known[:3])
     if not named:
-        raise ConfigError("rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints")
+        raise ConfigError(
+            "rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints"
+        )
     if merge not in (None, "true", "false"):
         raise ConfigError(f"merge={merge}: must be true or false")
     run = runs.find_run(named, "run")
     out = Path(place).expanduser() if place else run / ("merged" if merge == "true" else "export")
     path, step = export(
-        model_of(run, f"run={named}", arguments), checkpoint=runs.checkpoint_source(named, run), out=out, merge=merge == "true", run=run
+        model_of(run, f"run={named}", arguments),
+        checkpoint=runs.checkpoint_source(named, run),
+        out=out,
+        merge=merge == "true",
+        run=run,
     )
-    print(f"{path}, step {step}\nwritten to {out}\nload it with AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}")
+    print(
+        f"{path}, step {step}\nwritten to {out}\nload it with AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}"
+    )
     return 0

@@ -11,45 +11,82 @@ from rlkit.errors import ConfigError, RLKitError, nearest
 from rlkit.models.roofline import CARDS, KNOWN, Load, Shape, changes, forecast, shape_of
 from rlkit.training.experiment import Experiment
 
-PROMPT, SHARE = 200, 0.5  # assumed where neither the rows nor the user say how long a prompt and how much of its limit a reply is
+PROMPT, SHARE = (
+    200,
+    0.5,
+)  # assumed where neither the rows nor the user say how long a prompt and how much of its limit a reply is
 RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4)}
 
 
 def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The settings check.NAME, and the other overrides. Raises ConfigError for a name, a card or a number that is none."""
-    given: dict[str, Any] = {o[6:].partition("=")[0]: o.partition("=")[2].lower() for o in overrides if o.startswith("check.")}
+    given: dict[str, Any] = {
+        o[6:].partition("=")[0]: o.partition("=")[2].lower()
+        for o in overrides
+        if o.startswith("check.")
+    }
     for name, value in given.items():
         if name not in ("device", *RANGES):
-            raise ConfigError(f"check.{name}: there is no such setting.{nearest(name, RANGES)} There are: device, {', '.join(RANGES)}")
+            raise ConfigError(
+                f"check.{name}: there is no such setting.{nearest(name, RANGES)} There are: device, {', '.join(RANGES)}"
+            )
         if name == "device" and value not in CARDS:
-            raise ConfigError(f"check.device={value}: no such card.{nearest(value, CARDS)} There are: {', '.join(CARDS)}")
+            raise ConfigError(
+                f"check.device={value}: no such card.{nearest(value, CARDS)} There are: {', '.join(CARDS)}"
+            )
         if name != "device":
             low, high = RANGES[name]
             if not re.fullmatch(r"\d*\.?\d+", value) or not low <= float(value) <= high:
-                raise ConfigError(f"check.{name}={value}: must be a number from {low:g} to {high:g}")
+                raise ConfigError(
+                    f"check.{name}={value}: must be a number from {low:g} to {high:g}"
+                )
     if given and "device" not in given:
-        raise ConfigError(f"check.{next(iter(given))} belongs to check.device: name a card, one of {', '.join(CARDS)}")
+        raise ConfigError(
+            f"check.{next(iter(given))} belongs to check.device: name a card, one of {', '.join(CARDS)}"
+        )
     return given, [o for o in overrides if not o.startswith("check.")]
 
 
 def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """The forecast: lengths, memory, seconds and where they go, decoding, what to change."""
-    card, shape, (load, lengths) = CARDS[given["device"]], shape_of_run(x), load_of(x, config, given)
+    card, shape, (load, lengths) = (
+        CARDS[given["device"]],
+        shape_of_run(x),
+        load_of(x, config, given),
+    )
     found = forecast(card, shape, load)
-    held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in found.memory.items() if size >= 5e7)
+    held = ", ".join(
+        f"{name} {size / 1e9:.1f}" for name, size in found.memory.items() if size >= 5e7
+    )
     parts = sorted(found.seconds.items(), key=lambda entry: -entry[1])
-    spent = ", ".join(f"{name} {seconds:.2g} ({seconds / found.total:.0%})" for name, seconds in parts if seconds >= 0.005 * found.total)
+    spent = ", ".join(
+        f"{name} {seconds:.2g} ({seconds / found.total:.0%})"
+        for name, seconds in parts
+        if seconds >= 0.005 * found.total
+    )
     advice = [
         f"{words}: {f'{then.total:.3g} s a step' if then.fits else 'still too large'}, {then.held / 1e9:.1f} GB"
         for words, then in changes(card, shape, load)
     ]
     rows = [
-        ("device", f"{card.name}: {card.bandwidth / 1e12:.3g} TB/s and {card.flops / 1e12:.3g} TFLOP/s reached ({card.source})"),
-        ("lengths", f"{lengths}; check.prompt_tokens, check.reply_share and check.turns change them"),
-        ("memory", f"{'fits' if found.fits else 'DOES NOT FIT'}: {found.held / 1e9:.1f} of {card.memory / 1e9:.0f} GB ({held})"),
+        (
+            "device",
+            f"{card.name}: {card.bandwidth / 1e12:.3g} TB/s and {card.flops / 1e12:.3g} TFLOP/s reached ({card.source})",
+        ),
+        (
+            "lengths",
+            f"{lengths}; check.prompt_tokens, check.reply_share and check.turns change them",
+        ),
+        (
+            "memory",
+            f"{'fits' if found.fits else 'DOES NOT FIT'}: {found.held / 1e9:.1f} of {card.memory / 1e9:.0f} GB ({held})",
+        ),
         ("slots", f"{found.slots} of {load.prompts * load.group} rollouts are decoded at once"),
         ("step", f"{found.total:.3g} s: {spent}"),
-        ("decoding", f"{found.tokens_per_s:,.0f} tokens/s, {found.share:.0%} of what the memory's bandwidth allows"),
+        (
+            "decoding",
+            f"{found.tokens_per_s:,.0f} tokens/s, {found.share:.0%} of what the memory's bandwidth allows",
+        ),
         *(("change", words) for words in advice or ["nothing that would gain 5 %"]),
     ]
     return "\n".join(f"{label:<11}{text}" for label, text in rows)
@@ -63,16 +100,28 @@ def shape_of_run(x: Experiment) -> Shape:
     if "path" not in own:
         raise ConfigError("check.device needs the sizes of the model: name one by model.path")
     hub = {name: own[name] for name in ("revision", "trust_remote_code") if own.get(name)}
-    return KNOWN.get(own["path"]) or shape_of(pretrained_config(own["path"], **hub).get_text_config())
+    return KNOWN.get(own["path"]) or shape_of(
+        pretrained_config(own["path"], **hub).get_text_config()
+    )
 
 
 def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Load, str]:
     """What a step of the run asks for, and its lengths in words."""
     own: Any = getattr(x.model, "keywords", {})
-    a, limit, rank = x.algorithm, x.generation.max_new_tokens, own["lora"].rank if own.get("lora") else 0
-    share, counted = float(given.get("reply_share", SHARE)), None if "prompt_tokens" in given else prompt_tokens(x)
+    a, limit, rank = (
+        x.algorithm,
+        x.generation.max_new_tokens,
+        own["lora"].rank if own.get("lora") else 0,
+    )
+    share, counted = (
+        float(given.get("reply_share", SHARE)),
+        None if "prompt_tokens" in given else prompt_tokens(x),
+    )
     prompt = int(given.get("prompt_tokens", counted or PROMPT))
-    environment, engine = config.get("environment") or {}, (config.get("generation") or {}).get("engine") or {}
+    environment, engine = (
+        config.get("environment") or {},
+        (config.get("generation") or {}).get("engine") or {},
+    )
     several = (environment.get("max_turns") or environment.get("max_steps") or 1) > 1
     updates = a.epochs * a.minibatches
     load = Load(
@@ -96,8 +145,13 @@ def prompt_tokens(x: Experiment) -> int | None:
 
     os.environ["HF_DATASETS_OFFLINE"] = "1"  # nothing is fetched for an estimate
     try:
-        renderer = make_renderer(pretrained_tokenizer(x.model.keywords["path"], local_files_only=True))  # type: ignore[attr-defined]
-        openings = [opening(task, environment_of(x.environment, task)) for task in x.task(split="train")[:32]]
+        renderer = make_renderer(
+            pretrained_tokenizer(x.model.keywords["path"], local_files_only=True)
+        )  # type: ignore[attr-defined]
+        openings = [
+            opening(task, environment_of(x.environment, task))
+            for task in x.task(split="train")[:32]
+        ]
         lengths = [len(encode_prompt(renderer, own.prompt, own.schemas)) for own in openings]
     except (RLKitError, OSError):
         return None

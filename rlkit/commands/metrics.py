@@ -12,10 +12,14 @@ from rlkit.training.glossary import Entry, meaning_of, sections
 def command(arguments: Arguments) -> int:
     """NAME…: what a metric means, its unit, a healthy run's value and what to do otherwise; without one, the names of all."""
     if arguments.overrides:
-        raise ConfigError(f"'{arguments.overrides[0]}': rlkit metrics takes names of metrics, such as kl/ref_k3")
+        raise ConfigError(
+            f"'{arguments.overrides[0]}': rlkit metrics takes names of metrics, such as kl/ref_k3"
+        )
     if not arguments.texts:
         for section in sections():
-            print(f"{section.title}\n{behind_label('  ', ', '.join(name for entry in section.entries for name in entry.names))}\n")
+            print(
+                f"{section.title}\n{behind_label('  ', ', '.join(name for entry in section.entries for name in entry.names))}\n"
+            )
     for name in arguments.texts:
         print(explained(name))
     return 0
@@ -25,15 +29,26 @@ def explained(name: str) -> str:
     """An entry as a person reads it, or those of all metrics below a name such as kl. Raises ConfigError for a name without one."""
     every = [entry for section in sections() for entry in section.entries]
     found = meaning_of(name)
-    entries = [found] if found else [entry for entry in every if any(own.startswith(f"{name}/") for own in entry.names)]
+    entries = (
+        [found]
+        if found
+        else [entry for entry in every if any(own.startswith(f"{name}/") for own in entry.names)]
+    )
     if not entries:
-        raise ConfigError(f"{name}: there is no such metric.{nearest(name, [own for entry in every for own in entry.names])}")
+        raise ConfigError(
+            f"{name}: there is no such metric.{nearest(name, [own for entry in every for own in entry.names])}"
+        )
     return "\n".join(entry_text(entry) for entry in entries)
 
 
 def entry_text(entry: Entry) -> str:
     """Names, meaning, unit, healthy range and what to do."""
-    rows = {"means": entry.means, "unit": entry.unit, "healthy": entry.usual, "otherwise": entry.act}
+    rows = {
+        "means": entry.means,
+        "unit": entry.unit,
+        "healthy": entry.usual,
+        "otherwise": entry.act,
+    }
     told = [behind_label(f"  {label:<11}", text.replace("`", "")) for label, text in rows.items()]
     return "\n".join([", ".join(entry.names), *told, ""])
 
@@ -41,5 +56,10 @@ def entry_text(entry: Entry) -> str:
 def behind_label(label: str, text: str) -> str:
     """A text behind a label, in lines of at most 100 characters."""
     return textwrap.fill(
-        text, 100, initial_indent=label, subsequent_indent=" " * len(label), break_long_words=False, break_on_hyphens=False
+        text,
+        100,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
     )

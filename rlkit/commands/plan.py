@@ -23,37 +23,54 @@ def command(arguments: Arguments) -> int:
     found = verdicts.verdicts(groups, compared) if compared else []
     known = [v for v in found if v.found.n >= FEWEST]
     if not compared or not known:
-        raise ConfigError(f"rlkit plan: the pilot needs two kinds of runs with at least {FEWEST} seeds in common")
+        raise ConfigError(
+            f"rlkit plan: the pilot needs two kinds of runs with at least {FEWEST} seeds in common"
+        )
     effect, count, each = effect_of(given, EFFECT), len(known), seconds_of(groups)
     corrected = f", {count} comparisons" if count > 1 else ""
-    print(f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95 %{corrected}")
+    print(
+        f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95 %{corrected}"
+    )
     for v in known:
         print("\n".join(plan_lines(v, effect, count, each, given.get("seeds"))))
     return 0
 
 
-def plan_lines(verdict: verdicts.Compared, effect: float, comparisons: int, each: float, seeds: str | None) -> list[str]:
+def plan_lines(
+    verdict: verdicts.Compared, effect: float, comparisons: int, each: float, seeds: str | None
+) -> list[str]:
     """The seeds that a comparison needs. First those that keep the promise, however much of the spread a small pilot hides."""
     spread, pilot = verdict.found.spread, verdict.found.n
     bound = spread_bound(spread, pilot)
     needed, likely = (seeds_needed(own, effect, comparisons=comparisons) for own in (bound, spread))
-    known = f"The pilot's spread is {spread:.4f} ({pilot} seeds), and the true one may be {bound:.4f}"
+    known = (
+        f"The pilot's spread is {spread:.4f} ({pilot} seeds), and the true one may be {bound:.4f}"
+    )
     if likely < needed:
         known += f"; if it is no larger than the pilot's, {likely} seeds are enough"
-    out = [f"  {verdict.second} against {verdict.first}: {needed} seeds, {duration(needed, each)} of runs, one at a time", f"    {known}."]
-    return out + ([f"    With {seeds} seeds {in_power(seeds, bound, comparisons)}."] if seeds else [])
+    out = [
+        f"  {verdict.second} against {verdict.first}: {needed} seeds, {duration(needed, each)} of runs, one at a time",
+        f"    {known}.",
+    ]
+    return out + (
+        [f"    With {seeds} seeds {in_power(seeds, bound, comparisons)}."] if seeds else []
+    )
 
 
 def in_power(text: str, spread: float, comparisons: int) -> str:
     """What a given number of seeds would find, with a spread as large as it may be."""
     if not text.isdigit() or int(text) < TO_CLAIM:
-        raise ConfigError(f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing")
+        raise ConfigError(
+            f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing"
+        )
     return f"a difference of {detectable(spread, int(text), comparisons=comparisons):.4f} is found 4 times in 5"
 
 
 def seconds_of(groups: list[Group]) -> float:
     """Wall seconds of one run of each line together, from the pilot's summaries."""
-    known = [[float(run.summary.get("wall_seconds") or 0.0) for run in group.runs] for group in groups]
+    known = [
+        [float(run.summary.get("wall_seconds") or 0.0) for run in group.runs] for group in groups
+    ]
     return math.fsum(math.fsum(own) / len(own) for own in known)
 
 

@@ -35,12 +35,16 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
 
     for name in ("config.yaml", BATCH, STATE):
         if not (folder / name).is_file():
-            raise ConfigError(f"bundle={folder}: there is no {name}; name a folder debug/step_… of a run whose update failed")
+            raise ConfigError(
+                f"bundle={folder}: there is no {name}; name a folder debug/step_… of a run whose update failed"
+            )
     written = runs.read_config(folder)
     if not is_noted(folder):
         by = Folder(conf_dir())
         require_trust(list(outside(written, by)), f"bundle={folder}", trusted=trusted)
-        written = without(written, frozenset(leak.path for leak in leaks(written, by)))  # an update needs no key
+        written = without(
+            written, frozenset(leak.path for leak in leaks(written, by))
+        )  # an update needs no key
     config = with_environment(written)
     learn(config, written)
     if problems := check(config, f"{folder}/config.yaml"):
@@ -58,11 +62,17 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     """A line for each micro-batch; where one is not finite, a line for each of its rows."""
     from rlkit.algorithm import micro_batches
 
-    lines = [f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to {batch.ids.shape[1]} tokens"]
+    lines = [
+        f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to {batch.ids.shape[1]} tokens"
+    ]
     lines += not_finite({name: p for name, p in learner.nets.named_parameters()}, "weights")
     mask = batch.response_mask
     for name, value in batch._asdict().items():
-        if getattr(value, "shape", None) == mask.shape and value.is_floating_point() and not value[mask].isfinite().all():
+        if (
+            getattr(value, "shape", None) == mask.shape
+            and value.is_floating_point()
+            and not value[mask].isfinite().all()
+        ):
             bad = (~value.isfinite() & mask).any(1).nonzero()[:, 0].tolist()
             lines.append(f"{name} is not finite in row(s) {', '.join(map(str, bad))}")
     lines.append(f"{'rows':<24}{'tokens':>8}{'loss':>14}{'gradient':>14}")
@@ -76,7 +86,9 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
             for row in rows if len(rows) > 1 else ():
                 loss, norm, _ = backward(learner, batch, row[None])
                 lines.append("  " + _line(row[None], mask, loss, norm))
-    lines.append("everything is finite: the fault did not come again" if fine else "the fault came again")
+    lines.append(
+        "everything is finite: the fault did not come again" if fine else "the fault came again"
+    )
     return "\n".join(lines), fine
 
 
@@ -116,7 +128,9 @@ def command(arguments: Arguments) -> int:
 
     named = option(arguments.overrides, "bundle")
     if named is None or drop(drop(arguments.overrides, "bundle"), "trust"):
-        raise ConfigError("rlkit replay takes one debug bundle: rlkit replay bundle=outputs/NAME/TIME/debug/step_000007")
+        raise ConfigError(
+            "rlkit replay takes one debug bundle: rlkit replay bundle=outputs/NAME/TIME/debug/step_000007"
+        )
     text, fine = replay(Path(named).expanduser(), trusted=is_trusted(arguments.overrides))
     print(text)
     return 0 if fine else 1

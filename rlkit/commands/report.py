@@ -8,11 +8,19 @@ from rlkit.errors import ConfigError
 
 def command(arguments: Arguments) -> int:
     """Runs as one HTML page: RUN…, and out=FILE, smooth=STEPS, limit=CONVERSATIONS."""
-    given = {key: value for key in ("out", "smooth", "limit") if (value := option(arguments.overrides, key)) is not None}
+    given = {
+        key: value
+        for key in ("out", "smooth", "limit")
+        if (value := option(arguments.overrides, key)) is not None
+    }
     if unknown := [text for text in arguments.overrides if text.partition("=")[0] not in given]:
-        raise ConfigError(f"'{unknown[0]}': rlkit report takes folders, out=FILE.html, smooth=STEPS and limit=CONVERSATIONS")
+        raise ConfigError(
+            f"'{unknown[0]}': rlkit report takes folders, out=FILE.html, smooth=STEPS and limit=CONVERSATIONS"
+        )
     if not arguments.texts:
-        raise ConfigError("rlkit report needs at least one run folder, or a folder with runs below it: rlkit report outputs/grpo/*")
+        raise ConfigError(
+            "rlkit report needs at least one run folder, or a folder with runs below it: rlkit report outputs/grpo/*"
+        )
     if wrong := [key for key in ("smooth", "limit") if not given.get(key, "0").isdigit()]:
         raise ConfigError(f"{wrong[0]}={given[wrong[0]]}: give a whole number, 0 or more")
     from rlkit.runs.report import write_report

@@ -49,7 +49,10 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     with autocast(x, device):
         check_contexts(policy, tasks, environment)
         out = runs.fresh(parent)
-        with unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep, failed_rollout_kept(out):
+        with (
+            unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
+            failed_rollout_kept(out),
+        ):
             rollouts = collect(
                 policy,
                 tasks,
@@ -69,9 +72,17 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     with lenient("conversations.txt"):
         said = "\n\n".join(transcript(r) for r in rollouts[:8])
         write_atomic(out / "conversations.txt", said.encode(errors="backslashreplace"))
-    figures = {"split": x.split, "seconds": round(time.perf_counter() - started, 2), "seed": x.seed, "versions": versions()}
+    figures = {
+        "split": x.split,
+        "seconds": round(time.perf_counter() - started, 2),
+        "seed": x.seed,
+        "versions": versions(),
+    }
     with lenient("summary.json"):
-        write_json(out / "summary.json", finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures)
+        write_json(
+            out / "summary.json",
+            finite(summarize(rollouts)) | {"steps": step_counts(rollouts)} | figures,
+        )
     return rollouts, out
 
 
@@ -96,10 +107,15 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
             path.unlink(missing_ok=True)
         finally:
             if path.exists():
-                print(f"rlkit: {done} of {total} episodes had ended; they are in {runs.shown(path)}, unscored", file=sys.stderr)
+                print(
+                    f"rlkit: {done} of {total} episodes had ended; they are in {runs.shown(path)}, unscored",
+                    file=sys.stderr,
+                )
 
 
-def limited(environment: Environment | Callable[[Task], Environment], max_steps: int | None) -> Environment | Callable[[Task], Environment]:
+def limited(
+    environment: Environment | Callable[[Task], Environment], max_steps: int | None
+) -> Environment | Callable[[Task], Environment]:
     """The environment with another limit of replies; None leaves its own."""
     if max_steps is None:
         return environment
@@ -118,7 +134,9 @@ def episode_table(rollouts: Sequence[Rollout]) -> str:
     low, high = (f"{min(rewards):.3f}", f"{max(rewards):.3f}") if rewards else ("-", "-")
     counts = step_counts(rollouts).items()
     replies = (f"{row[f'finish_reason/{why}']:.0%}" for why in ("stop", "tool", "budget", "length"))
-    ended = Counter("terminated" if r.status == "terminated" else f"truncated: {r.truncation}" for r in rollouts)
+    ended = Counter(
+        "terminated" if r.status == "terminated" else f"truncated: {r.truncation}" for r in rollouts
+    )
     lines = [
         ("episodes", f"{len(rollouts)}"),
         ("steps: mean, min, max", f"{row['tools/turns']:.2f}, {min(steps)}, {max(steps)}"),

@@ -15,7 +15,13 @@ from rlkit.runs import folder as runs
 from rlkit.training.schedules.paths import flat
 
 SHOWN = 30  # runs of a list, without limit=
-RESULTS = {"steps": "steps", "wall_seconds": "seconds", "tokens": "tokens", "peak_memory_gb": "peak memory, GB", "ended": "ended"}
+RESULTS = {
+    "steps": "steps",
+    "wall_seconds": "seconds",
+    "tokens": "tokens",
+    "peak_memory_gb": "peak memory, GB",
+    "ended": "ended",
+}
 
 
 def command(arguments: Arguments) -> int:
@@ -30,37 +36,79 @@ def command(arguments: Arguments) -> int:
         a, b = (runs.find_run(text, "runs diff") for text in words[1:])
         print(visible("\n".join(side_by_side(a, b)), kept="\n"))
         return 0
-    limit = next((o.partition("=")[2] for o in arguments.overrides if o.startswith("limit=")), str(SHOWN))
+    limit = next(
+        (o.partition("=")[2] for o in arguments.overrides if o.startswith("limit=")), str(SHOWN)
+    )
     if not limit.isdigit():
         raise ConfigError(f"limit={limit}: give a whole number, 0 for all")
     wanted = [o for o in arguments.overrides if not o.startswith("limit=")]
     if absent := [text for text in words if not Path(text).is_dir()]:
-        raise ConfigError(f"'{absent[0]}': rlkit runs takes folders, KEY=VALUE, limit=N, or diff A B; there is no such folder")
-    print(visible("\n".join(run_table([Path(text) for text in words] or [runs.OUTPUTS], wanted, int(limit))), kept="\n"))
+        raise ConfigError(
+            f"'{absent[0]}': rlkit runs takes folders, KEY=VALUE, limit=N, or diff A B; there is no such folder"
+        )
+    print(
+        visible(
+            "\n".join(
+                run_table([Path(text) for text in words] or [runs.OUTPUTS], wanted, int(limit))
+            ),
+            kept="\n",
+        )
+    )
     return 0
 
 
 def run_table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list[str]:
     """A table: a run a line, newest first; what it ended with, its test accuracy, and the overrides that made it."""
-    folders = {path.parent for place in places for path in place.rglob("config.yaml") if path.parent.name != ".hydra"}
-    folders = {folder for folder in folders if folders.isdisjoint(folder.parents)}  # no debug bundle inside a run
-    found = sorted((f for f in folders if _passes(f, wanted)), key=lambda f: (f / "config.yaml").stat().st_mtime, reverse=True)
+    folders = {
+        path.parent
+        for place in places
+        for path in place.rglob("config.yaml")
+        if path.parent.name != ".hydra"
+    }
+    folders = {
+        folder for folder in folders if folders.isdisjoint(folder.parents)
+    }  # no debug bundle inside a run
+    found = sorted(
+        (f for f in folders if _passes(f, wanted)),
+        key=lambda f: (f / "config.yaml").stat().st_mtime,
+        reverse=True,
+    )
     if not found:
         asked = f" with {' '.join(wanted)}" if wanted else ""
         return [f"no run{asked} below {', '.join(map(str, places))}"]
     shown = found[:limit] if limit else found
     rows = [("began", "run", "ended", "steps", "test accuracy", "overrides"), *map(_row, shown)]
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    table = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
-    return table + ([f"{len(found) - len(shown)} more; limit=0 shows all"] if len(shown) < len(found) else [])
+    table = [
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]
+    return table + (
+        [f"{len(found) - len(shown)} more; limit=0 shows all"] if len(shown) < len(found) else []
+    )
 
 
 def _row(folder: Path) -> tuple[str, ...]:
     summary = runs.read_summary(folder) or {}
-    began = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-    accuracy = " → ".join(f"{side['accuracy']:.3f}" for key in ("before", "after") if isinstance(side := summary.get(key), dict))
+    began = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime(
+        "%Y-%m-%d %H:%M"
+    )
+    accuracy = " → ".join(
+        f"{side['accuracy']:.3f}"
+        for key in ("before", "after")
+        if isinstance(side := summary.get(key), dict)
+    )
     ended = str(summary.get("ended") or "not ended").partition(":")[0]
-    return began, str(folder), ended, str(summary.get("steps", "")), accuracy, " ".join(_overrides(folder))
+    return (
+        began,
+        str(folder),
+        ended,
+        str(summary.get("steps", "")),
+        accuracy,
+        " ".join(_overrides(folder)),
+    )
 
 
 def _overrides(folder: Path) -> list[str]:
@@ -77,9 +125,12 @@ def _passes(folder: Path, wanted: Sequence[str]) -> bool:
         values = {key: str(value) for key, value in flat(runs.read_config(folder)).items()}
     except DataError:
         return False
-    given = {o.partition("=")[0].lstrip("+"): unquote(o.partition("=")[2]) for o in _overrides(folder)}
+    given = {
+        o.partition("=")[0].lstrip("+"): unquote(o.partition("=")[2]) for o in _overrides(folder)
+    }
     return all(
-        _same(value, values.get(key), given.get(key), values.get(f"{key}.name")) for key, _, value in (w.partition("=") for w in wanted)
+        _same(value, values.get(key), given.get(key), values.get(f"{key}.name"))
+        for key, _, value in (w.partition("=") for w in wanted)
     )
 
 
@@ -100,19 +151,40 @@ def side_by_side(a: Path, b: Path) -> list[str]:
     """Settings that differ, then results side by side."""
     changed = difference(runs.read_config(a), runs.read_config(b))
     lines = [f"A  {a}", f"B  {b}", ""]
-    lines += _table("setting", {key: (_text(old), _text(new)) for key, (old, new) in changed.items()}) or ["the settings are equal"]
+    lines += _table(
+        "setting", {key: (_text(old), _text(new)) for key, (old, new) in changed.items()}
+    ) or ["the settings are equal"]
     sides = [_results(runs.read_summary(folder) or {}) for folder in (a, b)]
-    results = {key: (sides[0].get(key, "-"), sides[1].get(key, "-")) for key in dict.fromkeys((*sides[0], *sides[1]))}
-    return [*lines, "", *_table("result", results), "", "whether a difference can be claimed: rlkit compare A B, with several seeds a side"]
+    results = {
+        key: (sides[0].get(key, "-"), sides[1].get(key, "-"))
+        for key in dict.fromkeys((*sides[0], *sides[1]))
+    }
+    return [
+        *lines,
+        "",
+        *_table("result", results),
+        "",
+        "whether a difference can be claimed: rlkit compare A B, with several seeds a side",
+    ]
 
 
 def _results(summary: Mapping[str, Any]) -> dict[str, str]:
-    found = {f"test accuracy, {key}": f"{s['accuracy']:.3f}" for key in ("before", "after") if isinstance(s := summary.get(key), dict)}
+    found = {
+        f"test accuracy, {key}": f"{s['accuracy']:.3f}"
+        for key in ("before", "after")
+        if isinstance(s := summary.get(key), dict)
+    }
     return found | {label: _text(summary[key]) for key, label in RESULTS.items() if key in summary}
 
 
 def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "-" if value is None else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else "-"
+        if value is None
+        else str(value)
+    )
 
 
 def _table(first: str, rows: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -120,4 +192,7 @@ def _table(first: str, rows: Mapping[str, tuple[str, str]]) -> list[str]:
         return []
     whole = [(first, "A", "B"), *((key, *values) for key, values in rows.items())]
     widths = [max(len(row[i]) for row in whole) for i in range(3)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in whole]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in whole
+    ]

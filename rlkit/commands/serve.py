@@ -30,7 +30,11 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
     from rlkit.episodes.programs import Conversations
     from rlkit.gateway.server import addresses, opened_door
 
-    engine, params, keys = x.generation.engine, SamplingParams(**x.generation.params)._replace(admission="free"), count()
+    engine, params, keys = (
+        x.generation.engine,
+        SamplingParams(**x.generation.params)._replace(admission="free"),
+        count(),
+    )
     await engine.load(policy, 0)
     environment = Environment(parse_calls=x.parse_calls, max_steps=REMEMBERED)
 
@@ -38,11 +42,22 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
         """Every request is sampled as it comes."""
 
     def fresh() -> Conversations:
-        return Conversations(policy, environment, engine, params, Task("serve", ()), seed=x.seed, keys=keys, ready=ready)
+        return Conversations(
+            policy,
+            environment,
+            engine,
+            params,
+            Task("serve", ()),
+            seed=x.seed,
+            keys=keys,
+            ready=ready,
+        )
 
     known = fresh()
 
-    async def ask(messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None) -> Step:
+    async def ask(
+        messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
+    ) -> Step:
         nonlocal known
         if known.asked >= REMEMBERED:  # those that are being sampled end in the old one
             known = fresh()
@@ -55,7 +70,9 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
             finally:
                 known.release()
     except OSError as error:
-        raise ConfigError(f"port={x.port} cannot be opened on 127.0.0.1: {error}; choose another, or 0 for any") from error
+        raise ConfigError(
+            f"port={x.port} cannot be opened on 127.0.0.1: {error}; choose another, or 0 for any"
+        ) from error
 
 
 def command(arguments: Arguments) -> int:
@@ -75,8 +92,17 @@ def command(arguments: Arguments) -> int:
 
     async def serve() -> None:
         async with serving(policy, x) as variables:
-            print("\n".join(f"export {name}={value}" for name, value in variables.items() if "PROXY" not in name.upper()))
-            print("# /v1/chat/completions, /v1/responses and /v1/messages; the model is `policy`; Ctrl-C ends it", flush=True)
+            print(
+                "\n".join(
+                    f"export {name}={value}"
+                    for name, value in variables.items()
+                    if "PROXY" not in name.upper()
+                )
+            )
+            print(
+                "# /v1/chat/completions, /v1/responses and /v1/messages; the model is `policy`; Ctrl-C ends it",
+                flush=True,
+            )
             await asyncio.Event().wait()
 
     with autocast(x, device):

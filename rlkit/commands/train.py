@@ -37,7 +37,9 @@ def command(arguments: Arguments) -> int:
         from rlkit.runs.sweeps import sweep
 
         overrides = drop(arguments.overrides, "trust")
-        return sweep(overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides))
+        return sweep(
+            overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides)
+        )
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
@@ -59,15 +61,24 @@ def command(arguments: Arguments) -> int:
         ask = asker(f"resume={named}", folder, mine, arguments, entry="train")
         overrides = added(runs.saved_overrides(folder), mine)
     outputs = runs.OUTPUTS.absolute()  # before any code of the user's runs
-    composed = compose(overrides, config_dir=arguments.config_dir, before_import=ask, trusted=trusted)
+    composed = compose(
+        overrides, config_dir=arguments.config_dir, before_import=ask, trusted=trusted
+    )
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.must_start(x.trainer.devices, x.trainer.nodes):
-        return launch.start_ranks([sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices)
+        return launch.start_ranks(
+            [sys.executable, "-m", "rlkit", "train", *arguments.words], x.trainer.devices
+        )
     join_ranks(x.trainer)
 
     if named == "auto":
-        folder = ranks.broadcast(lambda: folder or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed)))
+        folder = ranks.broadcast(
+            lambda: (
+                folder
+                or runs.newest_unfinished(x.name, composed.config, beside=length_keys(composed))
+            )
+        )
         if folder is not None and runs.is_finished(folder):
             print(f"{runs.shown(folder)}: finished already; nothing to do")
             ranks.leave()
@@ -76,7 +87,9 @@ def command(arguments: Arguments) -> int:
     with ExitStack() as owning:
 
         def own(run: Path) -> Path:
-            return ranks.broadcast(lambda: owning.enter_context(owner.owned(run, takeover=x.takeover)) or run)
+            return ranks.broadcast(
+                lambda: owning.enter_context(owner.owned(run, takeover=x.takeover)) or run
+            )
 
         identity = ""
         if known := folder is not None and runs.is_run(folder):
@@ -87,7 +100,9 @@ def command(arguments: Arguments) -> int:
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
         target = ranks.broadcast(
-            lambda: folder or runs.fresh(outputs / x.name, runs.label_of(composed.overrides, x.name))
+            lambda: (
+                folder or runs.fresh(outputs / x.name, runs.label_of(composed.overrides, x.name))
+            )
         )  # one for all ranks, which by now have read what is there
         occupied = not known and target.is_dir() and any(target.iterdir())  # by files of the user
         ranks.broadcast(lambda: runs.require_writable(target))
@@ -125,9 +140,13 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
     config = composed.config
     overrides = [str(text) for text in composed.full.hydra.overrides.task]
     with refusing(folder):
-        if not identity and (folder / "run.json").exists():  # of a process that ended before it wrote config.yaml
+        if (
+            not identity and (folder / "run.json").exists()
+        ):  # of a process that ended before it wrote config.yaml
             set_aside(folder, "run.json")
-        said = runs.write_start(folder, config, versions(), identity=identity or identify(config), overrides=overrides)
+        said = runs.write_start(
+            folder, config, versions(), identity=identity or identify(config), overrides=overrides
+        )
     for line in said:
         print(f"resume: {line}", flush=True)
 
@@ -139,7 +158,11 @@ def remove_start(folder: Path, *, whole: bool) -> None:
     if whole:
         shutil.rmtree(folder, ignore_errors=True)
         return
-    for name in ("config.yaml", "run.json", *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides"))):
+    for name in (
+        "config.yaml",
+        "run.json",
+        *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
+    ):
         with suppress(OSError):
             (folder / name).unlink()
     with suppress(OSError):
@@ -177,7 +200,10 @@ def own_summary(folder: Path) -> dict[str, Any]:
     """summary.json of the run that goes on. One that is damaged or another run's goes to aside/, and a sentence says so."""
     summary = runs.read_summary(folder)
     if summary is None and (folder / "summary.json").exists():
-        print(f"resume: summary.json is not what this run wrote, and is kept as {set_aside(folder, 'summary.json')}", flush=True)
+        print(
+            f"resume: summary.json is not what this run wrote, and is kept as {set_aside(folder, 'summary.json')}",
+            flush=True,
+        )
     return summary or {}
 
 
@@ -197,7 +223,11 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
 
     def work(task: Any) -> int:
         own = HydraConfig.instance().cfg
-        parts = {"config.yaml": task, "hydra.yaml": own, "overrides.yaml": config.hydra.overrides.task}
+        parts = {
+            "config.yaml": task,
+            "hydra.yaml": own,
+            "overrides.yaml": config.hydra.overrides.task,
+        }
         with refusing(folder):
             for name, part in parts.items() if place else ():
                 runs.write_hydra(folder, f"{place}/{name}", OmegaConf.to_yaml(part))
@@ -210,7 +240,15 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
         return done.return_value
 
 
-def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: Path, *, started: float, resume: Path | None) -> int:
+def run_in_folder(
+    x: Experiment,
+    config: Mapping[str, Any],
+    tasks: Any,
+    folder: Path,
+    *,
+    started: float,
+    resume: Path | None,
+) -> int:
     """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
     from rlkit.config.compose import builder
 
@@ -219,21 +257,45 @@ def run_in_folder(x: Experiment, config: Mapping[str, Any], tasks: Any, folder: 
         with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
             if ranks.rank() == 0:
-                runs.write_config(folder, config, provenance["identity"], new=True) if fresh else runs.cover_overrides(folder)
+                runs.write_config(
+                    folder, config, provenance["identity"], new=True
+                ) if fresh else runs.cover_overrides(folder)
         with guard_state(x, kinds=[FOLDER]):
-            summary, _ = train_in(x, tasks, folder, started=started, resume=resume, provenance=provenance, again=builder(config))
+            summary, _ = train_in(
+                x,
+                tasks,
+                folder,
+                started=started,
+                resume=resume,
+                provenance=provenance,
+                again=builder(config),
+            )
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         return 2
     except RLKitError as error:
-        say(error, [f"rlkit: {error}", f"run folder: {runs.shown(folder)}", *getattr(error, "__notes__", ())])
+        say(
+            error,
+            [
+                f"rlkit: {error}",
+                f"run folder: {runs.shown(folder)}",
+                *getattr(error, "__notes__", ()),
+            ],
+        )
         return 1
     if ranks.rank() == 0:
         with lenient("config.yaml"):
-            runs.write_config(folder, config, provenance["identity"])  # a resumed run's, once it has gone on with it
+            runs.write_config(
+                folder, config, provenance["identity"]
+            )  # a resumed run's, once it has gone on with it
     print(closing_lines(summary, folder), flush=True)
     if summary["ended"] == "interrupted":
-        if ranks.rank() == 0 and x.trainer.requeue and "signal" in summary and summary["signal"] != "SIGINT":
+        if (
+            ranks.rank() == 0
+            and x.trainer.requeue
+            and "signal" in summary
+            and summary["signal"] != "SIGINT"
+        ):
             from rlkit.training.callbacks.stopping import requeue
 
             owner.release(folder)  # SLURM may end this process as soon as it hears of it
@@ -251,8 +313,13 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     before, after = summary.get("before"), summary.get("after")
     if before and after:
         lines += [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
-        shaped = any(r["reward"] != r["accuracy"] for r in (before, after))  # else the reward is the accuracy
-        for name, interval in [("accuracy", "interval"), *([("reward", "reward_interval")] if shaped else [])]:
+        shaped = any(
+            r["reward"] != r["accuracy"] for r in (before, after)
+        )  # else the reward is the accuracy
+        for name, interval in [
+            ("accuracy", "interval"),
+            *([("reward", "reward_interval")] if shaped else []),
+        ]:
             lines.append(f"{name:<22}{before[name]:>16.3f}{after[name]:>16.3f}")
             spans = [f"{r[interval][0]:.3f} – {r[interval][1]:.3f}" for r in (before, after)]
             lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
@@ -262,15 +329,24 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
             lines.append(f"{'of these distinct':<22}{distinct[0]:>16}{distinct[1]:>16}")
         for part, own in after.get("parts", {}).items():
             was = before.get("parts", {}).get(part)
-            lines.append(f"{f'accuracy, {part}':<22}" + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)))
+            lines.append(
+                f"{f'accuracy, {part}':<22}"
+                + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own))
+            )
         lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
         lines.append("")
     why = summary.get("why", "")
-    lines.append(f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens")
+    lines.append(
+        f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens"
+    )
     lines += [why] if why else []
     lines += [f"warning: {text}" for text in doubts(folder)]
     if LOST:
-        named = [f"{what} ({why})" for what, why in LOST.items() if f"{what} could not be written" not in summary["ended"]]
+        named = [
+            f"{what} ({why})"
+            for what, why in LOST.items()
+            if f"{what} could not be written" not in summary["ended"]
+        ]
         more = f"; and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
         lines += [f"not written: {'; '.join(named[:SHOWN])}{more}"] if named else []
     longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
@@ -283,7 +359,9 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         *([f"  curves         tensorboard --logdir {where}"] if drawn else []),
         f"  report         rlkit report {where}",
         f"  conversations  less {where}/samples/*",
-        f"  resume         rlkit train resume={where}{longer}" if saved else "  (nothing to resume: it ended before its first checkpoint)",
+        f"  resume         rlkit train resume={where}{longer}"
+        if saved
+        else "  (nothing to resume: it ended before its first checkpoint)",
     ]
     return "\n".join(lines)
 
@@ -299,7 +377,11 @@ def doubts(folder: Path) -> list[str]:
     except OSError:  # a disk that fails is named elsewhere
         return []
     drifted = [f.text for f in found if not f.steps]
-    return drifted + [f"{f.text} (step {f.steps[0]}, the first of {len(f.steps)})" for f in found if f.check == "environment failures"]
+    return drifted + [
+        f"{f.text} (step {f.steps[0]}, the first of {len(f.steps)})"
+        for f in found
+        if f.check == "environment failures"
+    ]
 
 
 def join_ranks(settings: TrainerSettings) -> None:
@@ -318,5 +400,7 @@ def join_ranks(settings: TrainerSettings) -> None:
     launch.adopt_slurm()
     cuda = settings.accelerator != "cpu" and torch.cuda.is_available()
     if cuda and settings.devices > torch.cuda.device_count():
-        raise ConfigError(f"trainer.devices={settings.devices}: this machine has {torch.cuda.device_count()} GPU(s); lower it")
+        raise ConfigError(
+            f"trainer.devices={settings.devices}: this machine has {torch.cuda.device_count()} GPU(s); lower it"
+        )
     ranks.join(count, cuda=cuda, timeout=settings.timeout)

@@ -9,7 +9,14 @@ from typing import Any
 from rlkit.commands.arguments import Arguments, is_trusted, option
 from rlkit.config.compose import conf_dir, without_values
 from rlkit.config.keys import leaks, refuse_leaks
-from rlkit.config.trust import Folder, named_functions, outside, require_trust, strange_overrides, with_environment
+from rlkit.config.trust import (
+    Folder,
+    named_functions,
+    outside,
+    require_trust,
+    strange_overrides,
+    with_environment,
+)
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.system.noted import is_noted
@@ -17,7 +24,13 @@ from rlkit.system.redaction import learn
 
 
 def asker(
-    where: str, folder: Path, mine: Sequence[str], arguments: Arguments, *, entry: str, own_model: bool = False
+    where: str,
+    folder: Path,
+    mine: Sequence[str],
+    arguments: Arguments,
+    *,
+    entry: str,
+    own_model: bool = False,
 ) -> Callable[[dict[str, Any]], None] | None:
     """Refuses the config of a folder where it is not declared safe and trust=true is not said; None where the folder is the user's own.
 
@@ -54,10 +67,14 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
     """
     written = runs.read_config(run).get("model")
     if not isinstance(written, dict) or "_target_" not in written:
-        raise ConfigError(f"{where}: {run}/config.yaml names no model; give the folder as rlkit wrote it")
+        raise ConfigError(
+            f"{where}: {run}/config.yaml names no model; give the folder as rlkit wrote it"
+        )
     if not is_noted(run):
         by = Folder(conf_dir(), place=run)
-        require_trust(list(outside({"model": written}, by)), where, trusted=is_trusted(arguments.overrides))
+        require_trust(
+            list(outside({"model": written}, by)), where, trusted=is_trusted(arguments.overrides)
+        )
         refuse_leaks(leaks({"model": written}, by), where)
     model = with_environment(written, "model")
     learn(model, written)
@@ -71,6 +88,11 @@ def with_limits(x: Any, arguments: Arguments) -> Any:
 
     named = option(arguments.overrides, "run")
     path = getattr(x.model, "keywords", {}).get("path")
-    if not named or path in (None, *EMBEDDED) or is_trusted(arguments.overrides) or is_noted(runs.find_run(named, "run")):
+    if (
+        not named
+        or path in (None, *EMBEDDED)
+        or is_trusted(arguments.overrides)
+        or is_noted(runs.find_run(named, "run"))
+    ):
         return x
     return x._replace(model=confined(x.model))

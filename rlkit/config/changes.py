@@ -15,16 +15,28 @@ from rlkit.training.schedules.paths import flat
 ONCE = ("resume", "takeover")  # keys that say how a process begins, and nothing of the run
 
 
-LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)  # keys that two configs of one run may differ in
+LENGTH = (
+    "trainer.steps",
+    "trainer.max_time",
+    *ONCE,
+)  # keys that two configs of one run may differ in
 
 
-PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")  # and these: the result does not depend on the ranks
+PLACE = (
+    "trainer.devices",
+    "trainer.nodes",
+    "trainer.strategy",
+    "trainer.timeout",
+)  # and these: the result does not depend on the ranks
 
 
 FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
-APART = ("logger", "callbacks")  # sections that say what is written and shown, and nothing of the run's numbers
+APART = (
+    "logger",
+    "callbacks",
+)  # sections that say what is written and shown, and nothing of the run's numbers
 
 
 def identify(config: Mapping[str, Any]) -> str:
@@ -33,16 +45,28 @@ def identify(config: Mapping[str, Any]) -> str:
     Secrets are covered first; sections APART, keys of one process (ONCE), suggestions and shelves are left out. A folder keeps its
     identity when it is moved, and when its run goes on with other settings (`rlkit.system.identity`).
     """
-    settings = {key: value for key, value in _compared(config).items() if key not in ONCE and key.split(".")[0] not in APART}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    settings = {
+        key: value
+        for key, value in _compared(config).items()
+        if key not in ONCE and key.split(".")[0] not in APART
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
 
 
 def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key → value, without secrets and without what only advises or sorts."""
-    return {key: value for key, value in flat(redacted(config)).items() if not {"suggests", "shelf"} & set(key.split("."))}
+    return {
+        key: value
+        for key, value in flat(redacted(config)).items()
+        if not {"suggests", "shelf"} & set(key.split("."))
+    }
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+def difference(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
+) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (old, new) for every value that differs, the run's length, the keys `beside` it and mere suggestions left out."""
     before = _compared(old)
     after = _compared(new)
@@ -53,7 +77,9 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[
     }
 
 
-def other_run(old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+def other_run(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
+) -> dict[str, tuple[Any, Any]]:
     """In what a config is not the one of a run: `difference` without its logger, its callbacks and how many ranks it has."""
     changed = difference(old, new, beside=PLACE + beside)
     return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}

@@ -104,7 +104,9 @@ def compose(
     return Composed(plain, accepted, full)
 
 
-def without_values(theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None) -> dict[str, Any]:
+def without_values(
+    theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None
+) -> dict[str, Any]:
     """The config of what a folder chooses among options and of all that the user says, in the form of `with_variables`.
 
     The folder's own values are left out.
@@ -120,11 +122,17 @@ def without_values(theirs: Sequence[str], mine: Sequence[str], *, entry: str, co
     search = searchpath(config_dir)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        chosen = [text for text in theirs if is_group(text, search) and not re.match(r"[+~]*(hydra|sandbox)\b", text)]
+        chosen = [
+            text
+            for text in theirs
+            if is_group(text, search) and not re.match(r"[+~]*(hydra|sandbox)\b", text)
+        ]
         for own in ([*mine], []):  # without the user's where they only fit to the folder's
             try:
                 full, _ = _load(entry, search, _check_overrides([*chosen, *own], search)[1])
-                elsewhere = any(".." in str(option) for option in full.hydra.runtime.choices.values())
+                elsewhere = any(
+                    ".." in str(option) for option in full.hydra.runtime.choices.values()
+                )
                 return {} if elsewhere else with_variables(full)
             except ConfigError:
                 continue
@@ -155,7 +163,9 @@ def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
     from hydra.types import HydraContext
 
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
-        yield HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(config))
+        yield HydraContext(
+            config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(config)
+        )
 
 
 def length_keys(composed: Composed) -> tuple[str, ...]:
@@ -163,8 +173,15 @@ def length_keys(composed: Composed) -> tuple[str, ...]:
     from omegaconf import OmegaConf
 
     longer = copy.deepcopy(composed.full)
-    OmegaConf.update(longer, "trainer.steps", 2 * composed.config["trainer"]["steps"] + 1, force_add=True)
-    OmegaConf.update(longer, "trainer.max_time", 2 * (composed.config["trainer"].get("max_time") or 0) + 1, force_add=True)
+    OmegaConf.update(
+        longer, "trainer.steps", 2 * composed.config["trainer"]["steps"] + 1, force_add=True
+    )
+    OmegaConf.update(
+        longer,
+        "trainer.max_time",
+        2 * (composed.config["trainer"].get("max_time") or 0) + 1,
+        force_add=True,
+    )
     return tuple(difference(composed.config, _plain(longer)))
 
 
@@ -178,16 +195,26 @@ def _clashes(config_dir: str | None) -> list[str]:
     folder = Path(config_dir) if config_dir else None
     files = sorted(folder.rglob("*.yaml")) if folder else []
     hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]
-    return [f"{f}: an option of this name ships with rlkit and would be taken instead; rename the file" for f in hidden]
+    return [
+        f"{f}: an option of this name ships with rlkit and would be taken instead; rename the file"
+        for f in hidden
+    ]
 
 
 def _check_searchpath(overrides: Sequence[str]) -> None:
     """Raises ConfigError for a place of hydra.searchpath that is not there. Hydra would only warn, and then miss its options."""
-    for scheme, place in re.findall(r"(file|pkg)://([^\]\s,'\"]+)", " ".join(text for text in overrides if "hydra.searchpath=" in text)):
+    for scheme, place in re.findall(
+        r"(file|pkg)://([^\]\s,'\"]+)",
+        " ".join(text for text in overrides if "hydra.searchpath=" in text),
+    ):
         if scheme == "file" and not Path(place).is_dir():
-            raise ConfigError(f"hydra.searchpath: file://{place} is no folder; name the folder that holds your groups")
+            raise ConfigError(
+                f"hydra.searchpath: file://{place} is no folder; name the folder that holds your groups"
+            )
         if scheme == "pkg" and not _importable(place):
-            raise ConfigError(f"hydra.searchpath: pkg://{place} cannot be imported; install the package, or put its folder on PYTHONPATH")
+            raise ConfigError(
+                f"hydra.searchpath: pkg://{place} cannot be imported; install the package, or put its folder on PYTHONPATH"
+            )
 
 
 def _importable(package: str) -> bool:
@@ -197,7 +224,9 @@ def _importable(package: str) -> bool:
         return False
 
 
-def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+def _load(
+    entry: str, search: Sequence[str], overrides: Sequence[str]
+) -> tuple[DictConfig, list[str]]:
     """Hydra's config, its own node included, and the overrides that give it; whatever goes wrong is one ConfigError.
 
     Hydra composes the groups; the values are set after that, as it does itself. A key that the YAML does not hold may still be one
@@ -209,7 +238,10 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    parser, groups = OverridesParser.create(), [text for text in overrides if is_group(text, search)]
+    parser, groups = (
+        OverridesParser.create(),
+        [text for text in overrides if is_group(text, search)],
+    )
     accepted = []
     try:
         full = copy.deepcopy(_composed_groups(entry, (*search, *groups), _stamp(search)))
@@ -231,12 +263,16 @@ def _load(entry: str, search: Sequence[str], overrides: Sequence[str]) -> tuple[
         if absent := re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error)):
             group, name = absent.groups()
             where = "" if f"{group}={name}" in overrides else ", which a defaults list names"
-            raise ConfigError(no_such_option(f"{group}={name}{where}", name, group, _group_options(group, search))) from error
+            raise ConfigError(
+                no_such_option(f"{group}={name}{where}", name, group, _group_options(group, search))
+            ) from error
         absent = re.match(r"Could not override '([\w.]+)'", str(error))
         path = absent[1] if absent else ""
         if path.startswith("hydra."):
             known = _composed_groups(entry, (), _stamp(search)).hydra
-            raise ConfigError(f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}") from error
+            raise ConfigError(
+                f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}"
+            ) from error
         if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
             raise ConfigError(f"{path}: rlkit {entry} has no such group") from error
         if str(error).startswith("Error merging override"):
@@ -262,8 +298,13 @@ def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> D
 
 def _stamp(search: Sequence[str]) -> object:
     """Changes whenever an option is written, also in a notebook that edits its own."""
-    folders = [conf_dir(), *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text))]
-    return tuple((str(f), f.stat().st_mtime_ns) for folder in folders for f in folder.rglob("*.yaml"))
+    folders = [
+        conf_dir(),
+        *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text)),
+    ]
+    return tuple(
+        (str(f), f.stat().st_mtime_ns) for folder in folders for f in folder.rglob("*.yaml")
+    )
 
 
 def _plain(full: DictConfig) -> dict[str, Any]:
@@ -281,8 +322,14 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         key, written = _unresolved(full)
         if "node `suggests` is not a container" in str(error):
             group = written.strip("${}").partition(".suggests")[0] or key.partition(".")[0]
-            raise ConfigError(f"{group}.suggests: holds values by name; set one of them, as in {group}.suggests.NAME=VALUE") from error
-        raise ConfigError(f"{key}: {written} cannot be resolved: {one_sentence(error)}" if key else one_sentence(error)) from error
+            raise ConfigError(
+                f"{group}.suggests: holds values by name; set one of them, as in {group}.suggests.NAME=VALUE"
+            ) from error
+        raise ConfigError(
+            f"{key}: {written} cannot be resolved: {one_sentence(error)}"
+            if key
+            else one_sentence(error)
+        ) from error
 
 
 def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
@@ -299,7 +346,11 @@ def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
         except (OmegaConfBaseException, ValueError):
             written: Any = OmegaConf.to_container(node, resolve=False)
             return where, str(written[key])
-        if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, key) and (found := _unresolved(value, where))[0]:
+        if (
+            OmegaConf.is_config(value)
+            and not OmegaConf.is_interpolation(node, key)
+            and (found := _unresolved(value, where))[0]
+        ):
             return found
     return "", ""
 
@@ -324,14 +375,20 @@ def unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
 def choices(full: DictConfig) -> list[str]:
     """GROUP=OPTION of every group for which an option was chosen, sorted."""
     chosen = full.hydra.runtime.choices.items()
-    return sorted(f"{group}={option}" for group, option in chosen if option and not str(group).startswith("hydra/"))
+    return sorted(
+        f"{group}={option}"
+        for group, option in chosen
+        if option and not str(group).startswith("hydra/")
+    )
 
 
 def is_group(override: str, search: Sequence[str]) -> bool:
     """Whether an override chooses an option, or sets something of Hydra's own, which may decide where options are found."""
     key, _, value = override.lstrip("+~").partition("=")
     options = _group_options(key.partition("@")[0], search)
-    return key.partition("/")[0].partition(".")[0] == "hydra" or (bool(options) and not value.startswith("{"))
+    return key.partition("/")[0].partition(".")[0] == "hydra" or (
+        bool(options) and not value.startswith("{")
+    )
 
 
 def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
@@ -347,7 +404,9 @@ def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
     return loader.repository.get_group_options(group, ObjectType.CONFIG)
 
 
-def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[list[str], list[str]]:
+def _check_overrides(
+    overrides: Sequence[str], search: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Problems of the overrides themselves, and the overrides that can be composed, values made to add where they must."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -356,7 +415,9 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
     parser = OverridesParser.create(config_loader=hydra.config_loader)
-    elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)  # options that are looked for later
+    elsewhere = bool(search) or any(
+        text.startswith("hydra.searchpath=") for text in overrides
+    )  # options that are looked for later
     problems, accepted = [], []
     for given in overrides:
         try:
@@ -374,7 +435,9 @@ def _check_overrides(overrides: Sequence[str], search: Sequence[str]) -> tuple[l
         group = override.key_or_group
         options = _group_options(group)
         chosen = override.value() if options and not override.is_sweep_override() else []
-        within = [str(c).rpartition("/") for c in (chosen if isinstance(chosen, list) else [chosen])]  # an option may be in a folder
+        within = [
+            str(c).rpartition("/") for c in (chosen if isinstance(chosen, list) else [chosen])
+        ]  # an option may be in a folder
         unknown = [
             folder + slash + name
             for folder, slash, name in within
@@ -410,7 +473,11 @@ def parse_override(parser: Any, text: str) -> tuple[Any, str]:
 
 def one_sentence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "Config search path", "provider")))
+    return " ".join(
+        line
+        for line in lines
+        if not line.startswith(("full_key", "object_type", "Config search path", "provider"))
+    )
 
 
 def experiment(composed: Composed) -> Experiment:
@@ -425,7 +492,9 @@ def builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
 
 def checked(x: Experiment) -> Experiment:
     """The experiment itself, after every check that needs no model and no data. Raises ConfigError with all problems at once."""
-    with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):  # their functions run on fake data
+    with guard_state(
+        x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]
+    ):  # their functions run on fake data
         if problems := run_problems(x):
             raise ConfigError("\n".join(problems))
         for first in first_steps(x).values():

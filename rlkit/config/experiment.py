@@ -25,7 +25,9 @@ class Configured(Experiment):
     """An experiment that knows its config. `_replace` gives one that does not, since the config would no longer describe it."""
 
     config: Mapping[str, Any] = MappingProxyType({})
-    overrides: tuple[str, ...] = ()  # that give the config to Hydra; empty where a part is a Python object
+    overrides: tuple[
+        str, ...
+    ] = ()  # that give the config to Hydra; empty where a part is a Python object
 
 
 def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) -> Experiment:
@@ -48,7 +50,9 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
     words = [text for text in overrides if text not in ("trust=true", "trust=false")]
     words += [override(path, value) for path, value in given.items() if path not in parts]
     composed = compose(words, config_dir=config_dir, trusted=trusted)
-    if problems := phase_problems(composed.config, [f"{path}={type(part).__name__}" for path, part in parts.items()]):
+    if problems := phase_problems(
+        composed.config, [f"{path}={type(part).__name__}" for path, part in parts.items()]
+    ):
         raise ConfigError("\n".join(problems))
     x, config = build(composed.config), composed.config
     suggested = getattr(x.model, "suggests", {})
@@ -60,8 +64,12 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
         x = placed(x, path, part, Experiment, path)
         config = with_value(config, path, described(reduce(inside, path.split("."), x)))
     if hasattr(x.model, "__dict__"):
-        vars(x.model)["suggests"] = suggested  # the other numbers are those of the option that the object replaces
-    x = x if isinstance(x.task, partial) else x._replace(task=partial(x.task))  # a user's own function stays as it is
+        vars(x.model)["suggests"] = (
+            suggested  # the other numbers are those of the option that the object replaces
+        )
+    x = (
+        x if isinstance(x.task, partial) else x._replace(task=partial(x.task))
+    )  # a user's own function stays as it is
     vars(x.task).update(beside)  # they are the run's, whatever gives the tasks
     configured = Configured(*checked(x))
     configured.config, configured.overrides = config, () if parts else tuple(composed.overrides)
@@ -79,7 +87,11 @@ def override(path: str, value: Any) -> str:
     """A keyword as an override. A text chooses an option where there is a group of that name."""
     is_group = (conf_dir() / path.replace(".", "/")).is_dir()
     chosen = [value] if isinstance(value, str) else value
-    if is_group and isinstance(chosen, list | tuple) and all(isinstance(name, str) for name in chosen):
+    if (
+        is_group
+        and isinstance(chosen, list | tuple)
+        and all(isinstance(name, str) for name in chosen)
+    ):
         return f"{path.replace('.', '/')}={value if isinstance(value, str) else '[' + ','.join(chosen) + ']'}"
     return f"{path}={literal(value)}"
 
@@ -92,7 +104,11 @@ def literal(value: Any) -> str:
         return "[" + ",".join(map(literal, value)) + "]"
     if isinstance(value, str | Path):
         return "'" + str(value).replace("'", r"\'") + "'"
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    return (
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else repr(value)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ parts as Python objects
@@ -108,22 +124,45 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
     name, _, rest = path.partition(".")
     if isinstance(owner, Mapping):
         within = typing.get_args(hint)[-1] if typing.get_args(hint) else Any
-        return {**owner, name: placed(owner.get(name), rest, part, within, where) if rest else lifted(part, within, where)}
+        return {
+            **owner,
+            name: placed(owner.get(name), rest, part, within, where)
+            if rest
+            else lifted(part, within, where),
+        }
     if hasattr(owner, "_fields"):
         known = _hints(type(owner))
     elif isinstance(owner, partial):
         known = dict.fromkeys(inspect.signature(owner).parameters, Any) | _hints(owner.func)
     else:
-        raise ConfigError(f"{where}: there is no '{name}' to replace; give the whole part that it would belong to")
+        raise ConfigError(
+            f"{where}: there is no '{name}' to replace; give the whole part that it would belong to"
+        )
     if name not in known:
-        raise ConfigError(f"{where}: there is no '{name}'.{nearest(name, known)} There are: {', '.join(known)}")
-    new = placed(inside(owner, name), rest, part, known[name], where) if rest else lifted(part, known[name], where)
-    return partial(owner, **{name: new}) if isinstance(owner, partial) else owner._replace(**{name: new})
+        raise ConfigError(
+            f"{where}: there is no '{name}'.{nearest(name, known)} There are: {', '.join(known)}"
+        )
+    new = (
+        placed(inside(owner, name), rest, part, known[name], where)
+        if rest
+        else lifted(part, known[name], where)
+    )
+    return (
+        partial(owner, **{name: new})
+        if isinstance(owner, partial)
+        else owner._replace(**{name: new})
+    )
 
 
 def inside(owner: Any, name: str) -> Any:
     """What stands under a name: a field, an entry or a keyword argument; None where nothing does."""
-    named = owner.keywords if isinstance(owner, partial) else owner if isinstance(owner, Mapping) else None
+    named = (
+        owner.keywords
+        if isinstance(owner, partial)
+        else owner
+        if isinstance(owner, Mapping)
+        else None
+    )
     return getattr(owner, name, None) if named is None else named.get(name)
 
 
@@ -146,9 +185,13 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
     if not stands(part, hint):
         prefix = where.replace(".", "__")
         takes = (
-            f", or replace one of its parts: {', '.join(f'{prefix}__{name}' for name in hint._fields)}" if hasattr(hint, "_fields") else ""
+            f", or replace one of its parts: {', '.join(f'{prefix}__{name}' for name in hint._fields)}"
+            if hasattr(hint, "_fields")
+            else ""
         )
-        raise ConfigError(f"{where}: {part!r:.100} cannot stand there; give {in_words(hint)}{takes}")
+        raise ConfigError(
+            f"{where}: {part!r:.100} cannot stand there; give {in_words(hint)}{takes}"
+        )
     return part
 
 
@@ -171,20 +214,30 @@ def in_words(hint: Any) -> str:
     base = typing.get_origin(hint) or hint
     if base in (typing.Union, UnionType):
         return " or ".join(map(in_words, typing.get_args(hint)))
-    return "a function" if base is Callable or "__call__" in vars(base) else f"a value of the type {getattr(base, '__name__', base)}"
+    return (
+        "a function"
+        if base is Callable or "__call__" in vars(base)
+        else f"a value of the type {getattr(base, '__name__', base)}"
+    )
 
 
 def as_term(part: Any, where: str) -> Term:
     """A function of a rollout as a term of weight 1."""
     if not callable(part) and not isinstance(part, Term):
-        raise ConfigError(f"{where}: {part!r:.100} is no term of a reward; give a function (rollout) → float or a Term")
+        raise ConfigError(
+            f"{where}: {part!r:.100} is no term of a reward; give a function (rollout) → float or a Term"
+        )
     return part if isinstance(part, Term) else Term(1.0, part)
 
 
 def as_reward(part: Any, where: str) -> Reward:
     """Functions and terms as a reward; they are named as they are in a mapping, else as the functions are."""
     own = part if isinstance(part, list | tuple) and not isinstance(part, Term) else [part]
-    terms = {name: as_term(one, f"{where}.terms.{name}") for name, one in part.items()} if isinstance(part, Mapping) else {}
+    terms = (
+        {name: as_term(one, f"{where}.terms.{name}") for name, one in part.items()}
+        if isinstance(part, Mapping)
+        else {}
+    )
     for one in own if not terms else ():
         term = as_term(one, where)
         name = written(term.fn).rpartition(".")[2].strip("<>")
@@ -196,7 +249,9 @@ def task_function(part: Any, where: str) -> Callable[..., Sequence[Task]]:
     """Tasks as the function of a split that a run asks. A list is all for training, without validation or test problems."""
     splits = part if isinstance(part, Splits) else Splits(part)
     if isinstance(part, Task) or not all(isinstance(task, Task) for own in splits for task in own):
-        raise ConfigError(f"{where}: {part!r:.100} are no tasks; give a list of Task, a Splits, or a function (split=…) → tasks")
+        raise ConfigError(
+            f"{where}: {part!r:.100} are no tasks; give a list of Task, a Splits, or a function (split=…) → tasks"
+        )
     return lambda *, split: getattr(splits, split)
 
 
@@ -226,11 +281,17 @@ def described(part: Any) -> Any:
         return [described(value) for value in part[:8]]  # of a long list of tasks the first ones
     if isinstance(part, partial):
         return {"_target_": written(part.func), "_partial_": True, **described(part.keywords)}
-    return {"_target_": written(part if callable(part) else type(part)), "_partial_": callable(part)}
+    return {
+        "_target_": written(part if callable(part) else type(part)),
+        "_partial_": callable(part),
+    }
 
 
 def with_value(config: Any, path: str, value: Any) -> Any:
     """A copy of a nested mapping with the value at a dotted path."""
     name, _, rest = path.partition(".")
     inside = config.get(name) if isinstance(config, Mapping) else None
-    return {**(config if isinstance(config, Mapping) else {}), name: with_value(inside, rest, value) if rest else value}
+    return {
+        **(config if isinstance(config, Mapping) else {}),
+        name: with_value(inside, rest, value) if rest else value,
+    }

@@ -60,8 +60,14 @@ def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
     anywhere, then similar ones.
     """
     parent, _, word = path.rpartition(".")
-    same_part = f".{path}" if parent else "."  # evaluation.reward.terms.task is no other place than reward.terms.task
-    below = [leaf for leaf in leaves if leaf != path and not leaf.endswith(same_part) and not leaf.startswith(f"{path}.")]
+    same_part = (
+        f".{path}" if parent else "."
+    )  # evaluation.reward.terms.task is no other place than reward.terms.task
+    below = [
+        leaf
+        for leaf in leaves
+        if leaf != path and not leaf.endswith(same_part) and not leaf.startswith(f"{path}.")
+    ]
     if near := difflib.get_close_matches(word, list(named), n=1, cutoff=0.85):
         return _sentence(near)
     if word in MEANT and MEANT[word] != path:
@@ -70,9 +76,13 @@ def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
         return _sentence(sorted(same, key=lambda leaf: (leaf.count("."), leaf))[:3])
     if near := difflib.get_close_matches(word, list(named), n=1, cutoff=0.5) if parent else []:
         return _sentence(near)
-    by_name = {leaf.rpartition(".")[2]: leaf for leaf in sorted(below, key=lambda leaf: -leaf.count("."))}
+    by_name = {
+        leaf.rpartition(".")[2]: leaf for leaf in sorted(below, key=lambda leaf: -leaf.count("."))
+    }
     names = {**by_name, **MEANT}
-    return _sentence([names[name] for name in difflib.get_close_matches(word, list(names), n=1, cutoff=0.8)])
+    return _sentence(
+        [names[name] for name in difflib.get_close_matches(word, list(names), n=1, cutoff=0.8)]
+    )
 
 
 def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -88,4 +98,8 @@ def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _sentence(keys: list[str]) -> str:
-    return f" Did you mean {' or '.join(repr(key + 'OPTION' if key.endswith('=') else key) for key in keys)}?" if keys else ""
+    return (
+        f" Did you mean {' or '.join(repr(key + 'OPTION' if key.endswith('=') else key) for key in keys)}?"
+        if keys
+        else ""
+    )

@@ -25,7 +25,13 @@ from rlkit.errors import ConfigError
 from rlkit.system.redaction import FROM_ENVIRONMENT, SECRET
 
 # Variables that a logger's package sends to its address by itself.
-SENT = {"rlkit.training.loggers.mlflow": ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN")}
+SENT = {
+    "rlkit.training.loggers.mlflow": (
+        "MLFLOW_TRACKING_TOKEN",
+        "MLFLOW_TRACKING_PASSWORD",
+        "DATABRICKS_TOKEN",
+    )
+}
 
 
 class Leak(NamedTuple):
@@ -78,7 +84,9 @@ def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[s
 
 def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterator[Leak]:
     """What of the user's stands among the arguments of a function whose address the folder names."""
-    for where, text, own in _leaves({key: value for key, value in node.items() if key != "suggests"}, base, path):
+    for where, text, own in _leaves(
+        {key: value for key, value in node.items() if key != "suggests"}, base, path
+    ):
         if names := FROM_ENVIRONMENT.findall(text):
             yield Leak(where, f"the value of {names[0]}", place)
         elif own and SECRET.search(where.rpartition(".")[2]):
@@ -96,9 +104,15 @@ def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[s
     found = []
     for key, value in node.items():
         verdict = declared_by(target).get(key, Declared(""))
-        if verdict.word not in SENDS or is_shipped(value, verdict, target, key, by) or is_same(value, below(base, key)):
+        if (
+            verdict.word not in SENDS
+            or is_shipped(value, verdict, target, key, by)
+            or is_same(value, below(base, key))
+        ):
             continue
-        if verdict.plain or any(is_text(part) and not FROM_ENVIRONMENT.fullmatch(part) for part in plain_parts(value)):
+        if verdict.plain or any(
+            is_text(part) and not FROM_ENVIRONMENT.fullmatch(part) for part in plain_parts(value)
+        ):
             found.append(f"{path}.{key}={short(value)}" if path else f"{key}={short(value)}")
     return found
 
@@ -126,7 +140,10 @@ def without(node: Any, paths: frozenset[str], path: str = "") -> Any:
     if path in paths:
         return None
     if isinstance(node, Mapping):
-        return {key: without(value, paths, f"{path}.{key}" if path else str(key)) for key, value in node.items()}
+        return {
+            key: without(value, paths, f"{path}.{key}" if path else str(key))
+            for key, value in node.items()
+        }
     if isinstance(node, list):
         return [without(value, paths, f"{path}[{i}]") for i, value in enumerate(node)]
     return node

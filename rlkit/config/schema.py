@@ -24,7 +24,11 @@ from rlkit.system.shared_state import FOLDER, guard_state
 # `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
 KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
-WANTED = {"_target_": "the name of a function; write MODULE.FUNCTION", "_partial_": "true or false", "_args_": "a list of values"}
+WANTED = {
+    "_target_": "the name of a function; write MODULE.FUNCTION",
+    "_partial_": "true or false",
+    "_args_": "a list of values",
+}
 # What an option may suggest to other groups, and of what kind it is; every number is greater than 0.
 SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float), "thinking": bool | None, "max_new_tokens": int | None,
@@ -73,20 +77,27 @@ def _beside(path: str) -> tuple[str, ...]:
     return BESIDE.get(path.rpartition(".")[2], ())
 
 
-def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]) -> list[str]:
+def _check_call(
+    node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]
+) -> list[str]:
     """The keys and values of a node against its target's signature, then the nodes within."""
     parameters = inspect.signature(target).parameters
     partial = node.get("_partial_", False)
     named = {
         name: p
         for name, p in parameters.items()
-        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
+        if p.kind is p.KEYWORD_ONLY
+        or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
     }  # a partial part's required positional parameters are what it is called with, not what a config sets
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = signature_hints(target)
     beside = [key for key in _beside(path) if key in node and key not in named]
     keys = [key for key in node if key not in SPECIAL and key not in beside]
-    problems = [problem for key in beside for problem in _check_value(node[key], Callable[..., Any], _join(path, key), leaves)]
+    problems = [
+        problem
+        for key in beside
+        for problem in _check_value(node[key], Callable[..., Any], _join(path, key), leaves)
+    ]
     problems += _check_suggestions(node.get("suggests", {}), _join(path, "suggests"))
     for key in keys:
         where = _join(path, key)
@@ -94,12 +105,25 @@ def _check_call(node: Mapping[str, Any], target: Callable[..., Any], path: str, 
             problems += _check_value(node[key], hints.get(key, Any), where, leaves)
         elif not takes_any:
             label = f"'{node['_target_']}'" if path else "a run"
-            own = path and not str(node["_target_"]).startswith("rlkit.")  # put in place of a part that had such a key
-            away = f"; where the option behind it sets '{key}', take it out with ~{where}" if own else ""
+            own = path and not str(node["_target_"]).startswith(
+                "rlkit."
+            )  # put in place of a part that had such a key
+            away = (
+                f"; where the option behind it sets '{key}', take it out with ~{where}"
+                if own
+                else ""
+            )
             hint = nearest(key, named) if own else meant(where, named, leaves)
-            problems.append(f"{where}: {label} takes no '{key}'.{hint} It takes: {', '.join(named) or 'nothing'}{away}")
+            problems.append(
+                f"{where}: {label} takes no '{key}'.{hint} It takes: {', '.join(named) or 'nothing'}{away}"
+            )
     for name, p in named.items():
-        if p.default is p.empty and name not in keys and not node.get("_args_") and not (partial and name in GIVEN_LATER):
+        if (
+            p.default is p.empty
+            and name not in keys
+            and not node.get("_args_")
+            and not (partial and name in GIVEN_LATER)
+        ):
             problems.append(f"{_join(path, name)}: '{node['_target_']}' needs a value here")
     return problems
 
@@ -111,7 +135,9 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
     problems = []
     for key, value in given.items():
         if key not in SUGGESTED:
-            problems.append(f"{path}.{key}: nothing reads this.{nearest(key, SUGGESTED)} There are: {', '.join(SUGGESTED)}")
+            problems.append(
+                f"{path}.{key}: nothing reads this.{nearest(key, SUGGESTED)} There are: {', '.join(SUGGESTED)}"
+            )
         elif value == MISSING:
             problems.append(f"{path}.{key}: has no value; set one, or leave the key out")
         elif not fits(value, SUGGESTED[key]):
@@ -124,7 +150,11 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
 def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> list[str]:
     """A value against the hint of its parameter, and every node within it."""
     problems = check(value, where, leaves)
-    return problems if problems and not isinstance(value, dict | list) else problems + _mismatch(value, hint, where)
+    return (
+        problems
+        if problems and not isinstance(value, dict | list)
+        else problems + _mismatch(value, hint, where)
+    )
 
 
 def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
@@ -137,26 +167,54 @@ def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
         return [] if fits(value, hint) else [f"{where}: {value!r} is not {describe(hint)}"]
     holding = [option for option in _alternatives(hint) if _holds(option, type(value))]
     if not holding:
-        part = next((_public_name(option) for option in _alternatives(hint) if hasattr(option, "_fields")), "")
+        part = next(
+            (_public_name(option) for option in _alternatives(hint) if hasattr(option, "_fields")),
+            "",
+        )
         if part and isinstance(value, dict):
-            return [f"{where}: {value!r} has no _target_, so nothing says what it is; add _target_: {part}"]
+            return [
+                f"{where}: {value!r} has no _target_, so nothing says what it is; add _target_: {part}"
+            ]
         return [f"{where}: {value!r} is not {describe(hint)}"]
     inside = typing.get_args(holding[0])
     if len(holding) > 1 or not inside or typing.get_origin(holding[0]) is tuple:
         return []
     if isinstance(value, dict):
-        return [problem for key, item in value.items() for problem in _mismatch(item, inside[-1], _join(where, key))]
-    return [problem for i, item in enumerate(value) for problem in _mismatch(item, inside[-1], f"{where}[{i}]")]
+        return [
+            problem
+            for key, item in value.items()
+            for problem in _mismatch(item, inside[-1], _join(where, key))
+        ]
+    return [
+        problem
+        for i, item in enumerate(value)
+        for problem in _mismatch(item, inside[-1], f"{where}[{i}]")
+    ]
 
 
 def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
     """A function where a part that holds one is wanted, such as a reward function in place of a term."""
     wanted = [option for option in _alternatives(hint) if option is not type(None)]
-    if not node.get("_partial_") or not wanted or not all(hasattr(option, "_fields") for option in wanted):
+    if (
+        not node.get("_partial_")
+        or not wanted
+        or not all(hasattr(option, "_fields") for option in wanted)
+    ):
         return []
     part = _public_name(wanted[0])
-    held = next((name for name, kind in signature_hints(wanted[0]).items() if typing.get_origin(kind) is Callable), None)
-    beneath = f"; write _target_: {part} there, and the function beneath it as {held}" if held else f"; write _target_: {part}"
+    held = next(
+        (
+            name
+            for name, kind in signature_hints(wanted[0]).items()
+            if typing.get_origin(kind) is Callable
+        ),
+        None,
+    )
+    beneath = (
+        f"; write _target_: {part} there, and the function beneath it as {held}"
+        if held
+        else f"; write _target_: {part}"
+    )
     return [f"{where}: '{node['_target_']}' is a function, not a {part}{beneath}"]
 
 
@@ -175,13 +233,21 @@ def _holds(hint: Any, kind: type) -> bool:
         return True
     if base is tuple or not inspect.isclass(base):
         return base is tuple and kind is list
-    return base not in (Callable, Hashable) and not getattr(base, "_is_protocol", False) and issubclass(kind, base)
+    return (
+        base not in (Callable, Hashable)
+        and not getattr(base, "_is_protocol", False)
+        and issubclass(kind, base)
+    )
 
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from words."""
     for option in _alternatives(hint):
-        if option in (Any, object) or isinstance(option, typing.TypeVar) or (option is type(None) and value is None):
+        if (
+            option in (Any, object)
+            or isinstance(option, typing.TypeVar)
+            or (option is type(None) and value is None)
+        ):
             return True
         if typing.get_origin(option) is Literal and value in typing.get_args(option):
             return True
@@ -194,14 +260,27 @@ def fits(value: Any, hint: Any) -> bool:
 
 def describe(hint: Any) -> str:
     """A hint in words: 'a whole number or null', 'a list, [value, …]'."""
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     words = []
     for option in _alternatives(hint):
         base = typing.get_origin(option) or option
         if base is Literal:
             words.append("one of " + ", ".join(map(str, typing.get_args(option))))
-        elif inspect.isclass(base) and base is not str and issubclass(base, Mapping | Sequence) and not hasattr(base, "_fields"):
-            words.append("a mapping, {name: value}" if issubclass(base, Mapping) else "a list, [value, …]")
+        elif (
+            inspect.isclass(base)
+            and base is not str
+            and issubclass(base, Mapping | Sequence)
+            and not hasattr(base, "_fields")
+        ):
+            words.append(
+                "a mapping, {name: value}" if issubclass(base, Mapping) else "a list, [value, …]"
+            )
         else:
             words.append(names.get(option, "a part (a mapping with a _target_)"))
     said = " or ".join(dict.fromkeys(words))
@@ -235,12 +314,18 @@ def resolve(name: Any) -> Callable[..., Any]:
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ConfigError(f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?") from error
+            raise ConfigError(
+                f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?"
+            ) from error
         raise ConfigError(f"'{name}' cannot be imported: {place(error)}: {error}") from error
     except SyntaxError as error:
-        raise ConfigError(f"'{name}' cannot be imported: {error.filename}:{error.lineno}: {error.msg}") from error
+        raise ConfigError(
+            f"'{name}' cannot be imported: {error.filename}:{error.lineno}: {error.msg}"
+        ) from error
     except Exception as error:  # whatever the user's module raises while it is imported
-        raise ConfigError(f"'{name}' cannot be imported: {place(error)}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"'{name}' cannot be imported: {place(error)}: {type(error).__name__}: {error}"
+        ) from error
     if not hasattr(module, attribute):
         public = [n for n in dir(module) if not n.startswith("_")]
         raise ConfigError(f"'{module_name}' has no '{attribute}'.{nearest(attribute, public)}")
@@ -266,15 +351,23 @@ def build(node: Any, path: str = "") -> Any:
         return [build(item, f"{path}[{i}]") for i, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    values = {key: build(value, _join(path, key)) for key, value in node.items() if key not in SPECIAL}
+    values = {
+        key: build(value, _join(path, key)) for key, value in node.items() if key not in SPECIAL
+    }
     if "_target_" not in node:
         return values
     target = resolve(node["_target_"])
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
-    beside = {key: values.pop(key) for key in _beside(path) if key in values and key not in inspect.signature(target).parameters}
+    beside = {
+        key: values.pop(key)
+        for key in _beside(path)
+        if key in values and key not in inspect.signature(target).parameters
+    }
     if node.get("_partial_"):
         part = functools.partial(target, *arguments, **values)
-        vars(part).update(beside, suggests=node.get("suggests", {}))  # for problems/doubts.py; no call sees them
+        vars(part).update(
+            beside, suggests=node.get("suggests", {})
+        )  # for problems/doubts.py; no call sees them
         return part
     try:
         with guard_state(target, kinds=[FOLDER]):

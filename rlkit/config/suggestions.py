@@ -26,20 +26,32 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
     """
     if (own := _read(_root_, "model.suggests.max_new_tokens")) is not None:
         return own
-    key, otherwise = ("max_new_tokens", short) if _read(_root_, "model.enable_thinking") is False else ("max_new_tokens_thinking", thinking)
+    key, otherwise = (
+        ("max_new_tokens", short)
+        if _read(_root_, "model.enable_thinking") is False
+        else ("max_new_tokens_thinking", thinking)
+    )
     parts = _read(_root_, "task.parts")
     places = [f"task.parts.{name}" for name in parts] if isinstance(parts, Mapping) else ["task"]
     lengths = [_read(_root_, f"{place}.suggests.{key}") for place in places]
-    return max((length if isinstance(length, int) else otherwise for length in lengths), default=otherwise)
+    return max(
+        (length if isinstance(length, int) else otherwise for length in lengths), default=otherwise
+    )
 
 
 def reward_weights(*, _root_: Any) -> dict[str, float]:
     """algorithm.advantage.weights of gdpo: name → weight of the reward's terms."""
-    return {name: _read(term, "weight") for name, term in (_read(_root_, "reward.terms") or {}).items()}
+    return {
+        name: _read(term, "weight") for name, term in (_read(_root_, "reward.terms") or {}).items()
+    }
 
 
 # By their names in conf/.
-RESOLVERS: dict[str, Callable] = {"rlkit_lr": learning_rate, "rlkit_reply_length": reply_length, "rlkit_weights": reward_weights}
+RESOLVERS: dict[str, Callable] = {
+    "rlkit_lr": learning_rate,
+    "rlkit_reply_length": reply_length,
+    "rlkit_weights": reward_weights,
+}
 
 
 def _read(node: Any, path: str) -> Any:

@@ -31,7 +31,11 @@ NAME = re.compile(r"\b(?:rlkit|torch)\.[\w.]+")
 CALLS = ("_target_", "_partial_", "_args_")
 ABSENT: Any = object()
 UNDECLARED = "something: no verdict is declared for it"
-SENDS = ("program", "address", "import")  # where a value can leave this process by what a function of the config does
+SENDS = (
+    "program",
+    "address",
+    "import",
+)  # where a value can leave this process by what a function of the config does
 MODEL = ("rlkit.models.load_policy", "path")
 
 
@@ -41,7 +45,10 @@ class _Plain(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(
-                None, None, "it holds an alias (*name), which rlkit never writes", self.peek_event().start_mark
+                None,
+                None,
+                "it holds an alias (*name), which rlkit never writes",
+                self.peek_event().start_mark,
             )
         return super().compose_node(parent, index)
 
@@ -50,13 +57,21 @@ def read_yaml(path: Path) -> Any:
     """A YAML file of a run folder, as data. Raises DataError where it is no such file, holds aliases, or is too large or too deep."""
     try:
         if path.stat().st_size > LARGEST:
-            raise DataError(f"{path}: {path.stat().st_size:,} bytes are no config of rlkit; give the folder as rlkit wrote it")
+            raise DataError(
+                f"{path}: {path.stat().st_size:,} bytes are no config of rlkit; give the folder as rlkit wrote it"
+            )
         return yaml.load(path.read_text(), Loader=_Plain)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise DataError(f"{path}: cannot be read ({why:.300}); give the folder as rlkit wrote it") from error
+        why = (
+            "it is nested too deeply"
+            if isinstance(error, RecursionError)
+            else " ".join(str(error).split())
+        )
+        raise DataError(
+            f"{path}: cannot be read ({why:.300}); give the folder as rlkit wrote it"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------------ declarations
@@ -71,7 +86,9 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     found: dict[str, dict[str, list[Any]]] = {}
 
     def collect(node: Any) -> None:
-        for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        for value in (
+            node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        ):
             collect(value)
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             for name in NAME.findall(node["_target_"]):  # a reference with a default names one too
@@ -79,14 +96,28 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
                 for key, value in node.items():
                     own.setdefault(key, []).append(_marked(value))
 
-    files = [file for file in sorted(conf.rglob("*.yaml")) if file.relative_to(conf).parts[0] != "hydra"]
-    options = {file: yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) for file in files}
+    files = [
+        file for file in sorted(conf.rglob("*.yaml")) if file.relative_to(conf).parts[0] != "hydra"
+    ]
+    options = {
+        file: yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        for file in files
+    }
     for option in options.values():
         collect(option)
-    for file, option in options.items():  # one that takes its function from another option of its group
+    for (
+        file,
+        option,
+    ) in options.items():  # one that takes its function from another option of its group
         if isinstance(option, dict) and "_target_" not in option:
-            group = [other for place, other in options.items() if place.parent == file.parent and isinstance(other, dict)]
-            for name in {str(other["_target_"]) for other in group if "_target_" in other} & found.keys():
+            group = [
+                other
+                for place, other in options.items()
+                if place.parent == file.parent and isinstance(other, dict)
+            ]
+            for name in {
+                str(other["_target_"]) for other in group if "_target_" in other
+            } & found.keys():
                 for key, value in option.items():
                     found[name].setdefault(key, []).append(_marked(value))
     return found
@@ -113,7 +144,9 @@ class Declared(NamedTuple):
 def declared_by(name: str) -> Mapping[str, Declared]:
     """Parameter → its verdict, of a function that a config names. It is imported."""
     target = resolve(name)
-    declared = getattr(inspect.unwrap(target, stop=lambda f: hasattr(f, "__verdicts__")), "__verdicts__", {})
+    declared = getattr(
+        inspect.unwrap(target, stop=lambda f: hasattr(f, "__verdicts__")), "__verdicts__", {}
+    )
     hints = signature_hints(target)
     found = {}
     for key, parameter in inspect.signature(target).parameters.items():
@@ -143,7 +176,9 @@ class Folder(NamedTuple):
 
     conf: Path  # rlkit's own options
     mine: frozenset[str] = frozenset()  # functions that the user names himself
-    place: Path | None = None  # a model in this folder is the folder's own: its weights are data, its template has limits
+    place: Path | None = (
+        None  # a model in this folder is the folder's own: its weights are data, its template has limits
+    )
 
 
 def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterator[str]:
@@ -164,7 +199,9 @@ def _outside(node: Any, by: Folder, base: Any, path: str, word: str) -> Iterator
             yield from _of_a_function(node, by, base, path, word)
             return
         for key, value in node.items():
-            yield from _outside(value, by, below(base, key), f"{path}.{key}" if path else str(key), word)
+            yield from _outside(
+                value, by, below(base, key), f"{path}.{key}" if path else str(key), word
+            )
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from _outside(value, by, item(base, i), f"{path}[{i}]", word)
@@ -185,10 +222,14 @@ def item(base: Any, i: int) -> Any:
 
 
 def is_known(target: Any, by: Folder) -> bool:
-    return isinstance(target, str) and (target in shipped(by.conf) or target in by.mine or bool(OPTIMIZER.fullmatch(target)))
+    return isinstance(target, str) and (
+        target in shipped(by.conf) or target in by.mine or bool(OPTIMIZER.fullmatch(target))
+    )
 
 
-def _of_a_function(node: Mapping[str, Any], by: Folder, base: Any, path: str, word: str) -> Iterator[str]:
+def _of_a_function(
+    node: Mapping[str, Any], by: Folder, base: Any, path: str, word: str
+) -> Iterator[str]:
     target = node["_target_"]
     base = base if below(base, "_target_") == target else ABSENT
     known = is_known(target, by) or base is not ABSENT
@@ -219,7 +260,9 @@ def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
         return own[key]
     if isinstance(value, Mapping) and "_target_" in value:
         return Declared("")
-    return next((v for name, v in own.items() if name in ("settings", "kwargs")), Declared(UNDECLARED))
+    return next(
+        (v for name, v in own.items() if name in ("settings", "kwargs")), Declared(UNDECLARED)
+    )
 
 
 def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder) -> bool:
@@ -291,7 +334,11 @@ def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
         found = PLAIN_OVERRIDE.fullmatch(text)
         key = found[1] if found else ""
         package = (found[2] or "") if found else ""
-        if not key or key.split("/")[0].split(".")[0] == "hydra" or re.search(r"[@:]hydra\b", package):
+        if (
+            not key
+            or key.split("/")[0].split(".")[0] == "hydra"
+            or re.search(r"[@:]hydra\b", package)
+        ):
             yield f"{short(text)} can reach an import"
         elif "." not in key and ".." in text:  # an option outside the folder of options
             yield f"{short(text)} can reach a path"
@@ -332,7 +379,10 @@ def named_functions(text: str) -> frozenset[str]:
 def with_environment(node: Any, path: str = "") -> Any:
     """The config with the values of the environment variables that it names. Raises ConfigError for one that is not set."""
     if isinstance(node, Mapping):
-        return {key: with_environment(value, f"{path}.{key}" if path else str(key)) for key, value in node.items()}
+        return {
+            key: with_environment(value, f"{path}.{key}" if path else str(key))
+            for key, value in node.items()
+        }
     if isinstance(node, list):
         return [with_environment(value, path) for value in node]
     if not isinstance(node, str):
@@ -340,7 +390,9 @@ def with_environment(node: Any, path: str = "") -> Any:
 
     def value(found: re.Match[str]) -> str:
         if found[1] not in os.environ:
-            raise ConfigError(f"{path}: the run took this from the environment variable {found[1]}, which is not set; set it")
+            raise ConfigError(
+                f"{path}: the run took this from the environment variable {found[1]}, which is not set; set it"
+            )
         return os.environ[found[1]]
 
     return FROM_ENVIRONMENT.sub(value, node)

@@ -18,7 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # to the ranks, which end saved
+PASSED_ON = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+)  # to the ranks, which end saved
 GRACE = 15.0  # seconds in which the others may say what they saw, after a rank has failed
 
 
@@ -26,7 +31,11 @@ def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> boo
     """Whether torchrun, `start`, or srun with one task per device has started this process as one of several ranks."""
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return True
-    return devices * nodes > 1 and int(environ.get("SLURM_NTASKS") or 1) == devices * nodes and "SLURM_PROCID" in environ
+    return (
+        devices * nodes > 1
+        and int(environ.get("SLURM_NTASKS") or 1) == devices * nodes
+        and "SLURM_PROCID" in environ
+    )
 
 
 def must_start(devices: int, nodes: int) -> bool:
@@ -57,7 +66,9 @@ def start_ranks(command: Sequence[str], count: int) -> int:
                 "MASTER_PORT": port,
             }
             environ = os.environ | {name: str(value) for name, value in place.items()} | tied()
-            ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))  # a Ctrl-C comes through here, once
+            ranks.append(
+                subprocess.Popen(command, env=environ, start_new_session=True)
+            )  # a Ctrl-C comes through here, once
         return _watch(ranks)
     finally:
         _send(ranks, signal.SIGKILL)
@@ -76,7 +87,11 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         failed = [i for i, rank in enumerate(ranks) if rank.poll()]
         if failed and not first:
             first, failed_at = ranks[failed[0]].returncode, time.monotonic()
-            print(f"rlkit: rank {failed[0]} of {len(ranks)} {ending(first)}; the others are stopped", file=sys.stderr, flush=True)
+            print(
+                f"rlkit: rank {failed[0]} of {len(ranks)} {ending(first)}; the others are stopped",
+                file=sys.stderr,
+                flush=True,
+            )
         waited = time.monotonic() - failed_at if first else 0.0
         if waited > GRACE and not told:
             told = True
@@ -89,7 +104,11 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def ending(status: int) -> str:
     """An exit status in words."""
-    return f"ended with exit status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
+    return (
+        f"ended with exit status {status}"
+        if status > 0
+        else f"was killed by {signal.Signals(-status).name}"
+    )
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
@@ -105,7 +124,12 @@ def adopt_slurm() -> None:
     from lightning.fabric.plugins.environments import SLURMEnvironment
 
     slurm = SLURMEnvironment(auto_requeue=False)
-    place = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "GROUP_RANK": "SLURM_NODEID", "WORLD_SIZE": "SLURM_NTASKS"}
+    place = {
+        "RANK": "SLURM_PROCID",
+        "LOCAL_RANK": "SLURM_LOCALID",
+        "GROUP_RANK": "SLURM_NODEID",
+        "WORLD_SIZE": "SLURM_NTASKS",
+    }
     os.environ.update({name: os.environ[theirs] for name, theirs in place.items()})
     os.environ.update({"MASTER_ADDR": slurm.main_address, "MASTER_PORT": str(slurm.main_port)})
 

@@ -67,11 +67,15 @@ def join(devices: int, *, cuda: bool, timeout: float) -> None:
     """
     started = int(os.environ["WORLD_SIZE"])
     if started != devices:
-        raise ConfigError(f"trainer.devices × trainer.nodes = {devices}, but {started} ranks were started; make the two equal")
+        raise ConfigError(
+            f"trainer.devices × trainer.nodes = {devices}, but {started} ranks were started; make the two equal"
+        )
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with _reaching("the others to start"):
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout)
+        )
     if rank():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the rest of the process)
 
@@ -110,7 +114,9 @@ def gather(make: Callable[[], T]) -> list[T]:
     if failed:
         text = "; ".join(f"rank {i} failed: {why}" for i, (why, _) in failed.items())
         kinds = {kind for _, kind in failed.values()}
-        raise (Refusal if kinds == {Refusal} else RankOSError if kinds == {OSError} else RankError)(text)
+        raise (Refusal if kinds == {Refusal} else RankOSError if kinds == {OSError} else RankError)(
+            text
+        )
     return [part for _, part in parts]
 
 
@@ -129,7 +135,11 @@ def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T
     if size() == 1:
         return work(items, 0)
     begin, end = (len(items) * r // size() for r in (rank(), rank() + 1))
-    return [one for part in gather(lambda: work(items[begin:end], begin) if begin < end else []) for one in part]
+    return [
+        one
+        for part in gather(lambda: work(items[begin:end], begin) if begin < end else [])
+        for one in part
+    ]
 
 
 def any_rank(flag: bool) -> bool:
@@ -155,7 +165,9 @@ def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
     if size() == 1:
         return
     with _reaching("the sums of the others"):
-        for work in [torch.distributed.all_reduce(t, async_op=True) for t in tensors if t is not None]:
+        for work in [
+            torch.distributed.all_reduce(t, async_op=True) for t in tensors if t is not None
+        ]:
             work.wait()
 
 
@@ -197,7 +209,9 @@ def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
         loads[lightest] += of[owner]
         if lightest == rank():
             dealt.add(owner)
-    return torch.tensor([owner in dealt for owner in group_ids.tolist()], dtype=torch.bool, device=lengths.device)
+    return torch.tensor(
+        [owner in dealt for owner in group_ids.tolist()], dtype=torch.bool, device=lengths.device
+    )
 
 
 def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
@@ -208,7 +222,9 @@ def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
     A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes would make the others wait for
     ever.
     """
-    missing = all_reduce_max(len(work)) - len(work)  # agreed before the first of them, which may be a collective itself
+    missing = all_reduce_max(len(work)) - len(
+        work
+    )  # agreed before the first of them, which may be a collective itself
     filler = [(work[-1] if work else spare(), False)] if missing else []
     return [(piece, True) for piece in work] + filler * missing
 
@@ -224,13 +240,24 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
 
     Gradients are summed, not averaged. `in_forward` calls functions of the model.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     # Inputs are left to autocast, which keeps the residual stream in float32 as without shards.
-    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=gathered and torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=gathered, reduce_dtype=gathered and torch.float32, cast_forward_inputs=False
+    )
 
     model = _root(model)
-    model.unsharded = (copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in model.parameters()}),)
+    model.unsharded = (
+        copy.deepcopy(
+            model,
+            {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in model.parameters()},
+        ),
+    )
     for stack in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
         for layer in stack:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -255,7 +282,10 @@ def unsharded_copy(model: Any) -> Any:
     (empty,) = _root(model).unsharded
     reshard(model)
     weights = full_tensors(dict(_root(model).named_parameters()))
-    return copy.deepcopy(empty, {id(p): nn.Parameter(weights[name].clone(), False) for name, p in empty.named_parameters()}).eval()
+    return copy.deepcopy(
+        empty,
+        {id(p): nn.Parameter(weights[name].clone(), False) for name, p in empty.named_parameters()},
+    ).eval()
 
 
 def _root(model: Any) -> Any:
@@ -265,14 +295,24 @@ def _root(model: Any) -> Any:
 def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
     """Call function(model, …) as the forward pass of a sharded model, which gathers weights and reduces gradients."""
     call = getattr(_root(model), "call_inside", None)
-    return function(model, *arguments, **settings) if call is None else call(function, model, *arguments, **settings)
+    return (
+        function(model, *arguments, **settings)
+        if call is None
+        else call(function, model, *arguments, **settings)
+    )
 
 
 def sharded(*models: Any) -> list[Any]:
     """All submodules of the models that are sharded."""
     from torch.distributed.fsdp import FSDPModule
 
-    return [m for model in models if isinstance(model, nn.Module) for m in model.modules() if isinstance(m, FSDPModule)]
+    return [
+        m
+        for model in models
+        if isinstance(model, nn.Module)
+        for m in model.modules()
+        if isinstance(m, FSDPModule)
+    ]
 
 
 def reshard(*models: Any) -> None:

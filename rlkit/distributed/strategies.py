@@ -28,7 +28,9 @@ class Replicated(DDPStrategy):
     def configure_ddp(self) -> None:
         return None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         """Write on rank 0. If that fails, raise OSError on every rank. With Lightning's own method the others would hang."""
         ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
@@ -49,26 +51,42 @@ class Sharded(ModelParallelStrategy):
         module: Any = self.lightning_module
         ranks.reshard(module)
         live = module.state_dict()
-        saved = {name: ranks.shard_like(value, live[name]) if name in live else value for name, value in checkpoint["state_dict"].items()}
+        saved = {
+            name: ranks.shard_like(value, live[name]) if name in live else value
+            for name, value in checkpoint["state_dict"].items()
+        }
         module.load_state_dict(saved, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return ranks.full_tensors((optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict())
+        return ranks.full_tensors(
+            (
+                optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            ).state_dict()
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {
-                i: {name: ranks.shard_like(value, parameters[i]) if getattr(value, "ndim", 0) else value for name, value in own.items()}
+                i: {
+                    name: ranks.shard_like(value, parameters[i])
+                    if getattr(value, "ndim", 0)
+                    else value
+                    for name, value in own.items()
+                }
                 for i, own in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": state})
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         """Write on rank 0, as `Replicated` does."""
         ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
 
@@ -78,10 +96,17 @@ def make_strategy(settings: Any) -> Any:
     if count == 1:
         return "auto"
     if ranks.size() != count:
-        raise ConfigError(f"trainer.devices × trainer.nodes = {count}, but only one was started; use `rlkit train` or torchrun")
+        raise ConfigError(
+            f"trainer.devices × trainer.nodes = {count}, but only one was started; use `rlkit train` or torchrun"
+        )
     timeout = timedelta(seconds=settings.timeout)
     if settings.strategy == "fsdp":
-        return Sharded(data_parallel_size=count, tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=timeout)
+        return Sharded(
+            data_parallel_size=count,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            timeout=timeout,
+        )
     return Replicated(timeout=timeout)
 
 

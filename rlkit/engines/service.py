@@ -39,10 +39,20 @@ class Decoder(Protocol):
         """Whether `advance` would sample nothing."""
         ...
 
-    def accepts(self, params: SamplingParams) -> bool: ...  # whether a completion with these can be sampled beside the others now
-    def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None: ...
-    def release(self, key: int) -> None: ...  # forgets all that is kept of this key, its running completion too
-    def advance(self) -> list[tuple[int, Generation]]: ...  # some more tokens everywhere; the completions that ended
+    def accepts(
+        self, params: SamplingParams
+    ) -> bool: ...  # whether a completion with these can be sampled beside the others now
+    def submit(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> None: ...
+    def release(
+        self, key: int
+    ) -> None: ...  # forgets all that is kept of this key, its running completion too
+    def advance(
+        self,
+    ) -> list[
+        tuple[int, Generation]
+    ]: ...  # some more tokens everywhere; the completions that ended
 
 
 class Request(NamedTuple):
@@ -68,7 +78,9 @@ class Service:
     def _forget(self) -> None:
         self.waiting: dict[int, Request] = {}  # not in the decoder yet
         self.running: dict[int, Request] = {}
-        self.due: dict[int, float] = {}  # episodes that wait for something outside → the round in which they join; inf: any
+        self.due: dict[
+            int, float
+        ] = {}  # episodes that wait for something outside → the round in which they join; inf: any
         self.over: set[int] = set()  # of those in due: the ones that have ended meanwhile
         self.answered: dict[int, SamplingParams] = {}  # episodes that were just given their reply
         self.driver: asyncio.Task[None] | None = None
@@ -76,7 +88,9 @@ class Service:
 
     def make_decoder(self, policy: Policy) -> Decoder:
         """The decoder for these weights; it may be the one that there is."""
-        raise NotImplementedError(f"{type(self).__name__} makes no decoder; define make_decoder(policy)")
+        raise NotImplementedError(
+            f"{type(self).__name__} makes no decoder; define make_decoder(policy)"
+        )
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -85,7 +99,11 @@ class Service:
 
     async def load(self, weights: Policy, version: int) -> None:
         """Sample from these weights, in place, from now on. Raises: EngineError while episodes are in play."""
-        if self.driver is not None and self.driver.get_loop() is asyncio.get_running_loop() and not self._in_play():
+        if (
+            self.driver is not None
+            and self.driver.get_loop() is asyncio.get_running_loop()
+            and not self._in_play()
+        ):
             await asyncio.wait([self.driver])  # it ends by itself once no episode asks for more
         if self._in_play():
             raise EngineError(
@@ -97,12 +115,16 @@ class Service:
     def _in_play(self) -> int:
         return len({*self.running, *self.waiting, *self.answered, *self.due} - self.over)
 
-    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+    async def generate(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> Generation:
         """One completion; see `rlkit.types.Engine`. Raises: ValueError for numbers out of range, EngineError without weights."""
         if problems := out_of_range(params):
             raise ValueError("; ".join(problems))
         if self.decoder is None:
-            raise EngineError(f"{type(self).__name__}.generate: there are no weights yet; await load(policy, version) first")
+            raise EngineError(
+                f"{type(self).__name__}.generate: there are no weights yet; await load(policy, version) first"
+            )
         if self.failure is not None:
             raise self.failure
         loop = asyncio.get_running_loop()
@@ -110,7 +132,9 @@ class Service:
             self._forget()
             self.news = asyncio.Event()
             self.driver = loop.create_task(self._drive(self.decoder))
-            self.driver.add_done_callback(lambda task: task.cancelled() or task.exception())  # the episodes raise it
+            self.driver.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # the episodes raise it
         request = self.waiting[key] = Request(prompt_ids, seed, params, loop.create_future())
         self.news.set()
         return await request.reply
@@ -149,7 +173,9 @@ class Service:
                         await self._hand_out(decoder, replies)
                         yielded = time.perf_counter()
         except BaseException as error:
-            ended = isinstance(error, asyncio.CancelledError)  # with its loop: the decoder is in order
+            ended = isinstance(
+                error, asyncio.CancelledError
+            )  # with its loop: the decoder is in order
             self.failure = None if ended else error
             for request in (*self.waiting.values(), *self.running.values()):
                 if not request.reply.done():
@@ -167,12 +193,18 @@ class Service:
             request = self.running.pop(key)
             if not request.reply.done():  # cancelled
                 known = isinstance(reply, Generation)  # what is none is refused where it is read
-                request.reply.set_result(reply._replace(versions=((0, self.version),)) if known else reply)
+                request.reply.set_result(
+                    reply._replace(versions=((0, self.version),)) if known else reply
+                )
                 self.answered[key] = request.params
         await asyncio.sleep(0)
         for key, params in self.answered.items():
             if key not in self.waiting:
-                rules = {"rounds": decoder.rounds + params.admission_rounds, "barrier": decoder.rounds, "free": math.inf}
+                rules = {
+                    "rounds": decoder.rounds + params.admission_rounds,
+                    "barrier": decoder.rounds,
+                    "free": math.inf,
+                }
                 self.due[key] = rules[params.admission]
         self.answered.clear()
 
@@ -189,7 +221,9 @@ class Service:
                 self._drop(key)
             for key in sorted(self.waiting):
                 request = self.waiting[key]
-                if not decoder.rounds < self.due.get(key, 0) < math.inf and decoder.accepts(request.params):
+                if not decoder.rounds < self.due.get(key, 0) < math.inf and decoder.accepts(
+                    request.params
+                ):
                     self.running[key] = self.waiting.pop(key)
                     self.due.pop(key, None)
                     decoder.submit(key, request.prompt_ids, request.seed, request.params)
@@ -213,9 +247,15 @@ def out_of_range(params: Any) -> list[str]:
     """What no engine can sample, as sentences. Takes SamplingParams, and what has their fields."""
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
     values = {name: getattr(params, name) for name in least}
-    problems = [f"generation.{name}={value}: must be at least {least[name]}" for name, value in values.items() if value < least[name]]
+    problems = [
+        f"generation.{name}={value}: must be at least {least[name]}"
+        for name, value in values.items()
+        if value < least[name]
+    ]
     if not 0 < params.top_p <= 1:
-        problems.append(f"generation.top_p={params.top_p}: must be greater than 0 and at most 1; 1 cuts nothing")
+        problems.append(
+            f"generation.top_p={params.top_p}: must be greater than 0 and at most 1; 1 cuts nothing"
+        )
     return problems
 
 
@@ -248,7 +288,9 @@ class Batches:
     def accepts(self, params: SamplingParams) -> bool:
         return all(params == own for _, _, own in self.waiting.values())
 
-    def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None:
+    def submit(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> None:
         self.waiting[key] = prompt_ids, seed, params
 
     def release(self, key: int) -> None:
@@ -260,8 +302,14 @@ class Batches:
         with waiting("generation.engine", self.complete, count=len(prompts)):
             replies = self.complete(list(prompts), list(seeds), params[0])
         if not isinstance(replies, list | tuple) or len(replies) != len(prompts):
-            what = f"{len(replies)} completions" if isinstance(replies, list | tuple) else f"{replies!r:.200}"
+            what = (
+                f"{len(replies)} completions"
+                if isinstance(replies, list | tuple)
+                else f"{replies!r:.200}"
+            )
             name = written(self.complete)
-            raise EngineError(f"generation.engine ({name}) gave {what} for {len(prompts)} prompts; give one each, in their order")
+            raise EngineError(
+                f"generation.engine ({name}) gave {what} for {len(prompts)} prompts; give one each, in their order"
+            )
         self.rounds += max(len(getattr(reply, "token_ids", ())) for reply in replies)
         return list(zip(given, replies, strict=True))

@@ -62,11 +62,20 @@ def complete(
     """
     by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
     replies: dict[int, Generation] = {}
-    causal = policy.model.get_base_model() if hasattr(policy.model, "disable_adapter") else policy.model  # type: ignore[operator]
+    causal = (
+        policy.model.get_base_model() if hasattr(policy.model, "disable_adapter") else policy.model
+    )  # type: ignore[operator]
     with sampling_mode(causal), torch.inference_mode():
         for start in range(0, len(by_length), max_rows):
             rows = by_length[start : start + max_rows]
-            decoded = _decode(causal, policy, [prompt_ids[i] for i in rows], [seeds[i] for i in rows], params, use_cache)
+            decoded = _decode(
+                causal,
+                policy,
+                [prompt_ids[i] for i in rows],
+                [seeds[i] for i in rows],
+                params,
+                use_cache,
+            )
             replies |= zip(rows, decoded, strict=True)
     return [replies[i] for i in range(len(prompt_ids))]
 
@@ -79,7 +88,11 @@ def sampling_mode(model: Any) -> Iterator[None]:
     """
     from transformers import GenerationConfig
 
-    was_training, use_cache, defaults = model.training, model.config.use_cache, model.generation_config
+    was_training, use_cache, defaults = (
+        model.training,
+        model.config.use_cache,
+        model.generation_config,
+    )
     model.eval()
     model.config.use_cache, model.generation_config = True, GenerationConfig()
     try:
@@ -102,13 +115,23 @@ def _decode(
     device = next(model.parameters()).device
     width = max(map(len, contexts))
     limits = [min(params.max_new_tokens, policy.context_length - len(c)) for c in contexts]
-    ids = torch.tensor([[policy.pad_token_id] * (width - len(c)) + list(c) for c in contexts], device=device)
+    ids = torch.tensor(
+        [[policy.pad_token_id] * (width - len(c)) + list(c) for c in contexts], device=device
+    )
     lengths = torch.tensor([len(c) for c in contexts], device=device)
     attention_mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
-    sampler = GumbelMax(torch.tensor(seeds, device=device), width, params.temperature, top_p=params.top_p, top_k=params.top_k)
+    sampler = GumbelMax(
+        torch.tensor(seeds, device=device),
+        width,
+        params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+    )
     processors: list[Any] = [sampler]
     if params.max_thinking_tokens is not None:
-        budget = ThinkingBudget(policy.renderer.thinking, len(contexts), params.max_thinking_tokens, device)
+        budget = ThinkingBudget(
+            policy.renderer.thinking, len(contexts), params.max_thinking_tokens, device
+        )
         processors.append(Budgeted(budget, contexts, width))
     out = model.generate(
         input_ids=ids,
@@ -129,10 +152,15 @@ def _decode(
         written = torch.stack(processors[1].forced, dim=1)
         logprobs, forced = logprobs.masked_fill(written, 0.0), written.tolist()
     rows = zip(sampled, logprobs.tolist(), forced, limits, strict=True)
-    return [completion(tokens[:limit], scores[:limit], marks, policy.eos_token_ids) for tokens, scores, marks, limit in rows]
+    return [
+        completion(tokens[:limit], scores[:limit], marks, policy.eos_token_ids)
+        for tokens, scores, marks, limit in rows
+    ]
 
 
-def draw(logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float | Tensor, **cut: Any) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float | Tensor, **cut: Any
+) -> tuple[Tensor, Tensor]:
     """A sample [B] of each row's distribution, and the probabilities [B, V] of that distribution.
 
     Args:
@@ -155,11 +183,18 @@ class GumbelMax:
     """A logits processor whose argmax is a sample; keeps the log-prob of each token that it chose."""
 
     def __init__(self, seeds: Tensor, prompt_width: int, temperature: float, **cut: Any):
-        self.seeds, self.prompt_width, self.temperature, self.cut = seeds, prompt_width, temperature, cut
+        self.seeds, self.prompt_width, self.temperature, self.cut = (
+            seeds,
+            prompt_width,
+            temperature,
+            cut,
+        )
         self.logprobs: list[Tensor] = []  # one [B] a step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token, probabilities = draw(scores, self.seeds, input_ids.shape[1] - self.prompt_width, self.temperature, **self.cut)
+        token, probabilities = draw(
+            scores, self.seeds, input_ids.shape[1] - self.prompt_width, self.temperature, **self.cut
+        )
         token = token[:, None]
         self.logprobs.append(probabilities.gather(1, token)[:, 0].log_())
         return torch.full_like(probabilities, -torch.inf).scatter_(1, token, 0.0)
@@ -182,7 +217,9 @@ class ThinkingBudget:
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]]) -> None:
         """A reply to each of these contexts begins."""
-        self.inside[at] = torch.tensor([self.thinking.opened(c) for c in contexts], dtype=torch.bool, device=self.inside.device)
+        self.inside[at] = torch.tensor(
+            [self.thinking.opened(c) for c in contexts], dtype=torch.bool, device=self.inside.device
+        )
         self.used[at] = self.written[at] = 0
         for row in at.tolist():
             self.tails[row] = ""
@@ -225,7 +262,9 @@ class ThinkingBudget:
 class Budgeted:
     """A logits processor behind the sampler: a ThinkingBudget of all rows."""
 
-    def __init__(self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int):
+    def __init__(
+        self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int
+    ):
         self.budget, self.prompt_width = budget, prompt_width
         self.at = torch.arange(len(contexts), device=budget.inside.device)
         self.forced: list[Tensor] = []  # one [B] bool a step
@@ -239,8 +278,14 @@ class Budgeted:
         return choice.scatter(1, token[:, None], torch.inf)
 
 
-def completion(tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]) -> Generation:
+def completion(
+    tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]
+) -> Generation:
     """The reply up to and including its first end-of-sequence id; what `generate` padded after it is dropped."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos_token_ids), None)
-    written = tuple(i for i, mark in enumerate(forced[: len(tokens) if end is None else end]) if mark)
-    return Generation(tuple(tokens[:end]), tuple(logprobs[:end]), "length" if end is None else "stop", written)
+    written = tuple(
+        i for i, mark in enumerate(forced[: len(tokens) if end is None else end]) if mark
+    )
+    return Generation(
+        tuple(tokens[:end]), tuple(logprobs[:end]), "length" if end is None else "stop", written
+    )

@@ -12,7 +12,9 @@ from rlkit.types import Environment, Messages, Task, safe
 
 
 @safe("environments", "system_prompt")
-def by_task(*, environments: Mapping[str, Environment], system_prompt: str | None = None) -> Callable[[Task], Environment]:
+def by_task(
+    *, environments: Mapping[str, Environment], system_prompt: str | None = None
+) -> Callable[[Task], Environment]:
     """A lookup of `task.environment` in named environments, so that a mixture runs each row its own way.
 
     Args:
@@ -22,7 +24,10 @@ def by_task(*, environments: Mapping[str, Environment], system_prompt: str | Non
       ConfigError: for a system prompt where an environment makes its own sessions; from the lookup, naming the row, the name it asks
         for and the known names.
     """
-    known = {name: _with_prompt(name, environment, system_prompt) for name, environment in environments.items()}
+    known = {
+        name: _with_prompt(name, environment, system_prompt)
+        for name, environment in environments.items()
+    }
 
     def lookup(task: Task) -> Environment:
         if task.environment not in known:
@@ -46,12 +51,18 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
     make = environment.first_prompt
 
     async def first_prompt(task: Task) -> Messages:
-        said = task.messages if make is None else await call_user("the environment's first prompt", make, task)
+        said = (
+            task.messages
+            if make is None
+            else await call_user("the environment's first prompt", make, task)
+        )
         return with_system_prompt(said, system_prompt)
 
     return environment._replace(first_prompt=first_prompt)
 
 
-def environment_of(environment: Environment | Callable[[Task], Environment], task: Task) -> Environment:
+def environment_of(
+    environment: Environment | Callable[[Task], Environment], task: Task
+) -> Environment:
     """The environment of a task, whether the config gave one for all tasks or a lookup."""
     return environment if isinstance(environment, Environment) else environment(copied(task))

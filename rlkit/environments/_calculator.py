@@ -27,7 +27,10 @@ MAX_EXPONENT = 1000
 SIGNIFICANT_DIGITS = 10  # of a printed result that is not a whole number
 
 SYMBOLS = str.maketrans(
-    dict.fromkeys("\u00d7\u22c5\u00b7", "*") | dict.fromkeys("\u2212\u2013", "-") | dict.fromkeys("$€£", "") | {"\u00f7": "/", "^": "**"}
+    dict.fromkeys("\u00d7\u22c5\u00b7", "*")
+    | dict.fromkeys("\u2212\u2013", "-")
+    | dict.fromkeys("$€£", "")
+    | {"\u00f7": "/", "^": "**"}
 )
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
 NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -41,13 +44,17 @@ def calculator(expression: str) -> str:
     """
     # The policy reads the docstring above, so it is short. Raises ValueError with a sentence that helps it.
     if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed")
+        raise ValueError(
+            f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
+        )
     source = _normalise(expression)
     _check_words(source)
     try:
         tree = ast.parse(source, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ValueError(f"cannot read {expression!r} as arithmetic; write for example (12 + 3) * 4") from None
+        raise ValueError(
+            f"cannot read {expression!r} as arithmetic; write for example (12 + 3) * 4"
+        ) from None
     if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
         raise ValueError("the expression has too many parts; compute it in smaller steps")
     try:
@@ -64,8 +71,12 @@ calculator.bounded = True  # type: ignore[attr-defined]  # by the limits above
 def _normalise(expression: str) -> str:
     """The expression in Python's spelling: symbols replaced, thousands commas dropped, percent signs written out."""
     source = expression.translate(SYMBOLS).strip()
-    if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(source):  # 1,200 may be two arguments
-        raise ValueError("the comma is ambiguous beside a function; put a space after a comma between arguments, and none in numbers: 1200")
+    if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(
+        source
+    ):  # 1,200 may be two arguments
+        raise ValueError(
+            "the comma is ambiguous beside a function; put a space after a comma between arguments, and none in numbers: 1200"
+        )
     source = THOUSANDS.sub(lambda number: number[0].replace(",", ""), source)
     return re.sub(rf"({NUMBER})\s*%(?=\s*(?:$|[-+*/),]))", r"(\1/100)", source)
 
@@ -94,7 +105,9 @@ def _evaluate(node: ast.AST, source: str) -> Fraction:
                 return _bounded(FUNCTIONS[name](*values))
             except TypeError:
                 raise ValueError(f"{name} does not take {len(values)} argument(s)") from None
-    raise ValueError("only numbers, + - * / // % **, parentheses and " + ", ".join(FUNCTIONS) + " are allowed")
+    raise ValueError(
+        "only numbers, + - * / // % **, parentheses and " + ", ".join(FUNCTIONS) + " are allowed"
+    )
 
 
 def _literal(text: str) -> Fraction:
@@ -147,7 +160,10 @@ def _text(value: Fraction) -> str:
     return format(decimal, "f") if decimal.adjusted() >= -7 else str(decimal)
 
 
-UNARY: Mapping[type, Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+UNARY: Mapping[type, Callable[[Fraction], Fraction]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 BINARY: Mapping[type, Callable[[Fraction, Fraction], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -47,7 +47,13 @@ def dialogue(
     else:
         base = single_turn(system_prompt=system_prompt)._replace(max_steps=max_turns)
     check_seconds(deadline=deadline)
-    return base._replace(next_prompt=prompt_fn, stop=termination_fn, history=history, overflow=overflow, deadline=deadline)
+    return base._replace(
+        next_prompt=prompt_fn,
+        stop=termination_fn,
+        history=history,
+        overflow=overflow,
+        deadline=deadline,
+    )
 
 
 def continue_with_step(rollout: Rollout, step: int) -> str:

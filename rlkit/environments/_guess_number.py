@@ -13,7 +13,10 @@ NUMBER = re.compile(r"[0-9]{1,18}")  # of a reply, the last one counts
 
 @safe("system_prompt")
 def guess_number(
-    *, max_turns: int = 50, system_prompt: str | None = None, overflow: Literal["truncate", "drop_oldest"] = "truncate"
+    *,
+    max_turns: int = 50,
+    system_prompt: str | None = None,
+    overflow: Literal["truncate", "drop_oldest"] = "truncate",
 ) -> Environment:
     """The game of tasks=guess_number: after each reply "higher" or "lower", until the guess is `task.answer`.
 

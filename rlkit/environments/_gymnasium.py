@@ -55,7 +55,9 @@ def gymnasium(
         try:
             try:
                 instance = await call_user("the environment's make", make)
-                observation, _ = await call_user("the environment's reset", instance.reset, seed=seed_of(task))
+                observation, _ = await call_user(
+                    "the environment's reset", instance.reset, seed=seed_of(task)
+                )
                 first: Message = {"role": "user", "content": render(observation)}
             except Hung:
                 raise
@@ -64,7 +66,12 @@ def gymnasium(
                     f"environment.make: the environment cannot be made or reset(seed={seed_of(task)}) for task {task.id!r}: "
                     f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
                 ) from error
-            yield Game(instance, with_system_prompt((*task.messages, first), system_prompt), parse_action, render)
+            yield Game(
+                instance,
+                with_system_prompt((*task.messages, first), system_prompt),
+                parse_action,
+                render,
+            )
         finally:
             await closed_quietly(instance)
 
@@ -93,8 +100,19 @@ class Game:
 
     tools: dict[str, Tool] = {}  # noqa: RUF012
 
-    def __init__(self, instance: Any, messages: Messages, parse_action: Callable[[str], Any], render: Callable[[Any], str]):
-        self.instance, self.messages, self.parse_action, self.render = instance, messages, parse_action, render
+    def __init__(
+        self,
+        instance: Any,
+        messages: Messages,
+        parse_action: Callable[[str], Any],
+        render: Callable[[Any], str],
+    ):
+        self.instance, self.messages, self.parse_action, self.render = (
+            instance,
+            messages,
+            parse_action,
+            render,
+        )
 
     def first_prompt(self) -> Messages:
         """The task's messages and the first observation."""
@@ -105,16 +123,22 @@ class Game:
         try:
             action = self.parse_action(rollout.final_content)
         except ValueError as error:
-            return rewarded(rollout, 0.0), [{"role": "user", "content": f"That is no action: {error}"}]
+            return rewarded(rollout, 0.0), [
+                {"role": "user", "content": f"That is no action: {error}"}
+            ]
         try:
-            observation, reward, terminated, truncated, _ = await call_user("the environment's step", self.instance.step, action)
+            observation, reward, terminated, truncated, _ = await call_user(
+                "the environment's step", self.instance.step, action
+            )
             number = float(reward)
             if not math.isfinite(number):
                 raise ValueError(f"the reward is {reward}")
             text = None if terminated or truncated else self.render(observation)
         except Exception as error:
             said = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
-            return rollout._replace(status="truncated", truncation="error", metadata={**rollout.metadata, "error": said}), None
+            return rollout._replace(
+                status="truncated", truncation="error", metadata={**rollout.metadata, "error": said}
+            ), None
         rollout = rewarded(rollout, number)
         if truncated and not terminated:
             rollout = rollout._replace(status="truncated", truncation="environment")

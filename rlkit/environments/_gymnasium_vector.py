@@ -41,7 +41,9 @@ def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environmen
 class Vector:
     """An instance and the actions that it waits for."""
 
-    def __init__(self, task: Task, count: int, make: Callable[..., Any], settings: Mapping[str, Any]):
+    def __init__(
+        self, task: Task, count: int, make: Callable[..., Any], settings: Mapping[str, Any]
+    ):
         self.task, self.count, self.make, self.settings = task, count, make, settings
         self.starting, self.changed = False, asyncio.Event()
         self.instance: Any = None
@@ -49,7 +51,9 @@ class Vector:
         self.live = set(range(count))
         self.actions: dict[int, Any] = {}  # the last one of each sub-environment
         self.waiting: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
-        self.stepping: dict[int, asyncio.Future[tuple[Any, ...]]] = {}  # those whose answer is being made
+        self.stepping: dict[
+            int, asyncio.Future[tuple[Any, ...]]
+        ] = {}  # those whose answer is being made
         self.hung: BaseException | None = None
 
     def player(self, number: int) -> AbstractAsyncContextManager[Any]:
@@ -68,9 +72,13 @@ class Vector:
             self.starting = True
             self.changed.clear()
             try:
-                self.instance = await call_user("the environment's make", self.make, num_envs=self.count)
+                self.instance = await call_user(
+                    "the environment's make", self.make, num_envs=self.count
+                )
                 reset = self.instance.reset
-                self.first, _ = await call_user("the environment's reset", reset, seed=[seed] * self.count, count=self.count)
+                self.first, _ = await call_user(
+                    "the environment's reset", reset, seed=[seed] * self.count, count=self.count
+                )
             except Hung as error:
                 self.hung = error
                 raise
@@ -87,7 +95,9 @@ class Vector:
         filler = next(iter(self.actions.values()))
         try:
             actions = tuple(self.actions.get(i, filler) for i in range(self.count))
-            given = await call_user("the environment's step", self.instance.step, actions, count=len(waiting))
+            given = await call_user(
+                "the environment's step", self.instance.step, actions, count=len(waiting)
+            )
             for number, answer in waiting.items():
                 if not answer.done():
                     answer.set_result((*(entry(part, number) for part in given[:4]), {}))
@@ -138,4 +148,8 @@ class Lane:
 
 def entry(batch: Any, number: int) -> Any:
     """What a batch holds for one sub-environment: of a mapping of batches, a mapping."""
-    return {key: entry(value, number) for key, value in batch.items()} if isinstance(batch, Mapping) else batch[number]
+    return (
+        {key: entry(value, number) for key, value in batch.items()}
+        if isinstance(batch, Mapping)
+        else batch[number]
+    )

@@ -10,7 +10,14 @@ from itertools import count
 from typing import Any, Literal
 
 from rlkit.environments._tool_use import calling, check_seconds
-from rlkit.environments.servers import ListedTool, Pool, ServerFailed, elsewhere, read_server, require_package
+from rlkit.environments.servers import (
+    ListedTool,
+    Pool,
+    ServerFailed,
+    elsewhere,
+    read_server,
+    require_package,
+)
 from rlkit.environments.session import FunctionSession
 from rlkit.environments.tool_parsers import hermes
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT
@@ -20,7 +27,15 @@ from rlkit.system.waiting import waiting
 from rlkit.types import Environment, Messages, Rollout, Task, Tool, ToolParser, reaches, safe
 
 EPISODES = count()
-TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": type(None)}
+TYPES = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
 
 
 @reaches(servers="program")
@@ -61,7 +76,9 @@ def mcp(
       server's tools cannot be listed, or two tools have one name.
     """
     if not servers:
-        raise ConfigError("environment.servers is empty; name one: environment.servers={mine:[python,my_server.py]}")
+        raise ConfigError(
+            "environment.servers is empty; name one: environment.servers={mine:[python,my_server.py]}"
+        )
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     pool = Pool({name: read_server(name, given) for name, given in servers.items()}, start_timeout)
     needs = sum(not server.shared for server in pool.servers.values())  # processes of an episode
@@ -71,7 +88,9 @@ def mcp(
         )
     # Taken before the session, never inside it: with counted rounds the decoder waits for an episode that is in the middle of an answer.
     slots = AtMost(max_servers // needs) if max_servers and needs else None
-    known: dict[str, Tool] = {}  # filled when the tools are listed, which is before any call is parsed
+    known: dict[
+        str, Tool
+    ] = {}  # filled when the tools are listed, which is before any call is parsed
     base = calling(
         lambda task: known, known, parse_calls, overflow=overflow, system_prompt=system_prompt, max_turns=max_turns, max_calls=max_calls,
         max_chars=max_chars, timeout=None, deadline=deadline,  # the pool limits a call, and leaves out the start of its server
@@ -92,15 +111,29 @@ def mcp(
             with waiting("the end of the tool servers", named):
                 await elsewhere(pool.leave(opened.episode))
 
-    return base._replace(first_prompt=None, tools=None, session=session, at_once=None if slots is None else slots.held)
+    return base._replace(
+        first_prompt=None,
+        tools=None,
+        session=session,
+        at_once=None if slots is None else slots.held,
+    )
 
 
 class ServedSession(FunctionSession):
     """The session of an episode: functions that call servers, and the error of one that died."""
 
-    def __init__(self, base: Environment, task: Task, pool: Pool, listed: Mapping[str, list[ListedTool]], timeout: float | None):
+    def __init__(
+        self,
+        base: Environment,
+        task: Task,
+        pool: Pool,
+        listed: Mapping[str, list[ListedTool]],
+        timeout: float | None,
+    ):
         self.pool, self.timeout, self.episode, self.failure = pool, timeout, next(EPISODES), ""
-        self.env = {"RLKIT_TASK": json.dumps({"id": task.id, "metadata": task.metadata}, default=str)}
+        self.env = {
+            "RLKIT_TASK": json.dumps({"id": task.id, "metadata": task.metadata}, default=str)
+        }
         tools: dict[str, Tool] = {}
         owners: dict[str, str] = {}
         for server, found in listed.items():
@@ -115,21 +148,37 @@ class ServedSession(FunctionSession):
 
     def _function(self, server: str, tool: ListedTool) -> Tool:
         async def call(**arguments: Any) -> str:
-            if self.failure:  # a server that died: the episode is over, and its other calls are not made
+            if (
+                self.failure
+            ):  # a server that died: the episode is over, and its other calls are not made
                 raise ValueError(self.failure)
             try:
-                return await elsewhere(self.pool.call(server, self.episode, self.env, tool.name, arguments, self.timeout))
+                return await elsewhere(
+                    self.pool.call(
+                        server, self.episode, self.env, tool.name, arguments, self.timeout
+                    )
+                )
             except ServerFailed as error:
                 self.failure = str(error)
                 raise
             except TimeoutError:
-                raise ValueError(f"{tool.name} took longer than {self.timeout or 0:g} s and was given up") from None
+                raise ValueError(
+                    f"{tool.name} took longer than {self.timeout or 0:g} s and was given up"
+                ) from None
 
         call.__name__ = tool.name
         # As tool_schema writes it for a function that gives text, so that a tool's prompt does not tell where the tool runs.
-        described = {"name": tool.name, "description": tool.description, "parameters": plain_schema(tool.parameters)}
+        described = {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": plain_schema(tool.parameters),
+        }
         schema = {"type": "function", "function": {**described, "return": {"type": "string"}}}
-        vars(call).update(shown=f"{tool.name} of the server {server!r}", schema=schema, __signature__=signature_of(tool.parameters))
+        vars(call).update(
+            shown=f"{tool.name} of the server {server!r}",
+            schema=schema,
+            __signature__=signature_of(tool.parameters),
+        )
         return call
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
@@ -149,7 +198,9 @@ def plain_schema(schema: Any) -> Any:
         return schema
     named = {"properties", "$defs", "definitions"}  # whose keys are names
     return {
-        key: {name: plain_schema(entry) for name, entry in value.items()} if key in named else plain_schema(value)
+        key: {name: plain_schema(entry) for name, entry in value.items()}
+        if key in named
+        else plain_schema(value)
         for key, value in sorted(schema.items(), key=lambda entry: entry[0] != "type")
         if not (key == "$schema" or (key == "title" and isinstance(value, str)))
     }
@@ -165,9 +216,19 @@ def signature_of(schema: Mapping[str, Any]) -> inspect.Signature:
     for name, entry in properties.items():
         kind = entry.get("type") if isinstance(entry, Mapping) else None
         annotation = TYPES.get(kind, Any) if isinstance(kind, str) else Any
-        default = inspect.Parameter.empty if name in required else entry.get("default") if isinstance(entry, Mapping) else None
+        default = (
+            inspect.Parameter.empty
+            if name in required
+            else entry.get("default")
+            if isinstance(entry, Mapping)
+            else None
+        )
         try:
-            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+            parameters.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                )
+            )
         except ValueError:  # a keyword of Python
             return anything
     if schema.get("additionalProperties"):

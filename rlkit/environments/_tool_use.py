@@ -68,7 +68,11 @@ def calling(
     system_prompt: str | None,
 ) -> Environment:
     """`tool_use` where the tools of an episode are what `made(task)` gives; `known` has the signatures, for a parser that asks."""
-    for key, limit in (("max_turns", max_turns), ("max_calls", max_calls), ("max_chars", max_chars)):
+    for key, limit in (
+        ("max_turns", max_turns),
+        ("max_calls", max_calls),
+        ("max_chars", max_chars),
+    ):
         if limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
     check_seconds(timeout=timeout, deadline=deadline)
@@ -95,4 +99,6 @@ def check_seconds(**limits: float | None) -> None:
     """Raises: ConfigError for a limit of the environment that is no number of seconds."""
     for key, seconds in limits.items():
         if seconds is not None and not seconds > 0:
-            raise ConfigError(f"environment.{key} is {seconds}; it must be > 0 seconds, or null for no limit")
+            raise ConfigError(
+                f"environment.{key} is {seconds}; it must be > 0 seconds, or null for no limit"
+            )

@@ -49,18 +49,38 @@ def two_players(
         return Table(task, make, parse_action, render, system_prompt)
 
     base = dialogue(max_turns=max_turns, history=history)
-    return base._replace(first_prompt=None, session=lambda task: table(task).player(0), table=table, opponent=opponent)
+    return base._replace(
+        first_prompt=None,
+        session=lambda task: table(task).player(0),
+        table=table,
+        opponent=opponent,
+    )
 
 
 class Table:
     """A game and whose turn it is. Its players' sessions wait here for each other."""
 
     def __init__(
-        self, task: Task, make: Callable[[], Any], parse_action: Callable[[str], Any], render: Callable[[Any], str], prompt: str | None
+        self,
+        task: Task,
+        make: Callable[[], Any],
+        parse_action: Callable[[str], Any],
+        render: Callable[[Any], str],
+        prompt: str | None,
     ):
-        self.task, self.make, self.parse_action, self.render, self.system_prompt = task, make, parse_action, render, prompt
+        self.task, self.make, self.parse_action, self.render, self.system_prompt = (
+            task,
+            make,
+            parse_action,
+            render,
+            prompt,
+        )
         self.game: Any = None
-        self.starting, self.changed, self.called = False, asyncio.Event(), (asyncio.Event(), asyncio.Event())
+        self.starting, self.changed, self.called = (
+            False,
+            asyncio.Event(),
+            (asyncio.Event(), asyncio.Event()),
+        )
         self.observation, self.rewards, self.here = "", [0.0, 0.0], 0
         self.over: str | None = None  # once it is over: "", or why it was cut short
         self.error = ""
@@ -87,7 +107,9 @@ class Table:
     async def _start(self, seed: int) -> None:
         try:
             self.game = await call_user("the environment's make", self.make, count=2)
-            observation, _ = await call_user("the environment's reset", self.game.reset, seed=seed, count=2)
+            observation, _ = await call_user(
+                "the environment's reset", self.game.reset, seed=seed, count=2
+            )
             self._next(observation, 0)
         except Hung as error:
             self.lost(0, error)
@@ -105,7 +127,9 @@ class Table:
     async def act(self, number: int, action: Any) -> None:
         """One action of a player; whatever the game does wrong ends it, not the run."""
         try:
-            observation, rewards, terminated, truncated, _ = await call_user("the environment's step", self.game.step, action, count=2)
+            observation, rewards, terminated, truncated, _ = await call_user(
+                "the environment's step", self.game.step, action, count=2
+            )
             numbers = [float(reward) for reward in rewards]
             if len(numbers) != 2 or not all(map(math.isfinite, numbers)):
                 raise ValueError(f"the rewards are {rewards!r:.200}; give a number for each player")
@@ -160,7 +184,9 @@ class Player:
         await self.table.start()
         if (text := await self.table.turn(self.number)) is None:
             raise EpisodeOver("the game ended before this player's first turn")
-        return with_system_prompt((*self.table.task.messages, {"role": "user", "content": text}), self.table.system_prompt)
+        return with_system_prompt(
+            (*self.table.task.messages, {"role": "user", "content": text}), self.table.system_prompt
+        )
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
         """One action, and the other player's until this one's turn comes again."""
@@ -168,7 +194,9 @@ class Player:
         try:
             action = table.parse_action(rollout.final_content)
         except ValueError as error:
-            return rewarded(rollout, 0.0), [{"role": "user", "content": f"That is no action: {error}"}]
+            return rewarded(rollout, 0.0), [
+                {"role": "user", "content": f"That is no action: {error}"}
+            ]
         await table.act(self.number, action)
         text = await table.turn(self.number)
         rollout, table.rewards[self.number] = rewarded(rollout, table.rewards[self.number]), 0.0
@@ -176,7 +204,9 @@ class Player:
             return rollout, [{"role": "user", "content": text}]
         if table.error:
             rollout = rollout._replace(metadata={**rollout.metadata, "error": table.error})
-        return (rollout._replace(status="truncated", truncation=table.over) if table.over else rollout), None
+        return (
+            rollout._replace(status="truncated", truncation=table.over) if table.over else rollout
+        ), None
 
     async def close(self) -> None:
         """Leaves the table."""

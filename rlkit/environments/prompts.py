@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from rlkit.types import Message
 
 
-def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> tuple[Message, ...]:
+def with_system_prompt(
+    messages: Sequence[Message], system_prompt: str | None
+) -> tuple[Message, ...]:
     """The messages with a system prompt in front.
 
     A row that brings its own system message keeps it: chat templates read one only, so the two become one message, the

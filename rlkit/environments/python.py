@@ -24,7 +24,9 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
         """
         return _said(run(Job(code, interactive=True), sandbox))
 
-    vars(python)["sandbox"] = sandbox or Sandbox()  # for rlkit.training.selfcheck, which asks before the model is loaded
+    vars(python)["sandbox"] = (
+        sandbox or Sandbox()
+    )  # for rlkit.training.selfcheck, which asks before the model is loaded
     return python
 
 
@@ -59,7 +61,9 @@ def _said(outcome: Outcome, more: str = "") -> str:
     text = outcome.printed.strip("\n")
     if problem := _problem(outcome):
         problem += more
-        raise ValueError(f"{problem}; before that it printed:\n{text}" if text else problem)  # the end may be cut
+        raise ValueError(
+            f"{problem}; before that it printed:\n{text}" if text else problem
+        )  # the end may be cut
     return text or "(no output)"
 
 

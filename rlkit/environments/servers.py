@@ -79,17 +79,27 @@ def read_server(name: str, given: Any) -> ToolServer:
             f"{where} is {given!r:.200}; give a command as a list, [python, my_server.py], or a URL, http://127.0.0.1:8000/mcp"
         )
     if unknown := given.keys() - KEYS:
-        raise ConfigError(f"{where}.{min(unknown)} is no key of a server; the keys are {', '.join(sorted(KEYS))}")
+        raise ConfigError(
+            f"{where}.{min(unknown)} is no key of a server; the keys are {', '.join(sorted(KEYS))}"
+        )
     command, url = tuple(map(str, given.get("command") or ())), str(given.get("url") or "")
     if url and not url.startswith(("http://", "https://")):
         raise ConfigError(f"{where}.url is {url!r}; it begins with http:// or https://")
-    if not url and (not command or shutil.which(command[0], path=(given.get("env") or {}).get("PATH")) is None):
-        raise ConfigError(f"{where}.command is {list(command)}; its first word is the name or the path of a program that can be started")
+    if not url and (
+        not command or shutil.which(command[0], path=(given.get("env") or {}).get("PATH")) is None
+    ):
+        raise ConfigError(
+            f"{where}.command is {list(command)}; its first word is the name or the path of a program that can be started"
+        )
     if url and given.get("shared") is False:
-        raise ConfigError(f"{where}.shared=false: the episodes of a server over HTTP share it; give its command for a process each")
+        raise ConfigError(
+            f"{where}.shared=false: the episodes of a server over HTTP share it; give its command for a process each"
+        )
     tools, env = given.get("tools"), {str(k): str(v) for k, v in (given.get("env") or {}).items()}
     shared = bool(url or given.get("shared"))
-    return ToolServer(name, command, url, env, given.get("cwd"), shared, None if tools is None else tuple(tools))
+    return ToolServer(
+        name, command, url, env, given.get("cwd"), shared, None if tools is None else tuple(tools)
+    )
 
 
 def require_package() -> None:
@@ -119,13 +129,19 @@ class Connection:
                 reason = "the connection was closed"
                 self.client.set_result(client)
                 await self.over.wait()
-        except BaseException as error:  # also CancelledError and groups, which is how a dead server shows
+        except (
+            BaseException
+        ) as error:  # also CancelledError and groups, which is how a dead server shows
             if not isinstance(error, TimeoutError):
-                reason = f"{reason} ({_innermost(error)})" if self.client.done() else _innermost(error)
+                reason = (
+                    f"{reason} ({_innermost(error)})" if self.client.done() else _innermost(error)
+                )
         if not self.over.is_set():
             self._fail(reason)
         if not self.client.done():
-            self.client.set_exception(ServerFailed(self.failure or f"the server {self.server.name!r} was closed"))
+            self.client.set_exception(
+                ServerFailed(self.failure or f"the server {self.server.name!r} was closed")
+            )
             self.client.exception()  # looked at, or asyncio complains where no one waits
         self.log.close()
 
@@ -145,12 +161,20 @@ class Connection:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        for name in ("mcp", "client"):  # the package's loggers; what is wrong with a server is said where it matters
+        for name in (
+            "mcp",
+            "client",
+        ):  # the package's loggers; what is wrong with a server is said where it matters
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if self.server.url:
             return Client(self.server.url)
         command = ["-I", "-S", "-c", WITH_PARENT, str(os.getpid()), *self.server.command]
-        own = StdioServerParameters(command=sys.executable, args=command, env={**self.server.env, **env}, cwd=self.server.cwd)
+        own = StdioServerParameters(
+            command=sys.executable,
+            args=command,
+            env={**self.server.env, **env},
+            cwd=self.server.cwd,
+        )
         return Client(stdio_client(own, errlog=self.log))
 
     def _last_words(self) -> str:
@@ -171,7 +195,9 @@ class Connection:
         task = asyncio.ensure_future(request)
         try:
             limit = None if seconds is None else seconds + GRACE
-            await asyncio.wait({task, self.owner}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {task, self.owner}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            )
             if not task.done() and not self.owner.done():
                 raise TimeoutError
             try:
@@ -225,7 +251,9 @@ class Pool:
         self.connections: dict[tuple[str, int | None], Connection] = {}
         self.listed: dict[str, list[ListedTool]] = {}
         self.listing = asyncio.Lock()
-        weakref.finalize(self, _ended, self.connections)  # with the environment, or before the interpreter ends
+        weakref.finalize(
+            self, _ended, self.connections
+        )  # with the environment, or before the interpreter ends
 
     async def tools(self) -> dict[str, list[ListedTool]]:
         """The tools of every server, which are asked for once. Raises: ConfigError where a server cannot be asked."""
@@ -235,7 +263,9 @@ class Pool:
                     try:
                         self.listed[name] = await self._listed(server)
                     except (ServerFailed, TimeoutError, ValueError) as error:
-                        raise ConfigError(f"environment.servers.{name}: its tools cannot be listed: {error or 'no answer'}") from error
+                        raise ConfigError(
+                            f"environment.servers.{name}: its tools cannot be listed: {error or 'no answer'}"
+                        ) from error
         return self.listed
 
     async def _listed(self, server: ToolServer) -> list[ListedTool]:
@@ -244,32 +274,53 @@ class Pool:
         found: list[ListedTool] = []
         while True:
             page = await connection.answer(client.list_tools(cursor=cursor), self.start_timeout)
-            found += [ListedTool(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+            found += [
+                ListedTool(tool.name, tool.description or "", tool.input_schema)
+                for tool in page.tools
+            ]
             if not (cursor := page.next_cursor):
                 break
         if not server.shared:
             await self._close(server, None)
         names = {tool.name for tool in found}
         if missing := [name for name in server.tools or () if name not in names]:
-            raise ValueError(f"it has no tool {missing[0]!r}; it has {', '.join(sorted(names)) or 'none'}")
+            raise ValueError(
+                f"it has no tool {missing[0]!r}; it has {', '.join(sorted(names)) or 'none'}"
+            )
         return [tool for tool in found if server.tools is None or tool.name in server.tools]
 
     async def call(
-        self, name: str, episode: int, env: Mapping[str, str], tool: str, given: Mapping[str, Any], seconds: float | None
+        self,
+        name: str,
+        episode: int,
+        env: Mapping[str, str],
+        tool: str,
+        given: Mapping[str, Any],
+        seconds: float | None,
     ) -> str:
         """The result of a call as text. Raises: ValueError where the tool says that it failed; see `Connection.answer` for the rest."""
         server = self.servers[name]
-        connection = self._connection(server, None, {}) if server.shared else self._connection(server, episode, env)
+        connection = (
+            self._connection(server, None, {})
+            if server.shared
+            else self._connection(server, episode, env)
+        )
         client = await connection.ready()
-        result = await connection.answer(client.call_tool(tool, dict(given), read_timeout_seconds=seconds), seconds)
+        result = await connection.answer(
+            client.call_tool(tool, dict(given), read_timeout_seconds=seconds), seconds
+        )
         if result.is_error:
             raise ValueError(_text(result) or "the tool failed and said no more")
         return _text(result)
 
-    def _connection(self, server: ToolServer, episode: int | None, env: Mapping[str, str]) -> Connection:
+    def _connection(
+        self, server: ToolServer, episode: int | None, env: Mapping[str, str]
+    ) -> Connection:
         there = self.connections.get((server.name, episode))
         if there is None or (server.shared and (there.over.is_set() or there.owner.done())):
-            there = self.connections[server.name, episode] = Connection(server, self.start_timeout, env)
+            there = self.connections[server.name, episode] = Connection(
+                server, self.start_timeout, env
+            )
         return there
 
     async def _close(self, server: ToolServer, episode: int | None) -> None:
@@ -300,7 +351,9 @@ def _text(result: Any) -> str:
     for block in result.content:
         resource = getattr(block, "resource", None)
         text = getattr(block, "text", None) or getattr(resource, "text", None)
-        parts.append(text if text is not None else f"[{getattr(block, 'mime_type', None) or block.type}]")
+        parts.append(
+            text if text is not None else f"[{getattr(block, 'mime_type', None) or block.type}]"
+        )
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content)
     return "\n".join(parts)

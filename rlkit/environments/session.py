@@ -15,9 +15,21 @@ from rlkit.errors import EnvironmentFailed, RLKitError, place
 from rlkit.system.deadline import call_user, in_worker
 from rlkit.system.loops import awaited, closing, together
 from rlkit.system.waiting import waiting
-from rlkit.types import Environment, Messages, Rollout, Session, Task, Tool, ToolCall, ToolExecutor, ToolResult
+from rlkit.types import (
+    Environment,
+    Messages,
+    Rollout,
+    Session,
+    Task,
+    Tool,
+    ToolCall,
+    ToolExecutor,
+    ToolResult,
+)
 
-Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]  # as __exit__; plain or async
+Leave = Callable[
+    [type[BaseException] | None, BaseException | None, Any], Any
+]  # as __exit__; plain or async
 
 
 @contextmanager
@@ -43,9 +55,15 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
     session, leave, closes = await _entered(environment, task)
     failed: BaseException | None = None
     try:
-        missing = [name for name in ("tools", "first_prompt", "answer") if not hasattr(session, name)]
+        missing = [
+            name for name in ("tools", "first_prompt", "answer") if not hasattr(session, name)
+        ]
         if missing or not isinstance(session.tools, Mapping):
-            wrong = f"has no `{missing[0]}`" if missing else f"has tools of type {type(session.tools).__name__}"
+            wrong = (
+                f"has no `{missing[0]}`"
+                if missing
+                else f"has tools of type {type(session.tools).__name__}"
+            )
             raise EnvironmentFailed(
                 f"environment.session gave {session!r:.200} for task {task.id!r}, which {wrong}; a session has tools, a mapping of "
                 "name → function, first_prompt() and answer(rollout), as rlkit.types.Session describes them"
@@ -56,7 +74,11 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
         raise
     finally:
         try:
-            how = (None, None, None) if failed is None else (type(failed), failed, failed.__traceback__)
+            how = (
+                (None, None, None)
+                if failed is None
+                else (type(failed), failed, failed.__traceback__)
+            )
             with closing(), blamed("session's close", task):
                 await call_user("the environment's close", leave, *how, named=closes, closes=True)
         except RLKitError as error:
@@ -70,7 +92,11 @@ async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave, An
     """The session, what leaves it, and the function by which messages name that."""
     if environment.session is None:
         with blamed("tools", task):
-            tools = await call_user("the environment's tools", environment.tools, task) if environment.tools else {}
+            tools = (
+                await call_user("the environment's tools", environment.tools, task)
+                if environment.tools
+                else {}
+            )
         return FunctionSession(environment, task, tools), lambda *_: closed(tools), closed
     opens = environment.session
     with blamed("session", task):
@@ -94,19 +120,34 @@ class FunctionSession:
         """The environment's, else the task's messages."""
         with blamed("first prompt", self.task):
             make = self.environment.first_prompt
-            return self.task.messages if make is None else await call_user("the environment's first prompt", make, self.task)
+            return (
+                self.task.messages
+                if make is None
+                else await call_user("the environment's first prompt", make, self.task)
+            )
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
         """`stop` ends the episode; tool calls are answered; else the next prompt is asked for, and where there is none it ends."""
         environment, index = self.environment, len(rollout.steps) - 1
         with blamed("stop", self.task):
-            if environment.stop is not None and await call_user("the environment's stop", environment.stop, rollout, index):
+            if environment.stop is not None and await call_user(
+                "the environment's stop", environment.stop, rollout, index
+            ):
                 return rollout, None
         if rollout.steps[-1].tool_calls:
-            return await answer_calls(rollout, self.tools, execute=environment.execute or execute, max_calls=environment.max_calls)
+            return await answer_calls(
+                rollout,
+                self.tools,
+                execute=environment.execute or execute,
+                max_calls=environment.max_calls,
+            )
         with blamed("next prompt", self.task):
             follow = environment.next_prompt
-            said = None if follow is None else await call_user("the environment's next prompt", follow, rollout, index)
+            said = (
+                None
+                if follow is None
+                else await call_user("the environment's next prompt", follow, rollout, index)
+            )
         return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
 
     async def state(self) -> Mapping[str, Any]:
@@ -115,7 +156,11 @@ class FunctionSession:
 
 
 async def answer_calls(
-    rollout: Rollout, tools: Mapping[str, Tool], *, execute: ToolExecutor = execute, max_calls: int = 8
+    rollout: Rollout,
+    tools: Mapping[str, Tool],
+    *,
+    execute: ToolExecutor = execute,
+    max_calls: int = 8,
 ) -> tuple[Rollout, Messages]:
     """Runs the tool calls of the last reply, for sessions too: the rollout with their results, and the messages that tell them.
 
@@ -132,19 +177,37 @@ async def answer_calls(
     async def answered(i: int, asked: ToolCall) -> ToolResult:
         if i >= max_calls:
             return ToolResult(asked.id, asked.name, refusal, ok=False)
-        with blamed("executor of tool calls", rollout.task), waiting("the executor of tool calls", execute):
+        with (
+            blamed("executor of tool calls", rollout.task),
+            waiting("the executor of tool calls", execute),
+        ):
             if inspect.iscoroutinefunction(execute) or marked(execute, "bounded"):
                 return await awaited(execute(asked, tools))
-            return await awaited(await in_worker(partial(execute, asked, tools), None, f"the executor of the call {asked.name}"))
+            return await awaited(
+                await in_worker(
+                    partial(execute, asked, tools), None, f"the executor of the call {asked.name}"
+                )
+            )
 
-    named = {call.name for call in step.tool_calls[:max_calls] if not call.error and isinstance(call.name, str)}
+    named = {
+        call.name
+        for call in step.tool_calls[:max_calls]
+        if not call.error and isinstance(call.name, str)
+    }
     known = [tools[name] for name in named if name in tools]
-    if all(marked(tool, "independent") for tool in known) and not all(marked(tool, "bounded") for tool in known):
+    if all(marked(tool, "independent") for tool in known) and not all(
+        marked(tool, "bounded") for tool in known
+    ):
         results = await together(answered(i, asked) for i, asked in enumerate(step.tool_calls))
     else:
         results = [await answered(i, asked) for i, asked in enumerate(step.tool_calls)]
-    messages: Messages = [{"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content} for r in results]
-    return rollout._replace(steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))), messages
+    messages: Messages = [
+        {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content}
+        for r in results
+    ]
+    return rollout._replace(
+        steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))
+    ), messages
 
 
 async def with_state(rollout: Rollout, session: Session) -> Rollout:
@@ -161,9 +224,13 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         return rollout
     needed = "give a mapping of names to text, numbers, true, false, None, and lists and mappings of them"
     try:
-        plain = json.loads(json.dumps(state))  # a copy, which what the session does later does not change
+        plain = json.loads(
+            json.dumps(state)
+        )  # a copy, which what the session does later does not change
     except (TypeError, ValueError, RecursionError) as error:
-        raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200} ({error}); {needed}") from None
+        raise EnvironmentFailed(
+            f"{where(tell)}: a session's state is {state!r:.200} ({error}); {needed}"
+        ) from None
     if not isinstance(plain, dict):
         raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200}; {needed}")
     return rollout._replace(metadata={**rollout.metadata, "state": plain}) if plain else rollout

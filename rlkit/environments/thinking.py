@@ -23,7 +23,9 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
     return _split(pieces[::2], [tag == THINK_TAGS[1] for tag in pieces[1::2]], opened)
 
 
-def split_reply(thinking: Thinking, ids: Sequence[int], *, opened: bool = False) -> tuple[str, str, bool]:
+def split_reply(
+    thinking: Thinking, ids: Sequence[int], *, opened: bool = False
+) -> tuple[str, str, bool]:
     """Split a reply's token ids as `split_thinking` does its text.
 
     Where the tags are added tokens of the tokenizer, only their ids count: text that spells a tag in ordinary tokens (a quotation) is
@@ -37,7 +39,10 @@ def split_reply(thinking: Thinking, ids: Sequence[int], *, opened: bool = False)
     if thinking.ids is None:
         return split_thinking(thinking.decode(ids), opened=opened)
     at = [i for i, token in enumerate(ids) if token in thinking.ids]
-    texts = [thinking.decode(ids[a:b]) for a, b in zip([0, *(i + 1 for i in at)], [*at, len(ids)], strict=True)]
+    texts = [
+        thinking.decode(ids[a:b])
+        for a, b in zip([0, *(i + 1 for i in at)], [*at, len(ids)], strict=True)
+    ]
     return _split(texts, [ids[i] == thinking.ids[1] for i in at], opened)
 
 
@@ -47,7 +52,9 @@ def _split(texts: Sequence[str], closing: Sequence[bool], opened: bool) -> tuple
         return "", texts[0], True
     if True not in closing and opened:
         return "".join(texts).strip(), "", False
-    last = len(closing) - list(closing)[::-1].index(True) if True in closing else 0  # the text behind the last closing tag
+    last = (
+        len(closing) - list(closing)[::-1].index(True) if True in closing else 0
+    )  # the text behind the last closing tag
     unclosed = texts[last + 1 :]
     thinking = [part for part in ("".join(texts[:last]).strip(), "".join(unclosed).strip()) if part]
     return "\n".join(thinking), texts[last].strip(), not unclosed

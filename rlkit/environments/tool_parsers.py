@@ -21,7 +21,9 @@ FORM = f'{OPEN}\n{{"name": "tool", "arguments": {{"parameter": "value"}}}}\n{CLO
 XML_START, XML_CLOSE = re.compile(r"<tool(?=[\s/>])"), "</tool>"
 XML_OPEN = re.compile(r"<tool\s+name\s*=\s*(?:\"([^\"<>]*)\"|'([^'<>]*)')\s*>")
 XML_FORM = f'<tool name="tool">text{XML_CLOSE}'
-MAX_DEPTH = 64  # of nested lists and objects; beyond it, rendering the history would run out of stack
+MAX_DEPTH = (
+    64  # of nested lists and objects; beyond it, rendering the history would run out of stack
+)
 
 
 def hermes(content: str) -> tuple[str, list[ToolCall]]:
@@ -42,7 +44,9 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
         pieces.append(content[position:start])
         end = content.find(CLOSE, start)
         body = content[start + len(OPEN) : end if end >= 0 else len(content)]
-        calls.append(from_payload(f"call_{len(calls)}", partial(load_json, body.strip()), closed=end >= 0))
+        calls.append(
+            from_payload(f"call_{len(calls)}", partial(load_json, body.strip()), closed=end >= 0)
+        )
         position = end + len(CLOSE) if end >= 0 else len(content)
     if not calls:
         return content, []
@@ -51,7 +55,9 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
 
 
 @reaches(tools="calls")
-def xml(content: str, *, tools: Mapping[str, Callable[..., Any]] = {}) -> tuple[str, list[ToolCall]]:
+def xml(
+    content: str, *, tools: Mapping[str, Callable[..., Any]] = {}
+) -> tuple[str, list[ToolCall]]:
     """Parse every `<tool name="…">text</tool>`; the text is the tool's only required parameter.
 
     Args:
@@ -68,7 +74,9 @@ def xml(content: str, *, tools: Mapping[str, Callable[..., Any]] = {}) -> tuple[
         pieces.append(content[position : start.start()])
         opening = XML_OPEN.match(content, start.start())
         end = content.find(XML_CLOSE, opening.end() if opening else start.end())
-        body = content[opening.end() if opening else start.end() : end if end >= 0 else len(content)]
+        body = content[
+            opening.end() if opening else start.end() : end if end >= 0 else len(content)
+        ]
         name = (opening[1] or opening[2] or "").strip() if opening else ""
         calls.append(_xml_call(f"call_{len(calls)}", name, body.strip(), tools, closed=end >= 0))
         position = end + len(XML_CLOSE) if end >= 0 else len(content)
@@ -96,7 +104,11 @@ def from_payload(id: str, read: Callable[[], Any], *, closed: bool = True) -> To
         if not isinstance(payload, dict):
             raise ValueError(f"the call is {_kind(payload)}, not an object")
         if not isinstance(payload.get("name"), str) or not payload["name"].strip():
-            raise ValueError("the name is missing" if "name" not in payload else "the name must be a non-empty string")
+            raise ValueError(
+                "the name is missing"
+                if "name" not in payload
+                else "the name must be a non-empty string"
+            )
         name = payload["name"].strip()
         arguments = payload.get("arguments", {})
         if isinstance(arguments, str):
@@ -106,11 +118,15 @@ def from_payload(id: str, read: Callable[[], Any], *, closed: bool = True) -> To
         if not closed:
             raise ValueError(f"{CLOSE} is missing")
     except ValueError as error:
-        return ToolCall(id=id, name=name, arguments={}, error=f"Error: not a tool call: {error}. Write\n{FORM}")
+        return ToolCall(
+            id=id, name=name, arguments={}, error=f"Error: not a tool call: {error}. Write\n{FORM}"
+        )
     return ToolCall(id=id, name=name, arguments=arguments)
 
 
-def _xml_call(id: str, name: str, text: str, tools: Mapping[str, Callable[..., Any]], *, closed: bool) -> ToolCall:
+def _xml_call(
+    id: str, name: str, text: str, tools: Mapping[str, Callable[..., Any]], *, closed: bool
+) -> ToolCall:
     """The call of a tag, or one whose `error` says what is wrong and what is expected."""
     try:
         if not name:
@@ -118,10 +134,17 @@ def _xml_call(id: str, name: str, text: str, tools: Mapping[str, Callable[..., A
         if not closed:
             raise ValueError(f"{XML_CLOSE} is missing")
         if name not in tools:
-            raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(sorted(tools)) or 'none'}")
+            raise ValueError(
+                f"there is no tool {name!r}; the tools are {', '.join(sorted(tools)) or 'none'}"
+            )
         arguments = text_arguments(name, tools[name], text, load_json)
     except ValueError as error:
-        return ToolCall(id=id, name=name, arguments={}, error=f"Error: not a tool call: {error}. Write\n{XML_FORM}")
+        return ToolCall(
+            id=id,
+            name=name,
+            arguments={},
+            error=f"Error: not a tool call: {error}. Write\n{XML_FORM}",
+        )
     return ToolCall(id=id, name=name, arguments=arguments)
 
 
@@ -159,5 +182,11 @@ def _finite(text: str) -> float:
 
 def _kind(value: Any) -> str:
     """Name of a JSON value's type, with its article."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")

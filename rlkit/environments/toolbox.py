@@ -31,7 +31,11 @@ class Toolbox(dict[str, Tool]):
 
     async def state(self) -> dict[str, Any]:
         """The end states by name, of the instances that tell theirs."""
-        tells = {name: instance.state for name, instance in self.instances.items() if callable(getattr(instance, "state", None))}
+        tells = {
+            name: instance.state
+            for name, instance in self.instances.items()
+            if callable(getattr(instance, "state", None))
+        }
         return {name: await call_user("a tool's state", tell) for name, tell in tells.items()}
 
     async def close(self) -> None:
@@ -58,7 +62,9 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     """
     names = [found for name, tool in tools.items() for found in names_of(name, tool)]
     if doubled := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the functions or methods")
+        raise ConfigError(
+            f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the functions or methods"
+        )
     if not any(map(tool_class, tools.values())):
         return lambda task: dict(tools)  # an executor of the user's may change it
 
@@ -69,7 +75,9 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
                 if tool_class(tool) is None:
                     box[name] = tool
                     continue
-                asks = "task" in inspect.signature(tool).parameters and "task" not in getattr(tool, "keywords", {})
+                asks = "task" in inspect.signature(tool).parameters and "task" not in getattr(
+                    tool, "keywords", {}
+                )
                 with waiting("a tool's start", tool):
                     box.instances[name] = instance = tool(task=task) if asks else tool()
                 box.update({method: getattr(instance, method) for method in names_of(name, tool)})
@@ -89,8 +97,13 @@ def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
         if (cls := tool_class(tool)) is None:
             out[name] = tool
         else:
-            methods = {method: inspect.getattr_static(cls, method) for method in names_of(name, cls)}
-            out |= {m: partial(found, None) if inspect.isfunction(found) else getattr(cls, m) for m, found in methods.items()}
+            methods = {
+                method: inspect.getattr_static(cls, method) for method in names_of(name, cls)
+            }
+            out |= {
+                m: partial(found, None) if inspect.isfunction(found) else getattr(cls, m)
+                for m, found in methods.items()
+            }
     return out
 
 
@@ -109,7 +122,14 @@ def names_of(name: str, tool: Any) -> list[str]:
             f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the "
             "schema tells the policy the function's own name; or a class whose methods are tools"
         )
-    seen = dict.fromkeys(n for base in reversed(cls.__mro__[:-1]) for n in vars(base) if n[0] != "_" and n not in NOT_TOOLS)
+    seen = dict.fromkeys(
+        n
+        for base in reversed(cls.__mro__[:-1])
+        for n in vars(base)
+        if n[0] != "_" and n not in NOT_TOOLS
+    )
     if names := [n for n in seen if inspect.isroutine(getattr(cls, n)) and getattr(cls, n).__doc__]:
         return names
-    raise ConfigError(f"environment.tools.{name} is the class {cls.__name__}, which has no public method with a docstring to be a tool")
+    raise ConfigError(
+        f"environment.tools.{name} is the class {cls.__name__}, which has no public method with a docstring to be a tool"
+    )

@@ -25,7 +25,15 @@ from time import perf_counter
 from typing import Any, Literal, Union
 
 from rlkit.errors import ConfigError, Hung
-from rlkit.system.deadline import DeadlinePassed, ProcessEndAsked, contained, containing, in_worker, warn_once, within
+from rlkit.system.deadline import (
+    DeadlinePassed,
+    ProcessEndAsked,
+    contained,
+    containing,
+    in_worker,
+    warn_once,
+    within,
+)
 from rlkit.system.shared_state import current
 from rlkit.system.waiting import waiting
 from rlkit.types import Tool, ToolCall, ToolResult
@@ -80,7 +88,9 @@ def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
     return tool.func if isinstance(tool, partial) else tool
 
 
-def with_schema(schema: Mapping[str, Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
+def with_schema(
+    schema: Mapping[str, Any], implementation: Callable[..., Any]
+) -> Callable[..., Any]:
     """A tool from a schema that is there already and the function that does it; neither types nor a docstring are needed.
 
     Args:
@@ -91,9 +101,13 @@ def with_schema(schema: Mapping[str, Any], implementation: Callable[..., Any]) -
     function = schema.get("function") if isinstance(schema, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not name or not isinstance(name, str):
-        raise ConfigError(f'tools: {schema!r:.200} is no schema; write {{"type": "function", "function": {{"name": …, "parameters": …}}}}')
+        raise ConfigError(
+            f'tools: {schema!r:.200} is no schema; write {{"type": "function", "function": {{"name": …, "parameters": …}}}}'
+        )
     if not callable(implementation):
-        raise ConfigError(f"tools: there is no implementation of {name!r}; give a function of that name")
+        raise ConfigError(
+            f"tools: there is no implementation of {name!r}; give a function of that name"
+        )
 
     @wraps(implementation)
     def tool(**arguments: Any) -> Any:
@@ -104,7 +118,13 @@ def with_schema(schema: Mapping[str, Any], implementation: Callable[..., Any]) -
     return tool
 
 
-async def execute(call: ToolCall, tools: Mapping[str, Tool], *, max_chars: int = MAX_CHARS, timeout: float | None = TIMEOUT) -> ToolResult:
+async def execute(
+    call: ToolCall,
+    tools: Mapping[str, Tool],
+    *,
+    max_chars: int = MAX_CHARS,
+    timeout: float | None = TIMEOUT,
+) -> ToolResult:
     """Run one call and give what the policy reads: the result as text, or one sentence on what went wrong.
 
     An async tool runs in the event loop, a plain one in a thread, and one that is marked `tool.bounded = True`, since its work is
@@ -126,13 +146,17 @@ async def execute(call: ToolCall, tools: Mapping[str, Tool], *, max_chars: int =
     started = perf_counter()
     content, ok = await _attempt(call, tools, timeout)
     seconds = perf_counter() - started
-    content = content.encode("utf-8", "replace").decode("utf-8")  # half surrogates cannot be tokenised
+    content = content.encode("utf-8", "replace").decode(
+        "utf-8"
+    )  # half surrogates cannot be tokenised
     if len(content) > max_chars:
         content = f"{content[:max_chars]}\n[cut: {len(content)} characters, the first {max_chars} are shown]"
     return ToolResult(id=call.id, name=call.name, content=content, ok=ok, seconds=seconds)
 
 
-async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | None) -> tuple[str, bool]:
+async def _attempt(
+    call: ToolCall, tools: Mapping[str, Tool], timeout: float | None
+) -> tuple[str, bool]:
     if call.error:
         return call.error, False
     try:
@@ -149,7 +173,9 @@ async def _attempt(call: ToolCall, tools: Mapping[str, Tool], timeout: float | N
     except DeadlinePassed:
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
     except ProcessEndAsked as error:
-        warn_once(f"the tool {call.name} tried to end the process: {error}; its call counts as failed, and the run goes on")
+        warn_once(
+            f"the tool {call.name} tried to end the process: {error}; its call counts as failed, and the run goes on"
+        )
         return f"Error: {call.name} tried to end the process and was stopped ({error}).", False
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():
@@ -177,7 +203,9 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
         async with within(None if bounded else timeout):
             text = _as_text(await given)
             if not bounded:
-                await asyncio.sleep(0)  # so that it counts as waiting even if it had its answer at once, such as from a cache
+                await asyncio.sleep(
+                    0
+                )  # so that it counts as waiting even if it had its answer at once, such as from a cache
             return text
 
 
@@ -193,7 +221,9 @@ def marked(tool: Tool | None, word: str) -> bool:
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
 
 
-def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callable[[str], Any]) -> dict[str, Any]:
+def text_arguments(
+    name: str, tool: Callable[..., Any], text: str, load: Callable[[str], Any]
+) -> dict[str, Any]:
     """The arguments of a call that gives one text: that of the tool's only required parameter.
 
     Args:
@@ -202,11 +232,17 @@ def text_arguments(name: str, tool: Callable[..., Any], text: str, load: Callabl
     """
     signature = _signature(tool) or inspect.Signature()
     parameters = signature.parameters
-    required = [p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [
+        p
+        for p in parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     if not required and not text:
         return {}
     if len(required) != 1:
-        raise ValueError(f"a text cannot call {name}{signature}, which has {len(required)} required parameters, not one")
+        raise ValueError(
+            f"a text cannot call {name}{signature}, which has {len(required)} required parameters, not one"
+        )
     if _fits(text, required[0].annotation):
         return {required[0].name: text}
     try:
@@ -221,10 +257,14 @@ def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
         return ""
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {
+        n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     if unexpected := [name for name in arguments if name not in named and not takes_any]:
         return f"unexpected argument {', '.join(map(repr, unexpected))}"
-    if missing := [name for name, p in named.items() if p.default is p.empty and name not in arguments]:
+    if missing := [
+        name for name, p in named.items() if p.default is p.empty and name not in arguments
+    ]:
         return f"missing argument {', '.join(map(repr, missing))}"
     for name, value in arguments.items():
         if name in named and not _fits(value, named[name].annotation):
@@ -241,7 +281,9 @@ def _fits(value: Any, annotation: Any) -> bool:
         return any(type(value) is type(option) and value == option for option in inner)
     expected = origin or annotation
     if expected is list:
-        return isinstance(value, list) and (not inner or all(_fits(item, inner[0]) for item in value))
+        return isinstance(value, list) and (
+            not inner or all(_fits(item, inner[0]) for item in value)
+        )
     if expected is dict:
         return isinstance(value, dict)
     if expected in (int, float):  # JSON's true is no number, and 3 is a float
@@ -254,7 +296,9 @@ def _fits(value: Any, annotation: Any) -> bool:
 def _signature(tool: Callable[..., Any]) -> inspect.Signature | None:
     for resolve in (True, False):  # annotations that cannot be resolved are not checked
         try:
-            return inspect.signature(tool, eval_str=resolve).replace(return_annotation=inspect.Signature.empty)
+            return inspect.signature(tool, eval_str=resolve).replace(
+                return_annotation=inspect.Signature.empty
+            )
         except Exception:
             continue
     return None
@@ -263,7 +307,11 @@ def _signature(tool: Callable[..., Any]) -> inspect.Signature | None:
 def _type_name(annotation: Any) -> str:
     if annotation is type(None):
         return "null"
-    return annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
+    return (
+        annotation.__name__
+        if isinstance(annotation, type) and not typing.get_args(annotation)
+        else str(annotation)
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-WEATHER = {"Paris": (18, "light rain"), "London": (15, "cloudy"), "Tokyo": (24, "sunny")}  # °C and sky; never changes
+WEATHER = {
+    "Paris": (18, "light rain"),
+    "London": (15, "cloudy"),
+    "Tokyo": (24, "sunny"),
+}  # °C and sky; never changes
 
 
 def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -> str:
@@ -20,7 +24,11 @@ def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -
     if name is None:
         raise ValueError(f"no weather is known for {city!r}; there is {', '.join(WEATHER)}")
     degrees, sky = WEATHER[name]
-    return f"{name}: {degrees} °C, {sky}" if unit == "celsius" else f"{name}: {degrees * 9 / 5 + 32:g} °F, {sky}"
+    return (
+        f"{name}: {degrees} °C, {sky}"
+        if unit == "celsius"
+        else f"{name}: {degrees * 9 / 5 + 32:g} °F, {sky}"
+    )
 
 
 get_weather.bounded = True  # type: ignore[attr-defined]  # a look into a table

@@ -5,7 +5,14 @@ What brings torch is imported when it is asked for: files of rollouts are read w
 
 from typing import TYPE_CHECKING, Any
 
-from rlkit.episodes.record import append_rollouts, append_step, load_rollouts, rollout_schema, save_rollouts, transcript
+from rlkit.episodes.record import (
+    append_rollouts,
+    append_step,
+    load_rollouts,
+    rollout_schema,
+    save_rollouts,
+    transcript,
+)
 from rlkit.episodes.summary import failures, summarize
 
 if TYPE_CHECKING:

@@ -32,7 +32,9 @@ def rows(rollout: Rollout) -> list[TokenRow]:
     history policy. What a thinking budget wrote is in the row, for the policy read it, and is not trained.
     """
     out: list[TokenRow] = []
-    spot: tuple[TokenRow, int] | None = None  # the last sampled token so far: where a reward is earned
+    spot: tuple[TokenRow, int] | None = (
+        None  # the last sampled token so far: where a reward is earned
+    )
     for index, step in enumerate(rollout.steps):
         held = out[-1].ids if out else []
         prompt = held[: step.kept] + list(step.prompt_ids)
@@ -46,7 +48,12 @@ def rows(rollout: Rollout) -> list[TokenRow]:
         row.sampled.extend([False] * observed + [True] * len(step.response_ids))
         for i in step.forced:
             row.sampled[begin + i] = False
-        row.logprobs.extend(p if s else 0.0 for p, s in zip([0.0] * observed + list(step.logprobs), row.sampled[-len(new) :], strict=True))
+        row.logprobs.extend(
+            p if s else 0.0
+            for p, s in zip(
+                [0.0] * observed + list(step.logprobs), row.sampled[-len(new) :], strict=True
+            )
+        )
         row.steps.extend([index] * len(new))
         row.rewards.extend([0.0] * len(new))
         row.versions.extend([0] * len(new))
@@ -55,11 +62,15 @@ def rows(rollout: Rollout) -> list[TokenRow]:
         if own := step.sampled:
             spot = row, begin + own[-1]
         if spot is not None and rollout.reward is not None:
-            spot[0].rewards[spot[1]] += (step.reward or 0.0) + (rollout.reward if index == len(rollout.steps) - 1 else 0.0)
+            spot[0].rewards[spot[1]] += (step.reward or 0.0) + (
+                rollout.reward if index == len(rollout.steps) - 1 else 0.0
+            )
     return out
 
 
-def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str = "cpu") -> Batch:
+def assemble(
+    rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.device | str = "cpu"
+) -> Batch:
     """A batch of scored rollouts.
 
     Args:
@@ -72,11 +83,15 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
     """
     numbered = [(i, row) for i, rollout in enumerate(rollouts) for row in rows(rollout)]
     if not numbered:
-        raise ValueError("assemble: no rollout has a step; every episode ended before its first reply")
+        raise ValueError(
+            "assemble: no rollout has a step; every episode ended before its first reply"
+        )
     lists = [row for _, row in numbered]
 
     def scores(values: Iterable[float | None]) -> Tensor:
-        return torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32, device=device)
+        return torch.tensor(
+            [float("nan") if v is None else v for v in values], dtype=torch.float32, device=device
+        )
 
     sizes = torch.tensor([len(row.ids) for row in lists])
     there = torch.arange(int(sizes.max())) < sizes[:, None]  # [B, T]
@@ -98,11 +113,18 @@ def assemble(rollouts: Sequence[Rollout], *, pad_token_id: int, device: torch.de
         group_ids=torch.tensor([r.group for r in rollouts], device=device),
         truncated=torch.tensor([r.status == "truncated" for r in rollouts], device=device),
         lengths=torch.tensor([r.response_length for r in rollouts], device=device),
-        reply_lengths=torch.tensor([max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device),
-        greedy_rewards=scores(r.metadata.get("greedy_reward") for r in rollouts) if played_greedily else None,
+        reply_lengths=torch.tensor(
+            [max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device
+        ),
+        greedy_rewards=scores(r.metadata.get("greedy_reward") for r in rollouts)
+        if played_greedily
+        else None,
         token_rewards=tensor((r.rewards for r in lists), torch.float32),
         logprobs_sampler=tensor((r.logprobs for r in lists), torch.float32),
         versions=tensor((r.versions for r in lists), torch.int64) * sampled,
-        components={name: scores(r.rewards.get(name) for r in rollouts) for name in dict.fromkeys(n for r in rollouts for n in r.rewards)},
+        components={
+            name: scores(r.rewards.get(name) for r in rollouts)
+            for name in dict.fromkeys(n for r in rollouts for n in r.rewards)
+        },
         metadata=tuple(copied({**r.task.metadata, **r.metadata}) for r in rollouts),
     )

@@ -21,7 +21,17 @@ from rlkit.system import rng
 from rlkit.system.copies import copied
 from rlkit.system.loops import awaited, blocking, instead, together, was_left
 from rlkit.system.shared_state import guard_state
-from rlkit.types import Engine, Environment, Messages, Policy, Rollout, SamplingParams, Session, Step, Task
+from rlkit.types import (
+    Engine,
+    Environment,
+    Messages,
+    Policy,
+    Rollout,
+    SamplingParams,
+    Session,
+    Step,
+    Task,
+)
 
 KEYS = count()  # of episodes, for engines
 
@@ -104,7 +114,9 @@ async def other_player(path: str, policy: Policy, params: SamplingParams) -> Spe
     the policy's engine may be waiting for this one."""
     weights = next(policy.model.parameters())
     rival, engine = _loaded(path, str(weights.device))
-    if getattr(engine, "decoder", None) is None:  # once: its weights stay, and episodes of other calls may be in play
+    if (
+        getattr(engine, "decoder", None) is None
+    ):  # once: its weights stay, and episodes of other calls may be in play
         await awaited(engine.load(rival, 0))
     return Speaker(rival, engine, params._replace(admission="free"), encoder(rival))
 
@@ -120,7 +132,12 @@ Played = Coroutine[Any, Any, Rollout]
 
 
 def samples_of(
-    how: Environment, task: Task, size: int, seat: Callable[..., Seat], alone: Callable[[Seat], Played], against: Callable[[Seat], Played]
+    how: Environment,
+    task: Task,
+    size: int,
+    seat: Callable[..., Seat],
+    alone: Callable[[Seat], Played],
+    against: Callable[[Seat], Played],
 ) -> list[Played]:
     """The episodes of a task's samples: each by itself, all at one table, or two at each; one that is left over plays `against`.
 
@@ -181,27 +198,38 @@ async def collected(
     engine, sampling = Cached() if engine is None else engine, SamplingParams(**params)
     check_engine(engine)
     await awaited(engine.load(policy, version))
-    start, own = Start(waits=sampling.admission != "free"), Speaker(policy, engine, sampling, encoder(policy))
+    start, own = (
+        Start(waits=sampling.admission != "free"),
+        Speaker(policy, engine, sampling, encoder(policy)),
+    )
 
     async def programmed(how: Environment, at: Seat) -> Rollout:
         draws = mix(seed, step, at.group, at.sample)
-        conversations = Conversations(policy, how, engine, sampling, at.task, seed=draws, keys=KEYS, ready=at.place.ready)
+        conversations = Conversations(
+            policy, how, engine, sampling, at.task, seed=draws, keys=KEYS, ready=at.place.ready
+        )
         rollout = await play_program(conversations)
-        steps = tuple(said._replace(versions=said.versions or ((0, version),)) for said in rollout.steps)
+        steps = tuple(
+            said._replace(versions=said.versions or ((0, version),)) for said in rollout.steps
+        )
         return rollout._replace(steps=steps, group=at.group, sample=at.sample)
 
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
         task, draws = at.task, mix(seed, step, at.group, at.sample)
         if at.table is not None:
             how = how._replace(session=lambda task: at.table.player(at.player))
-        speak = speaker(who.policy, how, who.engine, who.params, key=at.turns.key, seed=draws, encode=who.encode)
+        speak = speaker(
+            who.policy, how, who.engine, who.params, key=at.turns.key, seed=draws, encode=who.encode
+        )
 
         async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
             if was_left():
                 raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
-            return said and said._replace(versions=said.versions or ((0, version),))  # of an engine that does not say
+            return said and said._replace(
+                versions=said.versions or ((0, version),)
+            )  # of an engine that does not say
 
         held = [at]
 
@@ -227,7 +255,9 @@ async def collected(
                     rollout = await programmed(how, at)
                 else:
                     place: dict[str, Any] = {"group": at.group, "sample": at.sample, "seed": draws}
-                    rollout = await play(task, how, say, **place, said=release, spent=at.spent, so_far=played.append)
+                    rollout = await play(
+                        task, how, say, **place, said=release, spent=at.spent, so_far=played.append
+                    )
         finally:
             release()
             at.place.arrive()
@@ -240,7 +270,12 @@ async def collected(
 
     async def against(how: Environment, one: Seat) -> Rollout:
         """A sample against a player that is not trained on."""
-        other, rival = one._replace(sample=group_size + one.sample, player=1 - one.player, done=ignored, spent=ignored), own
+        other, rival = (
+            one._replace(
+                sample=group_size + one.sample, player=1 - one.player, done=ignored, spent=ignored
+            ),
+            own,
+        )
         if how.opponent is None:
             one.turns.players = 2
         else:
@@ -252,14 +287,29 @@ async def collected(
         how = environment_of(environment, task)
 
         def seat(j: int, table: Any = None, player: int = 0) -> Seat:
-            return Seat(task, i, j, Turns(next(KEYS)), start.place(), on_done or ignored, spent, table, player)
+            return Seat(
+                task,
+                i,
+                j,
+                Turns(next(KEYS)),
+                start.place(),
+                on_done or ignored,
+                spent,
+                table,
+                player,
+            )
 
         # An episode of a shared instance that is done early must not hold up the decoding that it waits for.
         who = own if how.players else own._replace(params=sampling._replace(admission="free"))
-        return samples_of(how, task, group_size, seat, partial(episode, who, how), partial(against, how))
+        return samples_of(
+            how, task, group_size, seat, partial(episode, who, how), partial(against, how)
+        )
 
     with rng.kept(), guard_state(environment):
-        return await together((coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)), announced=True)
+        return await together(
+            (coroutine for i, task in enumerate(tasks, first) for coroutine in group_of(task, i)),
+            announced=True,
+        )
 
 
 collect = blocking(collected, name="collect")

@@ -41,7 +41,9 @@ def table_columns(rewards: Iterable[str]) -> dict[str, str]:
     return before | named | COLUMNS
 
 
-def completion_row(rollout: Rollout, step: int | None, advantage: float | None = None) -> dict[str, Any]:
+def completion_row(
+    rollout: Rollout, step: int | None, advantage: float | None = None
+) -> dict[str, Any]:
     """A rollout as a row.
 
     prompt           what the episode began with; messages of several roles are told apart by `role:` lines
@@ -68,29 +70,45 @@ def _text(messages: Sequence[Message]) -> str:
     said = [_message(message) for message in messages]
     if len(said) == 1:
         return said[0]
-    return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(messages, said, strict=True))
+    return "\n\n".join(
+        f"{message['role']}: {text}" for message, text in zip(messages, said, strict=True)
+    )
 
 
 def _message(message: Message) -> str:
-    thinking = f"<think>\n{text}\n</think>\n\n" if (text := message.get("reasoning_content")) else ""
+    thinking = (
+        f"<think>\n{text}\n</think>\n\n" if (text := message.get("reasoning_content")) else ""
+    )
     called = (call["function"] for call in message.get("tool_calls", []))
-    calls = "".join(f"\n→ {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in called)
+    calls = "".join(
+        f"\n→ {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})"
+        for call in called
+    )
     return f"{thinking}{message.get('content') or ''}{calls}"
 
 
-def completions_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> pyarrow.Table:
+def completions_table(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
+) -> pyarrow.Table:
     """Rows of `completion_row` as a table, by default with all the columns that a row has. What UTF-8 has no place for is escaped."""
     import pyarrow as pa
 
-    own = columns or table_columns(dict.fromkeys(key[7:] for row in rows for key in row if key.startswith("reward_")))
+    own = columns or table_columns(
+        dict.fromkeys(key[7:] for row in rows for key in row if key.startswith("reward_"))
+    )
     types = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string()}
     data = {name: [row.get(name) for row in rows] for name in own}
     texts = [name for name, kind in own.items() if kind == "string"]
-    data |= {name: [v and v.encode(errors="backslashreplace").decode() for v in data[name]] for name in texts}
+    data |= {
+        name: [v and v.encode(errors="backslashreplace").decode() for v in data[name]]
+        for name in texts
+    }
     return pa.table(data, schema=pa.schema([(name, types[kind]) for name, kind in own.items()]))
 
 
-def write_completions(folder: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> None:
+def write_completions(
+    folder: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
+) -> None:
     """A file of some steps' rows, whole or not there. Raises: OSError."""
     if rows:
         _write(folder, completions_table(rows, columns))
@@ -102,7 +120,9 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
     first, last = pyarrow.compute.min_max(table["step"]).as_py().values()
     path = folder / f"steps_{first:06d}-{last:06d}.parquet"
-    hidden = path.with_name(f".{path.name}")  # what a kill leaves half written is read by nobody who opens the folder
+    hidden = path.with_name(
+        f".{path.name}"
+    )  # what a kill leaves half written is read by nobody who opens the folder
     with atomic(hidden) as file:
         pyarrow.parquet.write_table(table, file, compression="zstd")
     os.replace(hidden, path)
@@ -120,7 +140,9 @@ def cut_completions(folder: Path, step: int) -> None:
             continue
         try:
             target.mkdir(exist_ok=True)
-            if int(found[1]) <= step:  # it was written at another time than the checkpoint: its first rows stay, in a file of their own
+            if (
+                int(found[1]) <= step
+            ):  # it was written at another time than the checkpoint: its first rows stay, in a file of their own
                 _keep(path, step)
             if (target / path.name).exists():
                 put_aside(target / path.name, ".earlier")

@@ -16,7 +16,12 @@ NAN = float("nan")
 
 @safe("_")
 def demonstrations(
-    policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment], *, first: int = 0, **_: Any
+    policy: Policy,
+    tasks: Sequence[Task],
+    environment: Environment | Callable[[Task], Environment],
+    *,
+    first: int = 0,
+    **_: Any,
 ) -> list[Rollout]:
     """The conversation of each task as a scored episode: its replies count as sampled, its reward is 1. In place of `collect`.
 
@@ -34,18 +39,31 @@ def demonstrations(
     out = []
     for group, task in enumerate(tasks, first):
         if "messages" not in task.metadata:
-            raise DataError(f"row {task.id}: holds no conversation to learn from; choose task=conversations, or another algorithm")
+            raise DataError(
+                f"row {task.id}: holds no conversation to learn from; choose task=conversations, or another algorithm"
+            )
         schemas = opening(task, environment_of(environment, task)).schemas
         steps = demonstrated(policy, task.metadata["messages"], schemas)
         length = steps[-1].prompt_length + len(steps[-1].response_ids)
         if length > policy.context_length:
             raise DataError(f"row {task.id}: its conversation has {length} tokens, and the model's context is {policy.context_length}; "
                             "take the row out, or choose a model with a longer context (model.path)")  # fmt: skip
-        out.append(Rollout(task, steps, group=group, reward=1.0, rewards={"demonstration": 1.0}, statuses={"demonstration": "ok"}))
+        out.append(
+            Rollout(
+                task,
+                steps,
+                group=group,
+                reward=1.0,
+                rewards={"demonstration": 1.0},
+                statuses={"demonstration": "ok"},
+            )
+        )
     return out
 
 
-def demonstrated(policy: Policy, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[Step, ...]:
+def demonstrated(
+    policy: Policy, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+) -> tuple[Step, ...]:
     """The steps of a conversation; what follows its last reply is left out."""
     steps: list[Step] = []
     new: list[Message] = []
@@ -55,7 +73,10 @@ def demonstrated(policy: Policy, messages: Sequence[Message], tools: Sequence[di
             continue
         if steps:
             last = steps[-1]
-            kept, ids = last.prompt_length + len(last.response_ids), continuation(policy.renderer, new, last.response_ids[-1])
+            kept, ids = (
+                last.prompt_length + len(last.response_ids),
+                continuation(policy.renderer, new, last.response_ids[-1]),
+            )
         else:
             kept, ids = 0, encode_prompt(policy.renderer, new, tools)
         reply = tuple(encode_reply(policy.renderer, message))
@@ -69,7 +90,8 @@ def demonstrated(policy: Policy, messages: Sequence[Message], tools: Sequence[di
                 thinking=message.get("reasoning_content", ""),
                 content=message["content"],
                 tool_calls=tuple(
-                    ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
+                    ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+                    for call in message.get("tool_calls", ())
                 ),
                 kept=kept,
             )

@@ -73,13 +73,19 @@ async def _play_to_the_end(
 ) -> Rollout:
     """`play`. Raises: Hung too."""
     task, limit, session = rollout.task, Countdown(environment.deadline), None
-    theirs = copied(rollout)  # the same episode as the session sees it: what is changed there changes no row and no record
+    theirs = copied(
+        rollout
+    )  # the same episode as the session sees it: what is changed there changes no row and no record
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
         try:
             async with limit.running():
-                session = await rng.drawing(mix(seed, 0), stack.enter_async_context(opened(environment, theirs.task)))
-                prompt: Messages | None = await rng.drawing(mix(seed, 1), _first_prompt(session, theirs.task))
+                session = await rng.drawing(
+                    mix(seed, 0), stack.enter_async_context(opened(environment, theirs.task))
+                )
+                prompt: Messages | None = await rng.drawing(
+                    mix(seed, 1), _first_prompt(session, theirs.task)
+                )
             while prompt is not None:
                 step = await say(rollout, prompt, session)
                 if step is None:
@@ -145,7 +151,9 @@ def opening(task: Task, environment: Environment) -> Opening:
         async with opened(environment, own) as session:
             prompt, tools = await _first_prompt(session, own), session.tools
             state = (await with_state(Rollout(own, ()), session)).state
-            return Opening(list(prompt), tools, [tool_schema(tool) for tool in tools.values()], state)
+            return Opening(
+                list(prompt), tools, [tool_schema(tool) for tool in tools.values()], state
+            )
 
     with guard_state(environment):
         return run(look())
@@ -167,8 +175,14 @@ async def _first_prompt(session: Session, task: Task) -> Messages:
         said: Any = await call_user("the environment's first prompt", session.first_prompt)
         if isinstance(said, str):
             said = [{"role": "user", "content": said}]
-        if not (isinstance(said, list | tuple) and said and all(isinstance(m, dict) and "role" in m for m in said)):
-            raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
+        if not (
+            isinstance(said, list | tuple)
+            and said
+            and all(isinstance(m, dict) and "role" in m for m in said)
+        ):
+            raise TypeError(
+                f"it must be messages, each with a role, or a text; it is {said!r:.200}"
+            )
     return copied(said)  # the session may go on with its own
 
 
@@ -176,8 +190,12 @@ async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages
     """What a session answers. Raises: TypeError where it is not (rollout, messages or None)."""
     answer: Any = await call_user("the environment's answer", session.answer, rollout)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Rollout)):
-        raise TypeError(f"a session's answer must be (rollout, next messages or None); it is {answer!r:.200}")
+        raise TypeError(
+            f"a session's answer must be (rollout, next messages or None); it is {answer!r:.200}"
+        )
     rollout, said = answer
     if said is not None and rollout.status == "truncated":
-        raise TypeError("a session's answer truncates the rollout and goes on; give messages of None with a truncation")
+        raise TypeError(
+            "a session's answer truncates the rollout and goes on; give messages of None with a truncation"
+        )
     return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else copied(said)

@@ -15,7 +15,9 @@ from rlkit.statistics import independent, mean_interval, pass_at_k, share_interv
 from rlkit.tasks.splits import problem_of
 from rlkit.types import Environment, Policy, Rollout, Task
 
-Setting = Environment | Callable[[Task], Environment]  # one for all tasks, or a function that gives each task its own
+Setting = (
+    Environment | Callable[[Task], Environment]
+)  # one for all tasks, or a function that gives each task its own
 
 CORRECT = 1.0  # a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
 
@@ -23,11 +25,19 @@ CORRECT = 1.0  # a verifier's score of a right answer, where the task's metadata
 def is_correct(rollout: Rollout) -> bool:
     """Whether the verifier gave what counts as right, the rewards of the steps included: full marks, or the task's own `correct_from`
     where even the best earns less."""
-    return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get("correct_from", CORRECT)
+    return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get(
+        "correct_from", CORRECT
+    )
 
 
 def greedy_accuracy(
-    policy: Policy, tasks: Sequence[Task], environment: Setting, *, reward: Reward, temperature: float = 0.0, **collecting: Any
+    policy: Policy,
+    tasks: Sequence[Task],
+    environment: Setting,
+    *,
+    reward: Reward,
+    temperature: float = 0.0,
+    **collecting: Any,
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """One episode per task, greedy unless a temperature is given; shared out to all ranks, which all get the result.
 
@@ -65,12 +75,21 @@ def sampled_accuracy(
     Raises: ValueError where a k is larger than `samples`.
     """
     if max(k) > samples:
-        raise ValueError(f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples a task; evaluation.samples is {samples}")
-    rollouts = score(collect(policy, tasks, environment, group_size=samples, temperature=temperature, **collecting), reward)
+        raise ValueError(
+            f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples a task; evaluation.samples is {samples}"
+        )
+    rollouts = score(
+        collect(
+            policy, tasks, environment, group_size=samples, temperature=temperature, **collecting
+        ),
+        reward,
+    )
     return _with_parts(rollouts, partial(curves, samples=samples, k=k)), rollouts
 
 
-def _with_parts(rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout]], dict[str, Any]]) -> dict[str, Any]:
+def _with_parts(
+    rollouts: Sequence[Rollout], measure: Callable[[Sequence[Rollout]], dict[str, Any]]
+) -> dict[str, Any]:
     """A measure of all rollouts, and under `parts` that of each part of a mixture."""
     parts = {part: measure(own) for part, own in by_part(rollouts).items()}
     return measure(rollouts) | ({"parts": parts} if parts else {})
@@ -89,8 +108,15 @@ def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[s
     result = {"accuracy": right / len(rollouts), "interval": list(_share_interval(right, sizes))}
     result |= {"n": len(rollouts), "distinct": len(sizes)}
     result |= {"reward": mean, "reward_interval": [low, high], "temperature": temperature}
-    columns = {name: [value for r in rollouts if (value := r.rewards[name]) is not None] for name in rollouts[0].rewards}
-    terms = {f"reward/{name}/mean": math.fsum(own) / len(own) for name, own in columns.items() if own and len(columns) > 1}
+    columns = {
+        name: [value for r in rollouts if (value := r.rewards[name]) is not None]
+        for name in rollouts[0].rewards
+    }
+    terms = {
+        f"reward/{name}/mean": math.fsum(own) / len(own)
+        for name, own in columns.items()
+        if own and len(columns) > 1
+    }
     own = terms | measured_by_reward(rollouts)
     return result | ({"metrics": own} if own else {})
 
@@ -102,10 +128,14 @@ def curves(rollouts: Sequence[Rollout], *, samples: int, k: Sequence[int]) -> di
     for own in tasks:
         rows.setdefault(problem_of(own[0].task), []).append(sum(map(is_correct, own)))
     weights = [len(right) for right in rows.values()]
-    estimates = {f"avg@{samples}": partial(pass_at_k, samples, k=1)} | {f"pass@{j}": partial(pass_at_k, samples, k=j) for j in k}
+    estimates = {f"avg@{samples}": partial(pass_at_k, samples, k=1)} | {
+        f"pass@{j}": partial(pass_at_k, samples, k=j) for j in k
+    }
     out = {}
     for name, estimate in estimates.items():
-        mean, low, high = mean_interval([_mean([estimate(c) for c in right]) for right in rows.values()], weights)
+        mean, low, high = mean_interval(
+            [_mean([estimate(c) for c in right]) for right in rows.values()], weights
+        )
         out[name] = {"value": mean, "interval": [low, high]}
     mean, low, high = _mean_interval(_by_problem(rollouts))
     return out | {"reward": {"value": mean, "interval": [low, high]}}

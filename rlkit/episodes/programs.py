@@ -23,7 +23,19 @@ from rlkit.gateway import reply_message
 from rlkit.models.chat import continuation, encode_prompt
 from rlkit.system.copies import copied
 from rlkit.system.loops import awaited, closing, is_over, result_of, settled, wind_up
-from rlkit.types import Ended, Engine, Environment, Message, Messages, Policy, Rollout, SamplingParams, Step, Task, ToolResult
+from rlkit.types import (
+    Ended,
+    Engine,
+    Environment,
+    Message,
+    Messages,
+    Policy,
+    Rollout,
+    SamplingParams,
+    Step,
+    Task,
+    ToolResult,
+)
 
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -64,10 +76,18 @@ class Conversations:
         keys: Iterator[int],
         ready: Callable[[], Awaitable[None]],
     ):
-        self.policy, self.environment, self.engine, self.params, self.task = policy, environment, engine, params, task
+        self.policy, self.environment, self.engine, self.params, self.task = (
+            policy,
+            environment,
+            engine,
+            params,
+            task,
+        )
         self.seed, self.keys, self.ready = seed, keys, ready
         self.calls: list[Call] = []
-        self.known: dict[bytes, list[Call]] = {}  # digest of a conversation with its reply → the replies that end it
+        self.known: dict[
+            bytes, list[Call]
+        ] = {}  # digest of a conversation with its reply → the replies that end it
         self.drawn: Counter[tuple[int, ...]] = Counter()  # context → replies to it
         self.asked, self.refused = 0, ""  # requests; the limit that the last one met
         self.resting: int | None = None  # the key that no reply is sampled under
@@ -78,12 +98,18 @@ class Conversations:
         """See `rlkit.types.Ask`."""
         if self.asked >= self.environment.max_steps:
             self.refused = "steps"
-            raise RequestRefused(f"the episode has had its {self.environment.max_steps} replies (environment.max_turns)")
+            raise RequestRefused(
+                f"the episode has had its {self.environment.max_steps} replies (environment.max_turns)"
+            )
         self.asked += 1
         messages = copied(messages)  # the program may go on with its own
         digests = self._digests(messages, tools)
         parent = self._continued(messages, digests)
-        new = self._named(messages[len(messages) - self._new(messages) :], parent) if parent else list(messages)
+        new = (
+            self._named(messages[len(messages) - self._new(messages) :], parent)
+            if parent
+            else list(messages)
+        )
         try:
             ids = self._context(parent, new, tools)
         except TemplateError as error:
@@ -102,11 +128,17 @@ class Conversations:
         self.known.setdefault(said, []).append(call)
         return step
 
-    async def _sampled(self, parent: Call | None, new: list[Message], ids: tuple[int, ...], limit: int | None) -> Step:
+    async def _sampled(
+        self, parent: Call | None, new: list[Message], ids: tuple[int, ...], limit: int | None
+    ) -> Step:
         """The reply to a context as a step."""
         depth, twin = len(parent.path) if parent else 0, self.drawn[ids]
         self.drawn[ids] += 1
-        params = self.params if limit is None else self.params._replace(max_new_tokens=min(limit, self.params.max_new_tokens))
+        params = (
+            self.params
+            if limit is None
+            else self.params._replace(max_new_tokens=min(limit, self.params.max_new_tokens))
+        )
         seed = mix(self.seed, depth, twin) if twin else mix(self.seed, depth)
         key, self.resting = next(self.keys) if self.resting is None else self.resting, None
         self.sampling.add(key)
@@ -140,7 +172,9 @@ class Conversations:
 
     def _new(self, messages: Messages) -> int:
         """How many messages follow the last reply."""
-        return next((i for i, m in enumerate(reversed(messages)) if m["role"] == "assistant"), len(messages))
+        return next(
+            (i for i, m in enumerate(reversed(messages)) if m["role"] == "assistant"), len(messages)
+        )
 
     def _continued(self, messages: Messages, digests: list[bytes]) -> Call | None:
         """The recorded reply that all messages but those after the last reply are the conversation of."""
@@ -149,13 +183,21 @@ class Conversations:
             return None
         found = self.known.get(digests[len(messages) - new], [])
         continued = {call.parent.number for call in self.calls if call.parent}
-        return next((call for call in reversed(found) if call.number not in continued), found[-1] if found else None)
+        return next(
+            (call for call in reversed(found) if call.number not in continued),
+            found[-1] if found else None,
+        )
 
     def _named(self, messages: Messages, parent: Call) -> list[Message]:
         """Results of tools with the names of their calls, as an environment of rlkit writes them."""
         names = {call.id: call.name for call in parent.step.tool_calls}
         return [
-            {"role": "tool", "tool_call_id": m["tool_call_id"], "name": names.get(m["tool_call_id"], ""), "content": m["content"]}
+            {
+                "role": "tool",
+                "tool_call_id": m["tool_call_id"],
+                "name": names.get(m["tool_call_id"], ""),
+                "content": m["content"],
+            }
             if m["role"] == "tool"
             else m
             for m in messages
@@ -172,7 +214,13 @@ class Conversations:
         """Of a conversation with one more message. White space in a call's arguments and the order of its keys make no difference."""
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         thinking = message.get("reasoning_content", "") if self.environment.strict_thinking else ""
-        said = [message["role"], message.get("content", ""), thinking, calls, message.get("tool_call_id", "")]
+        said = [
+            message["role"],
+            message.get("content", ""),
+            thinking,
+            calls,
+            message.get("tool_call_id", ""),
+        ]
         return hashlib.sha256(before + json.dumps(said, sort_keys=True).encode()).digest()
 
     def release(self) -> None:
@@ -194,7 +242,9 @@ class Conversations:
             last[call.number] = max(last.get(call.number, 0), call.number)
             if call.parent is not None:
                 last[call.parent.number] = max(last.get(call.parent.number, 0), last[call.number])
-            children.setdefault(None if call.parent is None else call.parent.number, []).append(call)
+            children.setdefault(None if call.parent is None else call.parent.number, []).append(
+                call
+            )
         ordered: list[Call] = []
         pending = sorted(children.get(None, []), key=lambda c: -last[c.number])
         while pending:
@@ -207,15 +257,33 @@ class Conversations:
             rollout = rollout.add(_answered(call, children.get(call.number, [])))
             if i and (call.parent is None or place[call.parent.number] != i - 1):
                 origin = call.after if call.parent is None else call.parent.number
-                begun.append({"step": i, "from": None if origin is None else place[origin], "why": "fork" if call.parent else "new"})
+                begun.append(
+                    {
+                        "step": i,
+                        "from": None if origin is None else place[origin],
+                        "why": "fork" if call.parent else "new",
+                    }
+                )
         return rollout._replace(metadata={"rows": begun} if begun else {})
 
 
 def _answered(call: Call, children: list[Call]) -> Step:
     """The step with the results of its calls, which the request behind it told. One that begins with `Error` is counted as a failure."""
     ids = {c.id: c.name for c in call.step.tool_calls}
-    said = [m for m in (children[-1].step.prompt if children else ()) if m["role"] == "tool" and m["tool_call_id"] in ids]
-    results = [ToolResult(m["tool_call_id"], ids[m["tool_call_id"]], m["content"], not m["content"].startswith("Error")) for m in said]
+    said = [
+        m
+        for m in (children[-1].step.prompt if children else ())
+        if m["role"] == "tool" and m["tool_call_id"] in ids
+    ]
+    results = [
+        ToolResult(
+            m["tool_call_id"],
+            ids[m["tool_call_id"]],
+            m["content"],
+            not m["content"].startswith("Error"),
+        )
+        for m in said
+    ]
     return call.step._replace(tool_results=tuple(results))
 
 
@@ -245,7 +313,9 @@ async def play_program(conversations: Conversations) -> Rollout:
     rollout = conversations.rollout()
     rollout = rollout._replace(metadata={**rollout.metadata, **ended.metadata})
     if ended.reward is not None and rollout.steps:
-        rollout = rollout._replace(steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=ended.reward)))
+        rollout = rollout._replace(
+            steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=ended.reward))
+        )
     cut = "length" if rollout.steps and rollout.steps[-1].finish_reason == "length" else ""
     why = ended.truncation or conversations.refused or cut
     return cut_off(rollout, why) if why else rollout

@@ -66,7 +66,9 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     with path.open("ab+") as file:
         if path.suffix != ".gz" and file.tell():
             file.seek(-1, os.SEEK_END)
-            data = data if file.read(1) == b"\n" else b"\n" + data  # the last line was cut off: it stays alone
+            data = (
+                data if file.read(1) == b"\n" else b"\n" + data
+            )  # the last line was cut off: it stays alone
         file.write(data)
 
 
@@ -78,7 +80,9 @@ def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None
 @contextmanager
 def failed_rollout_kept(folder: Path) -> Iterator[None]:
     """Where a reward fails inside, the rollout on which it failed is saved to the folder, and the error's note names the file."""
-    from rlkit.rewards import RewardError  # rewards bring torch, and a file of rollouts is read without
+    from rlkit.rewards import (
+        RewardError,
+    )  # rewards bring torch, and a file of rollouts is read without
 
     try:
         yield
@@ -108,7 +112,9 @@ def _lines(rollouts: Sequence[Rollout], rl_step: int | None = None) -> bytes:
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def load_rollouts(path: Path | str | Part, *, step: int | None = None, strict: bool = False) -> list[Rollout]:
+def load_rollouts(
+    path: Path | str | Part, *, step: int | None = None, strict: bool = False
+) -> list[Rollout]:
     """The rollouts of a file, or of one RL step of a run, equal to those saved.
 
     Args:
@@ -139,7 +145,11 @@ def _part(path: Path | str | Part, step: int | None) -> Part:
     if step is None:
         return Part(_checked(Path(path)))
     if step not in (found := shards.recorded(Path(path))):
-        held = f"it holds {len(found)} from {min(found)} to {max(found)}" if found else "it holds none; name a run's rollouts/"
+        held = (
+            f"it holds {len(found)} from {min(found)} to {max(found)}"
+            if found
+            else "it holds none; name a run's rollouts/"
+        )
         raise ConfigError(f"{path}: there are no rollouts of step {step}; {held}")
     return found[step]
 
@@ -164,7 +174,12 @@ def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
             yield from _json_row(f"{part}:{number}", line)
         if damage is not None:  # instead of the line in whose middle it happened
             number, rest = number + 1, b""
-            yield f"{part}:{number}", DataError(f"the compressed data is damaged here or before; its whole lines are kept ({damage})")
+            yield (
+                f"{part}:{number}",
+                DataError(
+                    f"the compressed data is damaged here or before; its whole lines are kept ({damage})"
+                ),
+            )
     yield from _json_row(f"{part}:{number + 1}", rest)
 
 
@@ -194,7 +209,9 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
             texts.append(stream.decompress(data[position : position + PIECE]))
             position = min(position + PIECE, len(data))
     except zlib.error as error:
-        stream = zlib.decompressobj(wbits=31)  # again, up to the very byte: what raises gives nothing
+        stream = zlib.decompressobj(
+            wbits=31
+        )  # again, up to the very byte: what raises gives nothing
         texts = [stream.decompress(data[:position])]
         with suppress(zlib.error):
             texts.extend(stream.decompress(data[i : i + 1]) for i in range(position, len(data)))
@@ -205,11 +222,24 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
 
 # ---------------------------------------------------------------------------------------------------------- rows
 
-COLUMNS = ("rl_step", "task_id", "num_steps", "response_length", "total_reward")  # to filter on; but for the first told by the rest
+COLUMNS = (
+    "rl_step",
+    "task_id",
+    "num_steps",
+    "response_length",
+    "total_reward",
+)  # to filter on; but for the first told by the rest
 PLAIN = ("role", "content")  # of a message; its other keys are JSON text
-LONE = "d[89a-f][0-9a-f]{2}"  # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
+LONE = (
+    "d[89a-f][0-9a-f]{2}"  # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
+)
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
-SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}  # all else is text
+SCALARS: Mapping[Any, Any] = {
+    float: (int, float),
+    int: int,
+    bool: bool,
+    type(None): type(None),
+}  # all else is text
 _fields = functools.cache(typing.get_type_hints)
 
 
@@ -237,7 +267,11 @@ def rollout_schema() -> pyarrow.Schema:
             return pa.struct([(name, pa.string()) for name in (*PLAIN, "other")])
         if isinstance(hint, types.UnionType):
             return kind(inner[0])
-        return pa.list_(kind(inner[0])) if typing.get_origin(hint) is tuple else scalars.get(hint, pa.string())
+        return (
+            pa.list_(kind(inner[0]))
+            if typing.get_origin(hint) is tuple
+            else scalars.get(hint, pa.string())
+        )
 
     columns = zip(COLUMNS, map(kind, (int, str, int, int, float)), strict=True)
     return pa.schema([*columns, *((name, kind(of)) for name, of in _fields(Rollout).items())])
@@ -245,7 +279,13 @@ def rollout_schema() -> pyarrow.Schema:
 
 def to_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
     """Plain types, the same for every rollout: columns to filter on, then the fields in their order."""
-    columns = (rl_step, rollout.task.id, len(rollout.steps), rollout.response_length, rollout.total_reward)
+    columns = (
+        rl_step,
+        rollout.task.id,
+        len(rollout.steps),
+        rollout.response_length,
+        rollout.total_reward,
+    )
     return dict(zip(COLUMNS, columns, strict=True)) | _plain(rollout, Rollout)
 
 
@@ -261,7 +301,11 @@ def _plain(value: Any, hint: Any) -> Any:
         return {name: _plain(getattr(value, name), kind) for name, kind in _fields(hint).items()}
     if hint is Message:
         plain = {name: text for name in PLAIN if isinstance(text := value.get(name), str)}
-        return dict.fromkeys(PLAIN) | plain | {"other": TEXT.encode({name: value[name] for name in value if name not in plain})}
+        return (
+            dict.fromkeys(PLAIN)
+            | plain
+            | {"other": TEXT.encode({name: value[name] for name in value if name not in plain})}
+        )
     if origin is tuple:
         (kind, *_) = typing.get_args(hint)
         return list(value) if kind in SCALARS else [_plain(item, kind) for item in value]
@@ -275,12 +319,23 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
         return value
     if hint in RECORDS and isinstance(value, Mapping):
         kinds = _fields(hint)
-        return hint(**{name: _restored(item, kinds[name], f"{path}.{name}".lstrip(".")) for name, item in value.items()})
+        return hint(
+            **{
+                name: _restored(item, kinds[name], f"{path}.{name}".lstrip("."))
+                for name, item in value.items()
+            }
+        )
     if hint is Message and isinstance(value, Mapping):
-        return {name: value[name] for name in PLAIN if value[name] is not None} | json.loads(value["other"])
+        return {name: value[name] for name in PLAIN if value[name] is not None} | json.loads(
+            value["other"]
+        )
     if isinstance(hint, types.UnionType):
         return None if value is None else _restored(value, inner[0], path)
-    if origin is Mapping and isinstance(value, str) and isinstance(items := json.loads(value), dict):
+    if (
+        origin is Mapping
+        and isinstance(value, str)
+        and isinstance(items := json.loads(value), dict)
+    ):
         return {key: _restored(item, inner[1], f"{path}.{key}") for key, item in items.items()}
     if origin is tuple and isinstance(value, list | tuple):
         if inner[0] not in SCALARS:
@@ -302,7 +357,9 @@ def _line(rollout: Rollout, rl_step: int | None) -> str:
     text = TEXT.encode(to_row(rollout, rl_step))
     if text.isascii():  # most are: the search takes as long as all else
         return text
-    return re.sub(f"[\ud800-\udfff]|\ufffd(?={LONE}|fffd)", lambda found: f"\ufffd{ord(found[0]):x}", text)
+    return re.sub(
+        f"[\ud800-\udfff]|\ufffd(?={LONE}|fffd)", lambda found: f"\ufffd{ord(found[0]):x}", text
+    )
 
 
 def _unescaped(line: str) -> Any:
@@ -316,7 +373,10 @@ def _unescaped(line: str) -> Any:
 def transcript(rollout: Rollout) -> str:
     """The conversation as Markdown that also reads well as plain text; text of the model is indented, never markup."""
     ending = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
-    lines = [f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {ending}", ""]
+    lines = [
+        f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {ending}",
+        "",
+    ]
     for message in rollout.conversation:
         lines += [f"**{visible(message['role'])}**", ""]
         if thinking := message.get("reasoning_content"):
@@ -324,7 +384,12 @@ def transcript(rollout: Rollout) -> str:
         if content := message.get("content"):
             lines += [_indent(content), ""]
         for call in message.get("tool_calls", []):
-            lines += [_indent(f"→ {call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})"), ""]
+            lines += [
+                _indent(
+                    f"→ {call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})"
+                ),
+                "",
+            ]
     if rollout.task.answer:
         lines += [f"expected: `{visible(rollout.task.answer)}`", ""]
     return "\n".join(lines)

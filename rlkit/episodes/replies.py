@@ -14,13 +14,33 @@ from rlkit.errors import EngineError
 from rlkit.functional import mix
 from rlkit.models.chat import continuation, encode_prompt
 from rlkit.system.loops import awaited
-from rlkit.types import Engine, Environment, Generation, Messages, Policy, Rollout, SamplingParams, Session, Step, Tool
+from rlkit.types import (
+    Engine,
+    Environment,
+    Generation,
+    Messages,
+    Policy,
+    Rollout,
+    SamplingParams,
+    Session,
+    Step,
+    Tool,
+)
 
-Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]  # a first prompt and the tools → ids
+Encode = Callable[
+    [Messages, Mapping[str, Tool]], tuple[int, ...]
+]  # a first prompt and the tools → ids
 
 
 def speaker(
-    policy: Policy, environment: Environment, engine: Engine, params: SamplingParams, *, key: int, seed: int, encode: Encode
+    policy: Policy,
+    environment: Environment,
+    engine: Engine,
+    params: SamplingParams,
+    *,
+    key: int,
+    seed: int,
+    encode: Encode,
 ) -> Say:
     """The `say` of one episode: the policy speaks through an engine.
 
@@ -32,7 +52,15 @@ def speaker(
     """
 
     async def say(rollout: Rollout, messages: Messages, session: Session) -> Step | None:
-        ids, dropped = next_prompt_ids(policy, rollout, environment, messages, session.tools, encode, room=params.max_new_tokens)
+        ids, dropped = next_prompt_ids(
+            policy,
+            rollout,
+            environment,
+            messages,
+            session.tools,
+            encode,
+            room=params.max_new_tokens,
+        )
         if len(ids) >= policy.context_length:
             return None
         reply = await awaited(engine.generate(key, ids, mix(seed, len(rollout.steps)), params))
@@ -44,9 +72,19 @@ def speaker(
 
 def check_engine(engine: Any) -> None:
     """Raises: EngineError where this is no engine."""
-    if missing := [name for name in ("generate", "release", "load") if not callable(getattr(engine, name, None))]:
-        hint = "; make an engine of a plain function with rlkit.engines.Batched" if callable(engine) else ""
-        raise EngineError(f"the engine {engine!r:.200} has no `{missing[0]}`; it needs what rlkit.types.Engine describes{hint}")
+    if missing := [
+        name
+        for name in ("generate", "release", "load")
+        if not callable(getattr(engine, name, None))
+    ]:
+        hint = (
+            "; make an engine of a plain function with rlkit.engines.Batched"
+            if callable(engine)
+            else ""
+        )
+        raise EngineError(
+            f"the engine {engine!r:.200} has no `{missing[0]}`; it needs what rlkit.types.Engine describes{hint}"
+        )
 
 
 def check_generation(engine: Any, reply: Any) -> None:
@@ -63,7 +101,9 @@ def check_generation(engine: Any, reply: Any) -> None:
         wrong = f'finish_reason="{reply.finish_reason}"; it is "stop" or "length"'
     else:
         return
-    raise EngineError(f"generation.engine ({type(engine).__module__}.{type(engine).__qualname__}) gave {wrong}")
+    raise EngineError(
+        f"generation.engine ({type(engine).__module__}.{type(engine).__qualname__}) gave {wrong}"
+    )
 
 
 def encoder(policy: Policy) -> Encode:
@@ -98,17 +138,27 @@ def read_reply(
     """
     ended = bool(reply.token_ids) and reply.token_ids[-1] in policy.eos_token_ids
     tags = policy.renderer.thinking
-    thinking, content, closed = split_reply(tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(ids))
+    thinking, content, closed = split_reply(
+        tags, reply.token_ids[: -1 if ended else None], opened=tags.opened(ids)
+    )
     with blamed("parser of tool calls", rollout.task):
         content, calls = (environment.parse_calls or none)(content)
     first = rollout.steps[0].prompt if rollout.steps else messages
-    number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(len(s.tool_calls) for s in rollout.steps)
+    number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(
+        len(s.tool_calls) for s in rollout.steps
+    )
     return Step(
         prompt=tuple(messages),
         prompt_ids=ids,
         response_ids=reply.token_ids,
         logprobs=reply.logprobs,
-        finish_reason="length" if reply.finish_reason == "length" else "budget" if reply.forced else "tool" if calls else "stop",
+        finish_reason="length"
+        if reply.finish_reason == "length"
+        else "budget"
+        if reply.forced
+        else "tool"
+        if calls
+        else "stop",
         thinking=thinking,
         content=content,
         thinking_closed=closed,
@@ -148,7 +198,9 @@ def next_prompt_ids(
         history = rollout.history(len(rollout.steps), thinking=False, dropped=dropped)
         results = bool(messages) and messages[0]["role"] == "tool"  # part of the history already
         whole = history if results else [*history, *messages]
-        return tuple(encode_prompt(policy.renderer, whole, [tool_schema(tool) for tool in tools.values()]))
+        return tuple(
+            encode_prompt(policy.renderer, whole, [tool_schema(tool) for tool in tools.values()])
+        )
 
     dropped = rollout.steps[-1].dropped
     ids = rendered(dropped)
@@ -159,10 +211,18 @@ def next_prompt_ids(
     return ids, dropped
 
 
-def _appended(policy: Policy, rollout: Rollout, messages: Messages, dropped: int) -> tuple[int, ...]:
+def _appended(
+    policy: Policy, rollout: Rollout, messages: Messages, dropped: int
+) -> tuple[int, ...]:
     last, context, kept = rollout.steps[-1], rollout.context(-1), rollout.steps[0].prompt_length
-    sizes: list[int] = []  # ids of each exchange; the prompt of step k + 1 is the first prompt and the exchanges up to k that it holds
+    sizes: list[
+        int
+    ] = []  # ids of each exchange; the prompt of step k + 1 is the first prompt and the exchanges up to k that it holds
     for step in rollout.steps[1:]:
         sizes.append(step.prompt_length - kept - sum(sizes[step.dropped :]))
     before = context[:kept] + context[kept + sum(sizes[last.dropped : dropped]) :]
-    return before + last.response_ids + tuple(continuation(policy.renderer, messages, last.response_ids[-1]))
+    return (
+        before
+        + last.response_ids
+        + tuple(continuation(policy.renderer, messages, last.response_ids[-1]))
+    )

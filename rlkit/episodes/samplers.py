@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 # Columns of the table: successes and failures (sums of rewards clipped to 0 … 1, and of what they lack of 1), the mean of the last group
 # (-1 before the first), and which draw of its part asked the problem last (0: none).
 SUCCESSES, FAILURES, LAST, ASKED = range(4)
-State = Mapping[str, Any]  # table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked: before them
+State = Mapping[
+    str, Any
+]  # table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked: before them
 
 
 class TaskSampler(NamedTuple):
@@ -48,19 +50,37 @@ def uniform_sampler() -> TaskSampler:
     return TaskSampler("uniform")
 
 
-@ranges(low=(0, 1), high=(0, 1), hard=(1e-9, None), normal=(1e-9, None), easy=(1e-9, None), unseen=(1e-9, None))
+@ranges(
+    low=(0, 1),
+    high=(0, 1),
+    hard=(1e-9, None),
+    normal=(1e-9, None),
+    easy=(1e-9, None),
+    unseen=(1e-9, None),
+)
 def pool_sampler(
-    *, low: float = 0.25, high: float = 0.75, hard: float = 0.2, normal: float = 1.0, easy: float = 0.2, unseen: float = 1.0
+    *,
+    low: float = 0.25,
+    high: float = 0.75,
+    hard: float = 0.2,
+    normal: float = 1.0,
+    easy: float = 0.2,
+    unseen: float = 1.0,
 ) -> TaskSampler:
     """Pools by the pass rate p of a problem's last group: hard for p ≤ low, easy for p > high, normal between, unseen before the first.
 
     Args: low, high: 0 … 1. hard, normal, easy, unseen: weight of each problem of the pool, > 0; a weight of 0 would freeze it for ever.
     Source: prime-rl, curriculum/samplers/pool.py, with its defaults.
     """
-    return TaskSampler("pools", partial(by_pool, low=low, high=high, hard=hard, normal=normal, easy=easy, unseen=unseen))
+    return TaskSampler(
+        "pools",
+        partial(by_pool, low=low, high=high, hard=hard, normal=normal, easy=easy, unseen=unseen),
+    )
 
 
-def by_pool(rows: Tensor, *, low: float, high: float, hard: float, normal: float, easy: float, unseen: float) -> Tensor:
+def by_pool(
+    rows: Tensor, *, low: float, high: float, hard: float, normal: float, easy: float, unseen: float
+) -> Tensor:
     """Weights [n] of `pool_sampler`."""
     last = rows[:, LAST]
     out = last.new_full(last.shape, normal)
@@ -69,7 +89,9 @@ def by_pool(rows: Tensor, *, low: float, high: float, hard: float, normal: float
 
 
 @ranges(explore=(1e-9, 1), prior=(1e-9, None), memory=(0, 1))
-def variance_sampler(*, explore: float = 0.1, prior: float = 0.5, memory: float = 0.8) -> TaskSampler:
+def variance_sampler(
+    *, explore: float = 0.1, prior: float = 0.5, memory: float = 0.8
+) -> TaskSampler:
     """In proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab / ((a+b)(a+b+1)) for p ~ Beta(a, b).
 
     a = prior + Σ memory^k · successes of the k-th last group, b likewise for failures. A prior of 1/2 gives an unseen problem 1/8, one
@@ -78,7 +100,9 @@ def variance_sampler(*, explore: float = 0.1, prior: float = 0.5, memory: float 
     Args: explore: share of uniform draws, > 0, so that every problem is visited. prior: > 0. memory: 0 … 1.
     Source: the variance p(1-p) as the priority, arXiv:2601.02648; in its expectation by derivation.
     """
-    return TaskSampler("variance", partial(by_variance, prior=prior), explore=explore, memory=memory)
+    return TaskSampler(
+        "variance", partial(by_variance, prior=prior), explore=explore, memory=memory
+    )
 
 
 def by_variance(rows: Tensor, *, prior: float) -> Tensor:
@@ -88,7 +112,9 @@ def by_variance(rows: Tensor, *, prior: float) -> Tensor:
 
 
 @ranges(retest=(1, None), unseen=(0, None), explore=(0, 1))
-def prioritised_sampler(*, retest: int = 8, unseen: float = 0.1, explore: float = 0.0) -> TaskSampler:
+def prioritised_sampler(
+    *, retest: int = 8, unseen: float = 0.1, explore: float = 0.0
+) -> TaskSampler:
     """The largest p(1-p) of the last group first, with retests of what is solved or too hard.
 
     Args: retest: every so many draws ask the problem that was asked longest ago, so each of n problems is asked within n · retest
@@ -96,7 +122,13 @@ def prioritised_sampler(*, retest: int = 8, unseen: float = 0.1, explore: float 
       unknown problems go before those that teach nothing. explore: share of uniform draws.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
-    return TaskSampler("prioritised", partial(by_last_variance, unseen=unseen), explore=explore, greedy=True, retest=retest)
+    return TaskSampler(
+        "prioritised",
+        partial(by_last_variance, unseen=unseen),
+        explore=explore,
+        greedy=True,
+        retest=retest,
+    )
 
 
 def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
@@ -124,7 +156,14 @@ def while_unsolved(rows: Tensor, *, solved: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ draw and update
 
 
-def choose_tasks(sampler: TaskSampler, tasks: Sequence[Task], parts: Sequence[str], state: State | None, *, seed: int) -> State:
+def choose_tasks(
+    sampler: TaskSampler,
+    tasks: Sequence[Task],
+    parts: Sequence[str],
+    state: State | None,
+    *,
+    seed: int,
+) -> State:
     """The state after one draw for each of `parts`; `step` then ends with the positions that were drawn.
 
     Drawing for a and then for b equals drawing for a + b. A problem that stands several times in the tasks is one, at its first position.
@@ -146,13 +185,24 @@ def choose_tasks(sampler: TaskSampler, tasks: Sequence[Task], parts: Sequence[st
     first: dict[tuple[str, str], int] = {}
     for i, task in enumerate(tasks):
         first.setdefault((task.part, task.id), i)
-    own = {part: torch.tensor([i for (of, _), i in first.items() if of == part]) for part in set(parts)}
+    own = {
+        part: torch.tensor([i for (of, _), i in first.items() if of == part]) for part in set(parts)
+    }
     table, draws, step = state["table"].clone(), dict(state["draws"]), list(state["step"])
     for part in parts:
         number = draws[part] = draws.get(part, 0) + 1
         fresh = own[part][~torch.isin(own[part], torch.tensor(step, dtype=torch.int64))]
         places = fresh if len(fresh) else own[part]
-        place = int(places[_place(sampler, table[places], number, random.Random(f"task sampler/{seed}/{part}/{number}"))])
+        place = int(
+            places[
+                _place(
+                    sampler,
+                    table[places],
+                    number,
+                    random.Random(f"task sampler/{seed}/{part}/{number}"),
+                )
+            ]
+        )
         table[place, ASKED] = number
         step.append(place)
     return {**state, "table": table, "draws": draws, "step": step}
@@ -165,7 +215,10 @@ def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Rando
     if sampler.retest and number % sampler.retest == 0:
         return int(rows[:, ASKED].argmin())
     shares = chances(sampler, rows).cumsum(0)
-    return min(int(torch.searchsorted(shares, source.random() * float(shares[-1]), right=True)), len(rows) - 1)
+    return min(
+        int(torch.searchsorted(shares, source.random() * float(shares[-1]), right=True)),
+        len(rows) - 1,
+    )
 
 
 def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
@@ -175,7 +228,9 @@ def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
     assert sampler.weigh is not None
     weights = sampler.weigh(rows.clone())
     if weights.shape != rows.shape[:1] or not bool((weights.isfinite() & (weights >= 0)).all()):
-        raise ConfigError(f"task.sampler={sampler.name}: its weights must be a number of at least 0 for each of the {len(rows)} problems")
+        raise ConfigError(
+            f"task.sampler={sampler.name}: its weights must be a number of at least 0 for each of the {len(rows)} problems"
+        )
     weights = weights.double() if weights.any() else torch.ones(len(rows), dtype=torch.float64)
     if sampler.greedy:
         best = (weights == weights.max()).nonzero()[:, 0]
@@ -208,4 +263,6 @@ def sampler_metrics(state: State | None) -> dict[str, float]:
     last = state["table"][:, LAST]
     seen = last[last >= 0]
     shares = {"mixed": (seen > 0) & (seen < 1), "solved": seen >= 0.9}
-    return {"sampler/seen": len(seen) / len(last)} | {f"sampler/{name}": float(own.double().mean()) for name, own in shares.items()}
+    return {"sampler/seen": len(seen) / len(last)} | {
+        f"sampler/{name}": float(own.double().mean()) for name, own in shares.items()
+    }

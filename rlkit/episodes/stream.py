@@ -51,7 +51,9 @@ def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
 UNIFORM = uniform_sampler()
 
 
-def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int, sampler: TaskSampler = UNIFORM) -> tuple[list[Task], StreamState]:
+def take(
+    tasks: Sequence[Task], state: StreamState, n: int, *, seed: int, sampler: TaskSampler = UNIFORM
+) -> tuple[list[Task], StreamState]:
     """The next n tasks, and the state after them.
 
     Within an epoch no task is drawn twice; an epoch that runs out is followed by the next one, in its own order, in the
@@ -68,7 +70,9 @@ def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int, sample
     """
     epoch, position = state[:2]
     if not tasks:
-        raise DataError("there are no tasks to draw prompts from; check task.path and task.max_samples")
+        raise DataError(
+            "there are no tasks to draw prompts from; check task.path and task.max_samples"
+        )
     if not 0 <= position <= len(tasks):
         raise DataError(
             f"the prompt stream stands at {position} of {len(tasks)} tasks; the tasks changed since the checkpoint was "
@@ -84,10 +88,14 @@ def take(tasks: Sequence[Task], state: StreamState, n: int, *, seed: int, sample
     if sampler.weigh is None:
         return drawn, StreamState(epoch, position)
     known = choose_tasks(sampler, tasks, [task.part for task in drawn], state.sampler, seed=seed)
-    return [tasks[i] for i in known["step"][len(known["step"]) - n :]], StreamState(epoch, position, known)
+    return [tasks[i] for i in known["step"][len(known["step"]) - n :]], StreamState(
+        epoch, position, known
+    )
 
 
-def take_again(tasks: Sequence[Task], before: StreamState, after: StreamState, n: int, *, seed: int) -> list[Task]:
+def take_again(
+    tasks: Sequence[Task], before: StreamState, after: StreamState, n: int, *, seed: int
+) -> list[Task]:
     """The n tasks of a step whose states before and after are known. Raises DataError where the tasks have changed."""
     if after.sampler is None:
         drawn, state = take(tasks, before, n, seed=seed)
@@ -96,5 +104,7 @@ def take_again(tasks: Sequence[Task], before: StreamState, after: StreamState, n
         same = len(after.sampler["table"]) == len(tasks)
         drawn = [tasks[i] for i in after.sampler["asked"][:n]] if same else []
     if not same or len(drawn) < n:
-        raise DataError("the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew")
+        raise DataError(
+            "the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew"
+        )
     return drawn

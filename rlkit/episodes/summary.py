@@ -66,7 +66,9 @@ def failures(rollouts: Sequence[Rollout]) -> str:
 
 def by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """The rollouts of each part of a mixture, by name; nothing where there is no mixture."""
-    parts: dict[str, list[Rollout]] = {part: [] for part in sorted({r.task.part for r in rollouts} - {""})}
+    parts: dict[str, list[Rollout]] = {
+        part: [] for part in sorted({r.task.part for r in rollouts} - {""})
+    }
     for r in rollouts:
         if r.task.part:
             parts[r.task.part].append(r)
@@ -77,8 +79,12 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     scores = [total for r in rollouts if (total := r.total_reward) is not None]
     lengths = [r.response_length for r in rollouts]
     ended = [r for r in rollouts if r.status == "terminated"]
-    solved = [r.response_length for r in rollouts if r.total_reward is not None and r.total_reward > 0]
-    unsolved = [r.response_length for r in rollouts if r.total_reward is not None and r.total_reward <= 0]
+    solved = [
+        r.response_length for r in rollouts if r.total_reward is not None and r.total_reward > 0
+    ]
+    unsolved = [
+        r.response_length for r in rollouts if r.total_reward is not None and r.total_reward <= 0
+    ]
     calls = [[call for step in r.steps for call in step.tool_calls] for r in rollouts]
     results = [[result for step in r.steps for result in step.tool_results] for r in rollouts]
     return {
@@ -95,18 +101,32 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "len/solved_mean": _mean(solved),
         "len/unsolved_mean": _mean(unsolved),
         "len/truncated_frac": 1 - len(ended) / len(rollouts),
-        "len/loop_frac": _share(any(loops(s.thinking + s.content) for s in r.steps) for r in rollouts),
+        "len/loop_frac": _share(
+            any(loops(s.thinking + s.content) for s in r.steps) for r in rollouts
+        ),
         "stop_reason/stop": len(ended) / len(rollouts),
-        **{f"stop_reason/{why}": _share(r.truncation == why for r in rollouts) for why in TRUNCATIONS},
-        **{f"finish_reason/{why}": _share(s.finish_reason == why for r in rollouts for s in r.steps) for why in get_args(FinishReason)},
+        **{
+            f"stop_reason/{why}": _share(r.truncation == why for r in rollouts)
+            for why in TRUNCATIONS
+        },
+        **{
+            f"finish_reason/{why}": _share(
+                s.finish_reason == why for r in rollouts for s in r.steps
+            )
+            for why in get_args(FinishReason)
+        },
         "dropped_frac": _share(any(s.dropped for s in r.steps) for r in rollouts),
         "think_closed_frac": _share(all(s.thinking_closed for s in r.steps) for r in rollouts),
-        "answer_found_frac": _share(bool(r.final_content) and not r.steps[-1].tool_calls for r in rollouts),
+        "answer_found_frac": _share(
+            bool(r.final_content) and not r.steps[-1].tool_calls for r in rollouts
+        ),
         "parse_fail_frac": _share(any(call.error for call in made) for made in calls),
         "tools/calls": _mean([len(made) for made in calls]),
         "tools/failures": _mean([sum(not result.ok for result in given) for given in results]),
         "tools/turns": _mean([len(r.steps) for r in rollouts]),
-        "rollout/empty_frac": _share(not any(s.thinking or s.content or s.tool_calls for s in r.steps) for r in rollouts),
+        "rollout/empty_frac": _share(
+            not any(s.thinking or s.content or s.tool_calls for s in r.steps) for r in rollouts
+        ),
     }
 
 
@@ -144,7 +164,9 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
         out[f"reward/{name}/std"] = pstdev(values) if values else NAN
         out[f"reward/{name}/variance_share"] = _variance_share(rollouts, name)
         for status in STATUSES:
-            out[f"reward/{name}/{status}_frac"] = _share(r.statuses.get(name) == status for r in rollouts)
+            out[f"reward/{name}/{status}_frac"] = _share(
+                r.statuses.get(name) == status for r in rollouts
+            )
     return out
 
 
@@ -153,10 +175,21 @@ def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
     that they measured it on."""
     given = []
     for r in rollouts:
-        parts = {f"reward/{term}": own for term, own in r.metadata.get("reward_metrics", {}).items()}
+        parts = {
+            f"reward/{term}": own for term, own in r.metadata.get("reward_metrics", {}).items()
+        }
         parts["aggregator"] = r.metadata.get("aggregator", {})
-        given.append({f"{part}/{metric}": value for part, own in parts.items() for metric, value in own.items()})
-    return {name: _mean([own[name] for own in given if name in own]) for name in dict.fromkeys(name for own in given for name in own)}
+        given.append(
+            {
+                f"{part}/{metric}": value
+                for part, own in parts.items()
+                for metric, value in own.items()
+            }
+        )
+    return {
+        name: _mean([own[name] for own in given if name in own])
+        for name in dict.fromkeys(name for own in given for name in own)
+    }
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
@@ -165,7 +198,12 @@ def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
     for r in rollouts:
         if (value := r.rewards[name]) is not None and (total := r.total_reward) is not None:
             groups[r.group].append((value, total))
-    pairs = [(x - fmean(xs), y - fmean(ys)) for group in groups.values() for xs, ys in [zip(*group, strict=True)] for x, y in group]
+    pairs = [
+        (x - fmean(xs), y - fmean(ys))
+        for group in groups.values()
+        for xs, ys in [zip(*group, strict=True)]
+        for x, y in group
+    ]
     xx, yy = sum(x * x for x, _ in pairs), sum(y * y for _, y in pairs)
     scale = sum(abs(r.rewards[name] or 0.0) + abs(r.total_reward or 0.0) for r in rollouts)
     if min(xx, yy) <= (1e-9 * scale) ** 2:  # rounding of the means

@@ -51,8 +51,26 @@ from rlkit.functional.divergences import (
     top_k_divergence,
 )
 from rlkit.functional.entropy import from_log_probs, from_logits
-from rlkit.functional.filters import clip_cov, covariance_rank, every_token, keep_all, mixed_component, mixed_groups, top_entropy
-from rlkit.functional.kl import confident, forward, full, k1, k2, k3, k3_straight_through, reverse, truncated
+from rlkit.functional.filters import (
+    clip_cov,
+    covariance_rank,
+    every_token,
+    keep_all,
+    mixed_component,
+    mixed_groups,
+    top_entropy,
+)
+from rlkit.functional.kl import (
+    confident,
+    forward,
+    full,
+    k1,
+    k2,
+    k3,
+    k3_straight_through,
+    reverse,
+    truncated,
+)
 from rlkit.functional.log_probs import chunked_log_probs, token_log_probs
 from rlkit.functional.masking import (
     episode_positions,
@@ -64,13 +82,30 @@ from rlkit.functional.masking import (
     segment_sum,
     to_episodes,
 )
-from rlkit.functional.normalization import no_normalization, normalize_advantages, normalize_batch, normalize_group, whiten
+from rlkit.functional.normalization import (
+    no_normalization,
+    normalize_advantages,
+    normalize_batch,
+    normalize_group,
+    whiten,
+)
 from rlkit.functional.overlong import keep_overlong, mask_truncated, soft_penalty
 from rlkit.functional.pairs import all_pairs, best_worst, pairwise, pairwise_loss
-from rlkit.functional.policy_losses import cispo, clipped, dppo, gmpo, kl_cov, reinforce, sapo, vespo
+from rlkit.functional.policy_losses import (
+    cispo,
+    clipped,
+    dppo,
+    gmpo,
+    kl_cov,
+    reinforce,
+    sapo,
+    vespo,
+)
 from rlkit.functional.proximal import binary_kl, interpolated_old
 from rlkit.functional.ratios import log_ratio, sequence_ratio, sequence_token_ratio, token_ratio
 from rlkit.functional.sampling import cut_distribution, gumbel_choice, gumbel_noise, mix
 from rlkit.functional.value_losses import clipped_squared_error, squared_error
 
-__all__ = [name for name, part in list(globals().items()) if callable(part)]  # all that is imported above
+__all__ = [
+    name for name, part in list(globals().items()) if callable(part)
+]  # all that is imported above

@@ -3,18 +3,73 @@
 from rlkit import functional as F
 from rlkit import types as t
 
-ADVANTAGES: tuple[t.AdvantageFn, ...] = (F.raw, F.batch_mean, F.group_mean, F.leave_one_out, F.length_weighted, F.max_rl, F.pairwise, F.gpg)
-OF_GROUPS_AND_TOKENS: tuple[t.AdvantageFn, ...] = (F.pass_at_k_advantage, F.best_minus_second, F.reward_to_go, F.gae, F.turn_gae)
+ADVANTAGES: tuple[t.AdvantageFn, ...] = (
+    F.raw,
+    F.batch_mean,
+    F.group_mean,
+    F.leave_one_out,
+    F.length_weighted,
+    F.max_rl,
+    F.pairwise,
+    F.gpg,
+)
+OF_GROUPS_AND_TOKENS: tuple[t.AdvantageFn, ...] = (
+    F.pass_at_k_advantage,
+    F.best_minus_second,
+    F.reward_to_go,
+    F.gae,
+    F.turn_gae,
+)
 LATER_ADVANTAGES: tuple[t.AdvantageFn, ...] = (F.gdpo, F.remax, F.turn_group_mean)
-NORMALIZATIONS: tuple[t.NormalizationFn, ...] = (F.no_normalization, F.normalize_group, F.normalize_batch, F.normalize_advantages, F.whiten)
+NORMALIZATIONS: tuple[t.NormalizationFn, ...] = (
+    F.no_normalization,
+    F.normalize_group,
+    F.normalize_batch,
+    F.normalize_advantages,
+    F.whiten,
+)
 RATIOS: tuple[t.RatioFn, ...] = (F.token_ratio, F.sequence_ratio, F.sequence_token_ratio)
-POLICY_LOSSES: tuple[t.PolicyLossFn, ...] = (F.clipped, F.cispo, F.sapo, F.gmpo, F.reinforce, F.kl_cov, F.vespo, F.dppo)
-AGGREGATIONS: tuple[t.AggregationFn, ...] = (F.token_mean, F.sequence_mean, F.sequence_sum, F.prompt_mean)
+POLICY_LOSSES: tuple[t.PolicyLossFn, ...] = (
+    F.clipped,
+    F.cispo,
+    F.sapo,
+    F.gmpo,
+    F.reinforce,
+    F.kl_cov,
+    F.vespo,
+    F.dppo,
+)
+AGGREGATIONS: tuple[t.AggregationFn, ...] = (
+    F.token_mean,
+    F.sequence_mean,
+    F.sequence_sum,
+    F.prompt_mean,
+)
 GROUP_FILTERS: tuple[t.GroupFilterFn, ...] = (F.keep_all, F.mixed_groups, F.mixed_component)
 OVERLONG: tuple[t.OverlongFn, ...] = (F.keep_overlong, F.soft_penalty, F.mask_truncated)
 TOKEN_FILTERS: tuple[t.TokenFilterFn, ...] = (F.every_token, F.top_entropy, F.clip_cov)
-CORRECTIONS: tuple[t.CorrectionFn, ...] = (F.no_correction, F.automatic_correction, F.token_correction, F.sequence_correction)
-MASKS: tuple[t.CorrectionFn, ...] = (F.geometric_mask, F.divergence_mask, F.binary_kl_mask, F.second_moment_mask)
+CORRECTIONS: tuple[t.CorrectionFn, ...] = (
+    F.no_correction,
+    F.automatic_correction,
+    F.token_correction,
+    F.sequence_correction,
+)
+MASKS: tuple[t.CorrectionFn, ...] = (
+    F.geometric_mask,
+    F.divergence_mask,
+    F.binary_kl_mask,
+    F.second_moment_mask,
+)
 PRODUCTS: tuple[t.CorrectionFn, ...] = (F.product_correction,)
 VALUE_LOSSES: tuple[t.ValueLossFn, ...] = (F.squared_error, F.clipped_squared_error)
-KLS: tuple[t.KLFn, ...] = (F.k1, F.k2, F.k3, F.forward, F.reverse, F.truncated, F.confident, F.full, F.k3_straight_through)
+KLS: tuple[t.KLFn, ...] = (
+    F.k1,
+    F.k2,
+    F.k3,
+    F.forward,
+    F.reverse,
+    F.truncated,
+    F.confident,
+    F.full,
+    F.k3_straight_through,
+)

@@ -111,8 +111,14 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     deviation, count, group = centred(rewards, group_ids)
     weight = lengths.double().where(~rewards.isnan(), 0.0)
     total = torch.zeros_like(count).index_add(0, group, weight)
-    excess = torch.zeros_like(count).index_add(0, group, weight * deviation) / total.where(total > 0, 1.0)
-    return (deviation - excess[group]).where(~rewards.isnan() & mixed_groups(rewards, group_ids), 0.0).to(rewards.dtype)
+    excess = torch.zeros_like(count).index_add(0, group, weight * deviation) / total.where(
+        total > 0, 1.0
+    )
+    return (
+        (deviation - excess[group])
+        .where(~rewards.isnan() & mixed_groups(rewards, group_ids), 0.0)
+        .to(rewards.dtype)
+    )
 
 
 def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -136,7 +142,13 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 @safe("weights")
-def gdpo(components: Mapping[str, Tensor], group_ids: Tensor, *, weights: Mapping[str, float] | None = None, eps: float = 1e-4) -> Tensor:
+def gdpo(
+    components: Mapping[str, Tensor],
+    group_ids: Tensor,
+    *,
+    weights: Mapping[str, float] | None = None,
+    eps: float = 1e-4,
+) -> Tensor:
     """Each component of the reward standardised within its group, their weighted sum standardised over the batch.
 
     S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps),  A_i = (S_i - mean(S)) / (std(S) + eps)
@@ -149,19 +161,31 @@ def gdpo(components: Mapping[str, Tensor], group_ids: Tensor, *, weights: Mappin
     Raises: ValueError naming `eps`, or `weights` where a name is no component.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242; eps as in TRL.
 
-    >>> gdpo({"right": torch.tensor([1.0, 0.0]), "short": torch.tensor([9.0, 8.0])}, torch.tensor([0, 0]), eps=0.0)
+    >>> gdpo(
+    ...     {"right": torch.tensor([1.0, 0.0]), "short": torch.tensor([9.0, 8.0])},
+    ...     torch.tensor([0, 0]),
+    ...     eps=0.0,
+    ... )
     tensor([ 0.7071, -0.7071])
     """
     require(0 <= eps < float("inf"), "eps", eps, "≥ 0 and finite")
-    used = {name: weight for name, weight in (dict.fromkeys(components, 1.0) if weights is None else weights).items() if weight}
-    require(used.keys() <= components.keys(), "weights", dict(used), f"names of {', '.join(components)}")
+    used = {
+        name: weight
+        for name, weight in (dict.fromkeys(components, 1.0) if weights is None else weights).items()
+        if weight
+    }
+    require(
+        used.keys() <= components.keys(), "weights", dict(used), f"names of {', '.join(components)}"
+    )
     total = torch.zeros_like(group_ids, dtype=torch.float64)
     for name, weight in used.items():
         column = components[name]
         z_score = centred(column, group_ids)[0] / spread(column, group_ids, "sample", eps)
         total += weight * z_score.where(~column.isnan(), torch.nan)
     batch = torch.zeros_like(group_ids)
-    return (centred(total, batch)[0] / spread(total, batch, "sample", eps)).to(next(iter(components.values())).dtype)
+    return (centred(total, batch)[0] / spread(total, batch, "sample", eps)).to(
+        next(iter(components.values())).dtype
+    )
 
 
 @assumes("non_negative_rewards")
@@ -183,12 +207,16 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     tensor([ 3., -1., -1., -1.])
     """
     deviation, count, group = centred(rewards, group_ids)
-    mean = torch.zeros_like(count).index_add(0, group, rewards.double().nan_to_num(0.0)) / count.clamp_min(1)
+    mean = torch.zeros_like(count).index_add(
+        0, group, rewards.double().nan_to_num(0.0)
+    ) / count.clamp_min(1)
     return (deviation / mean.where(mean > 0, torch.inf)[group]).to(rewards.dtype)
 
 
 @assumes("binary_rewards")
-def pass_at_k_advantage(rewards: Tensor, group_ids: Tensor, *, k: int = 4, correct_above: float = 0.5) -> Tensor:
+def pass_at_k_advantage(
+    rewards: Tensor, group_ids: Tensor, *, k: int = 4, correct_above: float = 0.5
+) -> Tensor:
     """Advantage for the best of k samples: the mean over all k-subsets of a group that hold the rollout, in closed form.
 
     ρ = 1 - C(n-c, k) / C(n, k), σ = √(ρ (1-ρ)), n scored and c correct rollouts in the group
@@ -221,7 +249,10 @@ def pass_at_k_advantage(rewards: Tensor, group_ids: Tensor, *, k: int = 4, corre
         rest = rest * ((wrong - j).clamp_min(0) / (n - j).clamp_min(1)).where(n > j, 1.0)
     none_correct = wrong / n.clamp_min(1) * rest  # 1 - ρ
     spread = (none_correct * (1 - none_correct)).sqrt()
-    advantage = torch.where(correct, none_correct[group], (none_correct - rest)[group]) / spread.where(spread > 0, torch.inf)[group]
+    advantage = (
+        torch.where(correct, none_correct[group], (none_correct - rest)[group])
+        / spread.where(spread > 0, torch.inf)[group]
+    )
     return advantage.where(scored, 0.0).to(rewards.dtype)
 
 
@@ -250,7 +281,14 @@ def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (first[group] - second[group]).where(best & alone[group], 0.0).to(rewards.dtype)
 
 
-def reward_to_go(token_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+def reward_to_go(
+    token_rewards: Tensor,
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+) -> Tensor:
     """The discounted return of each sampled token, from rewards of steps, of the whole episode, and of a KL.
 
     G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout from t to s) r_s
@@ -280,7 +318,13 @@ def reward_to_go(token_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, r
 
 
 @assumes("raw_rewards")
-def remax(token_rewards: Tensor, greedy_rewards: Tensor, rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> Tensor:
+def remax(
+    token_rewards: Tensor,
+    greedy_rewards: Tensor,
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+) -> Tensor:
     """The return of each sampled token above the reward of the greedy rollout of the same prompt.
 
     A_t = G_t - R_greedy, G_t as in `reward_to_go` with γ = 1
@@ -335,19 +379,35 @@ def gae(
     Raises: ValueError naming `gamma`, `lam` or `alpha`.
     Source: Schulman et al. 2016, section 3, arXiv:1506.02438. alpha: VAPO, Yue et al. 2025, arXiv:2504.05118, without the bound at 0.
 
-    >>> given = (torch.zeros(1).bool(), torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
+    >>> given = (
+    ...     torch.zeros(1).bool(),
+    ...     torch.tensor([0]),
+    ...     torch.zeros(1, 2).long(),
+    ...     torch.ones(1, 2).bool(),
+    ... )
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.0]]), *given, lam=0.5).advantages
     tensor([[0., 1.]])
     """
     _require_discounts(gamma, lam)
     require(alpha is None or 0 < alpha < float("inf"), "alpha", alpha, "> 0 and finite, or None")
     positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
-    rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
-    errors = _errors(rewards, states, mask, _last_values(states, mask, truncated) * bootstrap_truncated, gamma)
-    decay = lam if alpha is None else (1 - 1 / (alpha * mask.sum(1).double().clamp_min(1))).clamp_min(0)
+    rewards, states = (
+        to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values)
+    )
+    errors = _errors(
+        rewards, states, mask, _last_values(states, mask, truncated) * bootstrap_truncated, gamma
+    )
+    decay = (
+        lam if alpha is None else (1 - 1 / (alpha * mask.sum(1).double().clamp_min(1))).clamp_min(0)
+    )
     advantages = _accumulated(errors, gamma * decay)
     returns = (advantages if alpha is None else _accumulated(errors, gamma)) + states
-    return Estimate(*(from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype) for x in (advantages, returns)))
+    return Estimate(
+        *(
+            from_episodes(x, positions, mask, token_rewards).to(token_rewards.dtype)
+            for x in (advantages, returns)
+        )
+    )
 
 
 def turn_gae(
@@ -379,19 +439,31 @@ def turn_gae(
     Source: Schulman et al. 2016, section 3, arXiv:1506.02438, on turns; Zhou et al. 2024 (ArCHer), arXiv:2402.19446, for
       the turn as the action.
 
-    >>> given = (torch.zeros(1).bool(), torch.tensor([0]), torch.tensor([[0, 0, 1]]), torch.ones(1, 3).bool())
-    >>> turn_gae(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]]), *given, lam=0.0).advantages
+    >>> given = (
+    ...     torch.zeros(1).bool(),
+    ...     torch.tensor([0]),
+    ...     torch.tensor([[0, 0, 1]]),
+    ...     torch.ones(1, 3).bool(),
+    ... )
+    >>> turn_gae(
+    ...     torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]]), *given, lam=0.0
+    ... ).advantages
     tensor([[-0.2500, -0.2500,  0.7500]])
     """
     _require_discounts(gamma, lam)
     positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
-    rewards, states = (to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values))
+    rewards, states = (
+        to_episodes(x.detach().double(), positions, mask) for x in (token_rewards, values)
+    )
     turn, first, taken = _turns(step_ids, positions, mask)
     earned = torch.zeros_like(rewards).scatter_add(1, turn, rewards)
     begun = torch.zeros_like(states).scatter_add(1, turn, states.where(first, 0.0))
     last = _last_values(states, mask, truncated) * bootstrap_truncated
     advantages = _accumulated(_errors(earned, begun, taken, last, gamma), gamma * lam)
-    back = [from_episodes(x.gather(1, turn), positions, mask, token_rewards) for x in (advantages, advantages + begun)]
+    back = [
+        from_episodes(x.gather(1, turn), positions, mask, token_rewards)
+        for x in (advantages, advantages + begun)
+    ]
     return Estimate(*(x.to(token_rewards.dtype) for x in back))
 
 
@@ -419,7 +491,12 @@ def turn_group_mean(
     Raises: ValueError naming gamma.
     Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821, who standardise them.
 
-    >>> given = (torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2).bool())
+    >>> given = (
+    ...     torch.tensor([0, 0]),
+    ...     torch.tensor([0, 1]),
+    ...     torch.tensor([[0, 1], [0, 1]]),
+    ...     torch.ones(2, 2).bool(),
+    ... )
     >>> turn_group_mean(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2), *given)
     tensor([[ 0.0000, -0.5000],
             [ 0.0000,  0.5000]])
@@ -430,14 +507,21 @@ def turn_group_mean(
     earned = to_episodes(token_rewards.detach().double(), positions, mask)
     returns = _accumulated(torch.zeros_like(earned).scatter_add(1, turn, earned), gamma)
     known = returns.where(taken & ~rewards[: len(mask), None].isnan(), torch.nan)
-    places = group_ids.unique(return_inverse=True)[1][: len(mask), None] * mask.shape[1] + torch.arange(mask.shape[1], device=mask.device)
+    places = group_ids.unique(return_inverse=True)[1][: len(mask), None] * mask.shape[
+        1
+    ] + torch.arange(mask.shape[1], device=mask.device)
     advantages = centred(known.flatten(), places.flatten())[0].view(mask.shape)
-    return from_episodes(advantages.gather(1, turn), positions, mask, token_rewards).to(token_rewards.dtype)
+    return from_episodes(advantages.gather(1, turn), positions, mask, token_rewards).to(
+        token_rewards.dtype
+    )
 
 
 def _turns(step_ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Which turn of its rollout a token is in, whether it is the first of one, and whether the rollout has a k-th turn; [N, L] each."""
-    steps, places = to_episodes(step_ids, positions, mask), torch.arange(mask.shape[1], device=mask.device)
+    steps, places = (
+        to_episodes(step_ids, positions, mask),
+        torch.arange(mask.shape[1], device=mask.device),
+    )
     first = mask & (places == 0)
     first[:, 1:] |= mask[:, 1:] & (steps[:, 1:] != steps[:, :-1])
     return (first.cumsum(1) - 1).clamp_min(0), first, places < first.sum(1, keepdim=True)
@@ -459,7 +543,9 @@ def _accumulated(values: Tensor, factor: float | Tensor) -> Tensor:
 def _errors(rewards: Tensor, states: Tensor, mask: Tensor, last: Tensor, gamma: float) -> Tensor:
     """r_t + γ V_{t+1} - V_t [N, L], with `last` [N, 1] as the value behind each rollout's last entry; 0 beyond it."""
     following = torch.cat([states[:, 1:], torch.zeros_like(states[:, :1])], 1)
-    return (rewards + gamma * torch.where(_is_last(mask), last, following) - states).where(mask, 0.0)
+    return (rewards + gamma * torch.where(_is_last(mask), last, following) - states).where(
+        mask, 0.0
+    )
 
 
 def _last_values(states: Tensor, mask: Tensor, truncated: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def no_correction(response_mask: Tensor) -> Tensor:
     return torch.ones(response_mask.shape, device=response_mask.device)
 
 
-def automatic_correction(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor) -> Tensor:
+def automatic_correction(
+    logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor
+) -> Tensor:
     """The function of `algorithm/correction=auto` until a run has chosen: `token_correction` truncated at 2.
 
     The check before the first step compares the engine's log-probs with the trainer's. If they agree in float32, the run uses
@@ -112,11 +114,23 @@ def token_correction(
     tensor([[2., 2.]])
     >>> token_correction(old, sampler, torch.tensor([[True, True]]), cap=2.5, mode="mask")
     tensor([[2., 0.]])
-    >>> token_correction(sampler, old, torch.tensor([[True, True]]), cap=5.0, floor=0.4, mode="mask")  # of 0.5 and 0.33
+    >>> token_correction(
+    ...     sampler, old, torch.tensor([[True, True]]), cap=5.0, floor=0.4, mode="mask"
+    ... )  # of 0.5 and 0.33
     tensor([[0.5000, 0.0000]])
     """
-    weights = _bounded(token_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), response_mask, cap, floor, mode)
-    return _over_mean(weights, response_mask, response_mask.to(weights.dtype)) if normalise else weights
+    weights = _bounded(
+        token_ratio(logprobs_old.detach(), logprobs_sampler, response_mask),
+        response_mask,
+        cap,
+        floor,
+        mode,
+    )
+    return (
+        _over_mean(weights, response_mask, response_mask.to(weights.dtype))
+        if normalise
+        else weights
+    )
 
 
 def sequence_correction(
@@ -152,11 +166,17 @@ def sequence_correction(
     >>> sequence_correction(old, sampler, torch.tensor([[True, True]]), torch.tensor([0]), cap=4.0)
     tensor([[3.0000, 3.0000]])
     """
-    total = segment_sum(log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), rollout_ids)
+    total = segment_sum(
+        log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), rollout_ids
+    )
     ratio = total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[rollout_ids].unsqueeze(-1)
     weights = _bounded(ratio.expand(response_mask.shape), response_mask, cap, floor, mode)
     counts = segment_sum(response_mask, rollout_ids).clamp_min(1)[rollout_ids].unsqueeze(-1)
-    return _over_mean(weights, response_mask, response_mask.to(weights.dtype) / counts) if normalise else weights
+    return (
+        _over_mean(weights, response_mask, response_mask.to(weights.dtype) / counts)
+        if normalise
+        else weights
+    )
 
 
 def geometric_mask(
@@ -189,15 +209,28 @@ def geometric_mask(
       sampling. Fixed bands: verl 0.999 … 1.001, NeMo 0.999 … 1.002, slime 0.9999 … 1.0001, SkyRL 0.99 … 1.01. The scaling is the
       standard deviation of a mean; 0.05 is verl's band at 2,500 tokens and SkyRL's at 25.
 
-    >>> old, everywhere, one = torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2).bool(), torch.tensor([0])
-    >>> geometric_mask(old, old - 0.03, everywhere, one), geometric_mask(old, old - 0.04, everywhere, one)
+    >>> old, everywhere, one = (
+    ...     torch.tensor([[-1.0, -1.0]]),
+    ...     torch.ones(1, 2).bool(),
+    ...     torch.tensor([0]),
+    ... )
+    >>> (
+    ...     geometric_mask(old, old - 0.03, everywhere, one),
+    ...     geometric_mask(old, old - 0.04, everywhere, one),
+    ... )
     (tensor([[1., 1.]]), tensor([[0., 0.]]))
     """
     for name, width in (("low", low), ("high", high)):
         require(width >= 0, name, width, "≥ 0")
-    mean = rollout_mean(log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask), response_mask, rollout_ids)
+    mean = rollout_mean(
+        log_ratio(logprobs_old.detach(), logprobs_sampler, response_mask),
+        response_mask,
+        rollout_ids,
+    )
     if scaled:
-        mean = mean * segment_sum(response_mask, rollout_ids)[rollout_ids].to(mean.dtype).sqrt().unsqueeze(-1)
+        mean = mean * segment_sum(response_mask, rollout_ids)[rollout_ids].to(
+            mean.dtype
+        ).sqrt().unsqueeze(-1)
     return _kept((mean >= -low) & (mean <= high), mean, response_mask)
 
 
@@ -226,7 +259,9 @@ def divergence_mask(
     Source: rejection sampling by seq_mean_k3 and seq_max_k2, verl's page on rollout correction; the veto below 1e-4: slime's mis.py.
 
     >>> sampler, everywhere = torch.tensor([[0.5, 0.5]]).log(), torch.ones(1, 2).bool()
-    >>> divergence_mask(torch.tensor([[0.4, 0.6]]).log(), sampler, everywhere, torch.tensor([0]))  # 0.0231 and 0.0177
+    >>> divergence_mask(
+    ...     torch.tensor([[0.4, 0.6]]).log(), sampler, everywhere, torch.tensor([0])
+    ... )  # 0.0231 and 0.0177
     tensor([[0., 0.]])
     """
     require(estimator in ("k2", "k3"), "estimator", estimator, "k2 or k3")
@@ -234,11 +269,17 @@ def divergence_mask(
     require(bound >= 0, "bound", bound, "≥ 0")
     per_token = (k2 if estimator == "k2" else k3)(logprobs_sampler.detach(), logprobs_old.detach())
     per_token = fill_masked(per_token, response_mask, 0.0)
-    found = rollout_mean(per_token, response_mask, rollout_ids) if over == "mean" else _rollout_max(per_token, rollout_ids)
+    found = (
+        rollout_mean(per_token, response_mask, rollout_ids)
+        if over == "mean"
+        else _rollout_max(per_token, rollout_ids)
+    )
     return _kept(found <= bound, found, response_mask)
 
 
-def binary_kl_mask(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 2.0) -> Tensor:
+def binary_kl_mask(
+    logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 2.0
+) -> Tensor:
     """Takes tokens out whose probability differs much between trainer and sampler, where a rare token may differ by a larger ratio.
 
     w_t = 1 where max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b))
@@ -252,11 +293,16 @@ def binary_kl_mask(logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask
     Source: KPop, as in AReaL, with a bound of 2.
 
     >>> sampler = torch.tensor([[0.9, 1e-6]]).log()
-    >>> binary_kl_mask(torch.tensor([[0.02, 1e-3]]).log(), sampler, torch.ones(1, 2).bool())  # 3.2 and 0.006, ratios 0.02 and 1000
+    >>> binary_kl_mask(
+    ...     torch.tensor([[0.02, 1e-3]]).log(), sampler, torch.ones(1, 2).bool()
+    ... )  # 3.2 and 0.006, ratios 0.02 and 1000
     tensor([[0., 1.]])
     """
     require(bound >= 0, "bound", bound, "≥ 0")
-    old, sampler = (fill_masked(full_precision(x.detach()), response_mask, 0.0) for x in (logprobs_old, logprobs_sampler))
+    old, sampler = (
+        fill_masked(full_precision(x.detach()), response_mask, 0.0)
+        for x in (logprobs_old, logprobs_sampler)
+    )
     found = torch.maximum(binary_kl(old, sampler), binary_kl(sampler, old))
     return _kept(found <= bound, found, response_mask)
 
@@ -296,7 +342,9 @@ def second_moment_mask(
       either sign, by the mean over all tokens of a micro-batch.
 
     >>> gaps, both = torch.tensor([[0.5, 0.3, 0.2, 0.1, -0.9]]), torch.ones(1, 5).bool()
-    >>> second_moment_mask(gaps, torch.zeros(1, 5), both, torch.ones(1, 5))  # (.04 + .01) / 2 is left
+    >>> second_moment_mask(
+    ...     gaps, torch.zeros(1, 5), both, torch.ones(1, 5)
+    ... )  # (.04 + .01) / 2 is left
     tensor([[0., 0., 1., 1., 1.]])
     """
     require(bound > 0, "bound", bound, "> 0")
@@ -350,7 +398,9 @@ def product_correction(
     }
     factor = no_correction(response_mask)
     for part in parts.values():
-        factor = factor * part(**{name: given[name] for name in inspect.signature(part).parameters if name in given})
+        factor = factor * part(
+            **{name: given[name] for name in inspect.signature(part).parameters if name in given}
+        )
     return factor
 
 
@@ -362,12 +412,22 @@ def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mod
     if mode == "truncate":
         return fill_masked(ratio.clamp(floor, cap), response_mask, 1.0)
     kept = _kept((ratio >= floor) & (ratio <= cap), ratio, response_mask)
-    return kept if mode == "keep" else fill_masked(fill_masked(ratio, kept != 0, 0.0), response_mask, 1.0)
+    return (
+        kept
+        if mode == "keep"
+        else fill_masked(fill_masked(ratio, kept != 0, 0.0), response_mask, 1.0)
+    )
 
 
 def _kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
     """1 where it is kept and 0 elsewhere, of the dtype of what was measured; 1 under the mask. nan stays visible."""
-    return fill_masked(torch.where(measured.isnan(), measured, kept.to(measured.dtype)).expand(response_mask.shape), response_mask, 1.0)
+    return fill_masked(
+        torch.where(measured.isnan(), measured, kept.to(measured.dtype)).expand(
+            response_mask.shape
+        ),
+        response_mask,
+        1.0,
+    )
 
 
 def _over_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor:
@@ -379,4 +439,6 @@ def _over_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor
 def _rollout_max(values: Tensor, rollout_ids: Tensor) -> Tensor:
     """The largest of a rollout's entries, all ≥ 0, for each of its rows, [B, 1]; 0 where none counts."""
     largest = values.new_zeros(int(rollout_ids.max()) + 1 if rollout_ids.numel() else 0)
-    return largest.scatter_reduce(0, rollout_ids, values.amax(-1), "amax")[rollout_ids].unsqueeze(-1)
+    return largest.scatter_reduce(0, rollout_ids, values.amax(-1), "amax")[rollout_ids].unsqueeze(
+        -1
+    )

@@ -54,7 +54,9 @@ def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def clip_fractions(ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+def clip_fractions(
+    ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
     """Shares of trained tokens that `policy_losses.clipped` leaves without gradient, below and above.
 
     low = mean_t [r_t < 1 - clip_low and A_t < 0], high = mean_t [r_t > 1 + clip_high and A_t > 0]
@@ -67,8 +69,13 @@ def clip_fractions(ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, 
     Source: as TRL's clip_ratio/low and /high; tokens outside the interval whose advantage pulls them back are not
       counted.
 
-    >>> ratio, advantages = torch.tensor([[0.5, 0.5, 1.5, 1.0]]), torch.tensor([[-1.0, 1.0, 1.0, 1.0]])
-    >>> clip_fractions(ratio, advantages, torch.ones(1, 4, dtype=torch.bool), clip_low=0.2, clip_high=0.2)
+    >>> ratio, advantages = (
+    ...     torch.tensor([[0.5, 0.5, 1.5, 1.0]]),
+    ...     torch.tensor([[-1.0, 1.0, 1.0, 1.0]]),
+    ... )
+    >>> clip_fractions(
+    ...     ratio, advantages, torch.ones(1, 4, dtype=torch.bool), clip_low=0.2, clip_high=0.2
+    ... )
     (tensor(0.2500), tensor(0.2500))
     """
     low = (ratio < 1 - clip_low) & (advantages < 0)
@@ -77,7 +84,12 @@ def clip_fractions(ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, 
 
 
 @torch.no_grad()
-def effective_sample_size(logprobs: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, rollout_ids: Tensor | None = None) -> Tensor:
+def effective_sample_size(
+    logprobs: Tensor,
+    logprobs_sampler: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor | None = None,
+) -> Tensor:
     """Effective share of the samples after weighting them by trainer over sampler.
 
     ESS / n = (Σ W)² / (n Σ W²)
@@ -96,17 +108,33 @@ def effective_sample_size(logprobs: Tensor, logprobs_sampler: Tensor, response_m
       estimated by n / ESS - 1 = mean(W²) / mean(W)² - 1. verl's mean(W²) - 1 can be negative.
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
-    >>> new, old, mask = torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    >>> effective_sample_size(new, old, mask), effective_sample_size(new, old, mask, torch.tensor([0]))
+    >>> new, old, mask = (
+    ...     torch.tensor([[3.0, 1.0]]).log(),
+    ...     torch.zeros(1, 2),
+    ...     torch.ones(1, 2, dtype=torch.bool),
+    ... )
+    >>> (
+    ...     effective_sample_size(new, old, mask),
+    ...     effective_sample_size(new, old, mask, torch.tensor([0])),
+    ... )
     (tensor(0.8000), tensor(1.))
     """
     if rollout_ids is None:
         weights = token_ratio(logprobs, logprobs_sampler, response_mask)[response_mask].double()
     else:
         gap = log_ratio(logprobs, logprobs_sampler, response_mask)[response_mask].double()
-        owners = rollout_ids if rollout_ids.dim() == response_mask.dim() else rollout_ids[:, None].expand(response_mask.shape)
+        owners = (
+            rollout_ids
+            if rollout_ids.dim() == response_mask.dim()
+            else rollout_ids[:, None].expand(response_mask.shape)
+        )
         names, own = owners[response_mask].unique(return_inverse=True)
-        weights = gap.new_zeros(len(names)).index_add(0, own, gap).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        weights = (
+            gap.new_zeros(len(names))
+            .index_add(0, own, gap)
+            .clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            .exp()
+        )
     return (weights.sum().square() / (weights.numel() * weights.square().sum())).float()
 
 
@@ -122,7 +150,11 @@ def correlation(values: Tensor, others: Tensor, response_mask: Tensor) -> Tensor
     Returns: scalar in -1 … 1; nan where either is constant or there are fewer than two tokens.
     Source: Pearson 1896; as verl's rollout_actor_probs_pearson_corr.
 
-    >>> correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, 3.0, 1.0]), torch.ones(3, dtype=torch.bool))
+    >>> correlation(
+    ...     torch.tensor([1.0, 2.0, 3.0]),
+    ...     torch.tensor([5.0, 3.0, 1.0]),
+    ...     torch.ones(3, dtype=torch.bool),
+    ... )
     tensor(-1.)
     """
     x, y = (_deviations(v[response_mask].double()) for v in (values, others))
@@ -142,12 +174,16 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
       constant.
     Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
 
-    >>> explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 2.0]), torch.ones(2, dtype=torch.bool))
+    >>> explained_variance(
+    ...     torch.tensor([1.0, 1.0]), torch.tensor([0.0, 2.0]), torch.ones(2, dtype=torch.bool)
+    ... )
     tensor(0.)
     """
     value, target = values[response_mask].double(), returns[response_mask].double()
     spread = _deviations(target).square().sum()
-    return (1 - _deviations(target - value).square().sum() / spread.where(spread > 0, torch.nan)).float()
+    return (
+        1 - _deviations(target - value).square().sum() / spread.where(spread > 0, torch.nan)
+    ).float()
 
 
 def _deviations(values: Tensor) -> Tensor:

@@ -74,7 +74,9 @@ def kl_teacher_student(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
     return (p * fill_masked(logp - logq, p > 0, 0.0) + q - q.detach()).sum(-1)
 
 
-def jensen_shannon(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, beta: float = 0.5) -> Tensor:
+def jensen_shannon(
+    logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, beta: float = 0.5
+) -> Tensor:
     """β KL(p‖M) + (1 - β) KL(q‖M) with M = β p + (1 - β) q, exact over the vocabulary.
 
     Its gradient is (1 - β) Σ_v q_v (log q_v - log M_v) ∇log q_v. Divided by β it tends to KL(T‖π) for β → 0, divided by 1 - β to
@@ -89,7 +91,12 @@ def jensen_shannon(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, be
     >>> jensen_shannon(q, torch.tensor([[0.25, 0.75]]).log(), torch.tensor([0]), torch.ones(1))
     tensor([0.0338])
     """
-    require(0 < beta < 1, "beta", beta, "0 < beta < 1; kl_teacher_student and kl_student_teacher are its limits")
+    require(
+        0 < beta < 1,
+        "beta",
+        beta,
+        "0 < beta < 1; kl_teacher_student and kl_student_teacher are its limits",
+    )
     q, p = logq.exp(), logp.exp()
     middle = (beta * p + (1 - beta) * q).detach().log()
     own = fill_masked(logq - middle, q > 0, 0.0).detach()
@@ -98,7 +105,13 @@ def jensen_shannon(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, be
 
 
 def top_k_divergence(
-    logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor, *, k: int = 32, chosen_by: Literal["student", "teacher"] = "student"
+    logq: Tensor,
+    logp: Tensor,
+    ids: Tensor,
+    ratio: Tensor,
+    *,
+    k: int = 32,
+    chosen_by: Literal["student", "teacher"] = "student",
 ) -> Tensor:
     """KL(π‖T): exact on the k likeliest tokens S of one of the two, sampled on the rest. Unbiased for every k and S.
 
@@ -112,12 +125,17 @@ def top_k_divergence(
     Source: the control variate of conditioning on S, by derivation; the truncated form is in arXiv:2605.11182.
 
     >>> q, p = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
-    >>> [round(float(top_k_divergence(q, p, torch.tensor([a]), torch.ones(1), k=1)), 4) for a in (0, 1)]
+    >>> [
+    ...     round(float(top_k_divergence(q, p, torch.tensor([a]), torch.ones(1), k=1)), 4)
+    ...     for a in (0, 1)
+    ... ]
     [-0.2433, 1.143]
     """
     require(k >= 1, "k", k, "≥ 1")
     require(chosen_by in ("student", "teacher"), "chosen_by", chosen_by, "student or teacher")
-    chosen = (logq.detach() if chosen_by == "student" else logp).topk(min(k, logq.shape[-1])).indices
+    chosen = (
+        (logq.detach() if chosen_by == "student" else logp).topk(min(k, logq.shape[-1])).indices
+    )
     q = logq.gather(-1, chosen).exp()
     gap = (logq.gather(-1, chosen) - logp.gather(-1, chosen)).detach().clamp(-BOUND, BOUND)
     outside = (chosen != ids[:, None]).all(-1)
@@ -151,24 +169,52 @@ def chunked_divergence(
     Source: the vocabulary by chunks, as in Wijmans et al. 2024, arXiv:2411.09009, without their kernel.
 
     >>> states, head = torch.tensor([[1.0, 0.0]]), lambda hidden: hidden
-    >>> chunked_divergence((states, head), (-states, head), torch.tensor([0]), divergence=kl_student_teacher, chunk_size=1)
+    >>> chunked_divergence(
+    ...     (states, head),
+    ...     (-states, head),
+    ...     torch.tensor([0]),
+    ...     divergence=kl_student_teacher,
+    ...     chunk_size=1,
+    ... )
     tensor([0.4621])
     """
     (hidden, head), (states, teacher_head) = student, teacher
-    require(len(states) == len(hidden), "len(hidden of the teacher)", len(states), f"{len(hidden)}, one a token")
+    require(
+        len(states) == len(hidden),
+        "len(hidden of the teacher)",
+        len(states),
+        f"{len(hidden)}, one a token",
+    )
     nothing = hidden.new_zeros(len(hidden))
-    columns = [hidden, states.detach(), ids, nothing if old is None else old, nothing + 1 if factor is None else factor]
+    columns = [
+        hidden,
+        states.detach(),
+        ids,
+        nothing if old is None else old,
+        nothing + 1 if factor is None else factor,
+    ]
 
-    def score(hidden: Tensor, states: Tensor, ids: Tensor, before: Tensor, factor: Tensor) -> Tensor:
+    def score(
+        hidden: Tensor, states: Tensor, ids: Tensor, before: Tensor, factor: Tensor
+    ) -> Tensor:
         logits = _tempered(head(hidden), temperature)
         with torch.no_grad():
             theirs = _tempered(teacher_head(states), temperature)
             shared = min(logits.shape[-1], theirs.shape[-1])
             logp = theirs[:, :shared].log_softmax(-1)
         logq = logits[:, :shared].log_softmax(-1)
-        ratio = factor if old is None else factor * (_select(logq, ids).detach() - before).clamp(-BOUND, BOUND).exp()
+        ratio = (
+            factor
+            if old is None
+            else factor * (_select(logq, ids).detach() - before).clamp(-BOUND, BOUND).exp()
+        )
         return divergence(logq, logp, ids, ratio)
 
     several = torch.is_grad_enabled() and len(hidden) > chunk_size
     run = partial(checkpoint, score, use_reentrant=False) if several else score
-    return torch.cat([run(*piece) for piece in zip(*[column.split(chunk_size) for column in columns], strict=True)])
+    return torch.cat(
+        [
+            run(*piece)
+            for piece in zip(*[column.split(chunk_size) for column in columns], strict=True)
+        ]
+    )

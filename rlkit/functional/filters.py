@@ -47,13 +47,23 @@ def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """
     _, group = group_ids.unique(return_inverse=True)
     scored = ~rewards.isnan()
-    highest = torch.full_like(rewards, -torch.inf).scatter_reduce(0, group, rewards.where(scored, -torch.inf), "amax")
-    lowest = torch.full_like(rewards, torch.inf).scatter_reduce(0, group, rewards.where(scored, torch.inf), "amin")
+    highest = torch.full_like(rewards, -torch.inf).scatter_reduce(
+        0, group, rewards.where(scored, -torch.inf), "amax"
+    )
+    lowest = torch.full_like(rewards, torch.inf).scatter_reduce(
+        0, group, rewards.where(scored, torch.inf), "amin"
+    )
     return (highest > lowest)[group]
 
 
 @safe("component")
-def mixed_component(rewards: Tensor, components: Mapping[str, Tensor], group_ids: Tensor, *, component: str | None = None) -> Tensor:
+def mixed_component(
+    rewards: Tensor,
+    components: Mapping[str, Tensor],
+    group_ids: Tensor,
+    *,
+    component: str | None = None,
+) -> Tensor:
     """Keep the groups in which one component of the reward differs: accuracy, whatever format or length add to it.
 
     keep_i = max_{j in group of i} r_j > min_{j in group of i} r_j, r the component
@@ -69,8 +79,16 @@ def mixed_component(rewards: Tensor, components: Mapping[str, Tensor], group_ids
     >>> mixed_component(torch.tensor([1.0, 1.1]), components, torch.tensor([5, 5]))
     tensor([False, False])
     """
-    require(component is None or component in components, "component", component, f"one of {', '.join(components)}, or None")
-    return mixed_groups(next(iter(components.values()), rewards) if component is None else components[component], group_ids)
+    require(
+        component is None or component in components,
+        "component",
+        component,
+        f"one of {', '.join(components)}, or None",
+    )
+    return mixed_groups(
+        next(iter(components.values()), rewards) if component is None else components[component],
+        group_ids,
+    )
 
 
 def every_token(response_mask: Tensor) -> Tensor:
@@ -112,7 +130,9 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
     if not trained.numel():
         return response_mask
     kept = int(round(fraction * (trained.numel() - 1), 6)) + 1  # rounded: 0.29 · 100 is 28.999…
-    threshold = trained.kthvalue(trained.numel() - kept + 1).values  # torch.quantile ends at 16 million
+    threshold = trained.kthvalue(
+        trained.numel() - kept + 1
+    ).values  # torch.quantile ends at 16 million
     return response_mask & ~(entropies < threshold)  # so that nan stays visible
 
 
@@ -140,7 +160,9 @@ def clip_cov(
     Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. verl takes the covariance of each micro-batch at its current log-probs.
 
     >>> logprobs = torch.tensor([[-5.0, -1.0, -6.0]])
-    >>> clip_cov(torch.tensor([[-1.0, 1.0, 0.0]]), logprobs, torch.ones(1, 3).bool(), torch.tensor([0]))  # cov 1, 3 and 0
+    >>> clip_cov(
+    ...     torch.tensor([[-1.0, 1.0, 0.0]]), logprobs, torch.ones(1, 3).bool(), torch.tensor([0])
+    ... )  # cov 1, 3 and 0
     tensor([[ True, False,  True]])
     """
     require(0 <= share <= 1, "share", share, "0 ≤ share ≤ 1")
@@ -165,7 +187,9 @@ def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Ten
     Returns: [B, T] float64, in [0, 1) on the N trained tokens, 1 under the mask.
     Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617.
 
-    >>> covariance_rank(torch.tensor([[-1.0, 1.0]]), torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2).bool())
+    >>> covariance_rank(
+    ...     torch.tensor([[-1.0, 1.0]]), torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2).bool()
+    ... )
     tensor([[0., 0.]], dtype=torch.float64)
     """
     covariance = _covariance(advantages, logprobs_old, response_mask)

@@ -167,7 +167,9 @@ def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
     """
     q = _log_ratio(logprobs, logprobs_ref)
     weight = q.exp()  # carries the gradient: -e^q
-    return _ratio(logprobs, logprobs_old).detach() * (weight - weight.detach() + (weight * q).detach())
+    return _ratio(logprobs, logprobs_old).detach() * (
+        weight - weight.detach() + (weight * q).detach()
+    )
 
 
 @vanishes("at_reference")
@@ -189,7 +191,12 @@ def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0)
     >>> truncated(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -9.0]]), threshold=0.5)
     tensor([[0.1065, 0.1065]])
     """
-    require(0 < threshold <= LOG_RATIO_BOUND, "threshold", threshold, f"0 < threshold ≤ {LOG_RATIO_BOUND:g}")
+    require(
+        0 < threshold <= LOG_RATIO_BOUND,
+        "threshold",
+        threshold,
+        f"0 < threshold ≤ {LOG_RATIO_BOUND:g}",
+    )
     q = _log_ratio(logprobs, logprobs_ref).clamp(-threshold, threshold)
     return torch.expm1(q) - q
 

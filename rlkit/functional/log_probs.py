@@ -31,7 +31,9 @@ def token_log_probs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) ->
     Source: temperature before the log-softmax, as TRL, verl and OpenRLHF do, so that the trainer scores what was
       sampled.
 
-    >>> token_log_probs(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 0]), temperature=2.0)
+    >>> token_log_probs(
+    ...     torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 0]), temperature=2.0
+    ... )
     tensor([-0.6931, -0.3133])
     """
     logits = _tempered(logits, temperature)
@@ -76,20 +78,35 @@ def chunked_log_probs(
     Source: gradient checkpointing, Chen et al. 2016, arXiv:1604.06174.
 
     >>> lm_head = torch.nn.Linear(2, 4, bias=False)
-    >>> logprobs, entropy = chunked_log_probs(torch.zeros(3, 2), lm_head, torch.tensor([0, 1, 2]), chunk_size=2)
+    >>> logprobs, entropy = chunked_log_probs(
+    ...     torch.zeros(3, 2), lm_head, torch.tensor([0, 1, 2]), chunk_size=2
+    ... )
     >>> logprobs.exp().tolist(), entropy.exp().round().tolist()
     ([0.25, 0.25, 0.25], [4.0, 4.0, 4.0])
     """
     require(chunk_size >= 1, "chunk_size", chunk_size, "≥ 1")
     columns, head_ref = [hidden, ids], None
     if reference is not None:
-        require(len(reference[0]) == len(hidden), "len(hidden of the reference)", len(reference[0]), f"{len(hidden)}, one a token")
+        require(
+            len(reference[0]) == len(hidden),
+            "len(hidden of the reference)",
+            len(reference[0]),
+            f"{len(hidden)}, one a token",
+        )
         columns, head_ref = [hidden, ids, reference[0].detach()], reference[1]
-    score = partial(_score, lm_head=lm_head, head_ref=head_ref, temperature=temperature, entropy_gradient=entropy_gradient)
+    score = partial(
+        _score,
+        lm_head=lm_head,
+        head_ref=head_ref,
+        temperature=temperature,
+        entropy_gradient=entropy_gradient,
+    )
     if torch.is_grad_enabled() and len(hidden) > chunk_size:  # the logits of one chunk may stay
         score = partial(checkpoint, score, use_reentrant=False)
     pieces = zip(*[column.split(chunk_size) for column in columns], strict=True)
-    return tuple(torch.cat(parts) for parts in zip(*[score(*piece) for piece in pieces], strict=True))
+    return tuple(
+        torch.cat(parts) for parts in zip(*[score(*piece) for piece in pieces], strict=True)
+    )
 
 
 def _score(
@@ -113,7 +130,11 @@ def _score(
             shared = min(logits.shape[-1], logits_ref.shape[-1])
             logits_ref = logits_ref[:, :shared]
             logits_ref = logits_ref - logits_ref.logsumexp(-1, keepdim=True)
-        logp = logits[:, :shared].log_softmax(-1) if shared < logits.shape[-1] else logits - normaliser.unsqueeze(-1)
+        logp = (
+            logits[:, :shared].log_softmax(-1)
+            if shared < logits.shape[-1]
+            else logits - normaliser.unsqueeze(-1)
+        )
         divergence = (_divergence(logp, logits_ref),)
     with torch.set_grad_enabled(entropy_gradient):
         entropy = from_log_probs(logits - normaliser.unsqueeze(-1))

@@ -69,7 +69,9 @@ def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) ->
       n: number of rollouts, including those without a row. None: the largest id plus one.
     Returns: [n], int64 for booleans and integers, float32 or float64 otherwise; 0 for a rollout without rows.
 
-    >>> segment_sum(torch.tensor([[True, True], [True, False], [False, False]]), torch.tensor([1, 1, 2]))
+    >>> segment_sum(
+    ...     torch.tensor([[True, True], [True, False], [False, False]]), torch.tensor([1, 1, 2])
+    ... )
     tensor([0, 3, 0])
     """
     summands = full_precision(values) if values.is_floating_point() else values.long()
@@ -90,7 +92,9 @@ def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
       rollout_ids: [B] int64; rows of one rollout need not be neighbours, but all must be there.
     Returns: [B, 1], float32 or float64; the gradient flows through.
 
-    >>> rollout_mean(torch.tensor([[1.0], [3.0], [5.0]]), torch.ones(3, 1).bool(), torch.tensor([0, 0, 1]))
+    >>> rollout_mean(
+    ...     torch.tensor([[1.0], [3.0], [5.0]]), torch.ones(3, 1).bool(), torch.tensor([0, 0, 1])
+    ... )
     tensor([[2.],
             [2.],
             [5.]])
@@ -99,7 +103,9 @@ def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
     return (total / segment_sum(mask, rollout_ids).clamp_min(1))[rollout_ids].unsqueeze(-1)
 
 
-def episode_positions(rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+def episode_positions(
+    rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
     """Positions of the trained tokens of each rollout in order of time, across rows, without tool and user tokens.
 
     Returns and GAE are computed on `to_episodes` of these positions. There a token's neighbour is the next *sampled* token of the
@@ -123,7 +129,9 @@ def episode_positions(rollout_ids: Tensor, step_ids: Tensor, response_mask: Tens
     counts = segment_sum(response_mask, rollout_ids)
     place = torch.arange(len(owners), device=owners.device) - (counts.cumsum(0) - counts)[owners]
     width = int(counts.max()) if counts.numel() else 0
-    positions = rows.new_zeros(counts.numel(), width).index_put((owners, place), (rows * response_mask.shape[1] + columns)[order])
+    positions = rows.new_zeros(counts.numel(), width).index_put(
+        (owners, place), (rows * response_mask.shape[1] + columns)[order]
+    )
     return positions, torch.arange(width, device=owners.device) < counts.unsqueeze(1)
 
 
@@ -134,7 +142,9 @@ def to_episodes(values: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
       values: [B, T]. positions, mask: [N, L], of `episode_positions`.
     Returns: [N, L].
 
-    >>> to_episodes(torch.tensor([[5.0, 6.0]]), torch.tensor([[1, 0]]), torch.tensor([[True, False]]))
+    >>> to_episodes(
+    ...     torch.tensor([[5.0, 6.0]]), torch.tensor([[1, 0]]), torch.tensor([[True, False]])
+    ... )
     tensor([[6., 0.]])
     """
     return fill_masked(values.flatten()[positions], mask, 0)
@@ -151,4 +161,6 @@ def from_episodes(values: Tensor, positions: Tensor, mask: Tensor, like: Tensor)
     >>> from_episodes(torch.tensor([[6.0, 9.0]]), torch.tensor([[1, 0]]), mask, torch.zeros(1, 2))
     tensor([[0., 6.]])
     """
-    return values.new_zeros(like.numel()).index_put((positions[mask],), values[mask]).view(like.shape)
+    return (
+        values.new_zeros(like.numel()).index_put((positions[mask],), values[mask]).view(like.shape)
+    )

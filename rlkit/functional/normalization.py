@@ -57,15 +57,30 @@ def normalize_group(
     Source: GRPO, Shao et al. 2024, section 4.1.2, arXiv:2402.03300.
 
     >>> advantages, rewards = torch.tensor([[0.5], [-0.5]]), torch.tensor([1.0, 0.0])
-    >>> normalize_group(advantages, rewards, torch.tensor([0, 0]), torch.tensor([0, 1]), std="population", eps=0.0)
+    >>> normalize_group(
+    ...     advantages,
+    ...     rewards,
+    ...     torch.tensor([0, 0]),
+    ...     torch.tensor([0, 1]),
+    ...     std="population",
+    ...     eps=0.0,
+    ... )
     tensor([[ 1.],
             [-1.]])
     """
     _require_deviation(std, eps)
-    return (advantages.double() / spread(rewards, group_ids, std, eps)[rollout_ids].unsqueeze(-1)).to(advantages.dtype)
+    return (
+        advantages.double() / spread(rewards, group_ids, std, eps)[rollout_ids].unsqueeze(-1)
+    ).to(advantages.dtype)
 
 
-def normalize_batch(advantages: Tensor, rewards: Tensor, *, std: Literal["sample", "population"] = "sample", eps: float = 1e-4) -> Tensor:
+def normalize_batch(
+    advantages: Tensor,
+    rewards: Tensor,
+    *,
+    std: Literal["sample", "population"] = "sample",
+    eps: float = 1e-4,
+) -> Tensor:
     """Advantages over the standard deviation of all rewards of the batch: one scale for easy and hard prompts.
 
     A_t / (std(R) + eps)
@@ -78,16 +93,27 @@ def normalize_batch(advantages: Tensor, rewards: Tensor, *, std: Literal["sample
     Source: Liu et al. 2025, "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning", arXiv:2508.08221; in TRL
       `scale_rewards="batch"`.
 
-    >>> normalize_batch(torch.tensor([[0.5], [-0.5]]), torch.tensor([1.0, -1.0]), std="population", eps=0.25)
+    >>> normalize_batch(
+    ...     torch.tensor([[0.5], [-0.5]]), torch.tensor([1.0, -1.0]), std="population", eps=0.25
+    ... )
     tensor([[ 0.4000],
             [-0.4000]])
     """
     _require_deviation(std, eps)
-    scale = spread(rewards, torch.zeros_like(rewards, dtype=torch.int64), std, eps)[:1]  # the same for all; empty where N is 0
+    scale = spread(rewards, torch.zeros_like(rewards, dtype=torch.int64), std, eps)[
+        :1
+    ]  # the same for all; empty where N is 0
     return (advantages.double() / scale).to(advantages.dtype) if scale.numel() else advantages
 
 
-def normalize_advantages(advantages: Tensor, rewards: Tensor, rollout_ids: Tensor, response_mask: Tensor, *, eps: float = 1e-4) -> Tensor:
+def normalize_advantages(
+    advantages: Tensor,
+    rewards: Tensor,
+    rollout_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    eps: float = 1e-4,
+) -> Tensor:
     """Advantages over their own standard deviation over the rollouts of the batch, which prompts of other mean rewards do not widen.
 
     A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j, std with n - 1
@@ -108,13 +134,22 @@ def normalize_advantages(advantages: Tensor, rewards: Tensor, rollout_ids: Tenso
     counted = response_mask & ~rewards.isnan()[rollout_ids].unsqueeze(-1)
     of_rollouts = rollout_mean(advantages.double(), counted, rollout_ids)[:, 0]
     rows = counted.any(1)
-    means = rewards.new_full(rewards.shape, torch.nan, dtype=torch.float64).index_put((rollout_ids[rows],), of_rollouts[rows])
+    means = rewards.new_full(rewards.shape, torch.nan, dtype=torch.float64).index_put(
+        (rollout_ids[rows],), of_rollouts[rows]
+    )
     means = means[~means.isnan()]
     scale = means.std() + eps if len(means) > 1 and means.max() > means.min() else 1.0
     return (advantages.double() / scale).to(advantages.dtype)
 
 
-def whiten(advantages: Tensor, rewards: Tensor, rollout_ids: Tensor, response_mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+def whiten(
+    advantages: Tensor,
+    rewards: Tensor,
+    rollout_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    eps: float = 1e-8,
+) -> Tensor:
     """Advantages standardised over all trained tokens of the batch: with `gae` this is PPO, with `reward_to_go` REINFORCE++.
 
     (A_t - mean(A)) / √(var(A) + eps), var with n - 1
@@ -129,7 +164,12 @@ def whiten(advantages: Tensor, rewards: Tensor, rollout_ids: Tensor, response_ma
     Source: Andrychowicz et al. 2021, section 3.3, arXiv:2006.05990; REINFORCE++, Hu 2025, arXiv:2501.03262.
 
     >>> mask = torch.tensor([[True, False], [True, True]])
-    >>> whiten(torch.tensor([[1.0, 9.0], [0.0, 0.0]]), torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), mask)
+    >>> whiten(
+    ...     torch.tensor([[1.0, 9.0], [0.0, 0.0]]),
+    ...     torch.tensor([1.0, 0.0]),
+    ...     torch.tensor([0, 1]),
+    ...     mask,
+    ... )
     tensor([[ 1.1547,  0.0000],
             [-0.5774, -0.5774]])
     """
@@ -138,7 +178,9 @@ def whiten(advantages: Tensor, rewards: Tensor, rollout_ids: Tensor, response_ma
     counted = advantages.double()[counts]
     if counted.numel() < 2 or bool((counted == counted[0]).all()):
         return torch.zeros_like(advantages)
-    return fill_masked((advantages.double() - counted.mean()) / (counted.var() + eps).sqrt(), counts, 0.0).to(advantages.dtype)
+    return fill_masked(
+        (advantages.double() - counted.mean()) / (counted.var() + eps).sqrt(), counts, 0.0
+    ).to(advantages.dtype)
 
 
 def _require_deviation(std: str, eps: float) -> None:

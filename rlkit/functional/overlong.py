@@ -27,7 +27,9 @@ def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
 
 @assumes("raw_rewards", "reply_budget")
 @keeps("raw")
-def soft_penalty(rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer: float = 0.2) -> tuple[Tensor, Tensor]:
+def soft_penalty(
+    rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer: float = 0.2
+) -> tuple[Tensor, Tensor]:
     """The reward falls with the length of the longest reply over the last part of the allowed length.
 
     R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b tokens, -1 from L on
@@ -49,7 +51,9 @@ def soft_penalty(rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer
     require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
     require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
     exact = full_precision(rewards)  # bfloat16 has no 4001
-    penalty = ((limit - reply_lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)  # so written, exactly -1 at the limit
+    penalty = ((limit - reply_lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(
+        -1.0, 0.0
+    )  # so written, exactly -1 at the limit
     return (exact + penalty).to(rewards.dtype), torch.ones_like(rewards, dtype=torch.bool)
 
 

@@ -54,7 +54,9 @@ def best_worst(rewards: Tensor, group_ids: Tensor) -> Tensor:
     for sign in (1.0, -1.0):
         score = (sign * rewards).where(~rewards.isnan(), -torch.inf)
         top = score.new_full((groups.numel(),), -torch.inf).scatter_reduce(0, group, score, "amax")
-        place = torch.arange(n, device=rewards.device).where((score == top[group]) & ~rewards.isnan(), n)
+        place = torch.arange(n, device=rewards.device).where(
+            (score == top[group]) & ~rewards.isnan(), n
+        )
         ends.append(place.new_full((groups.numel(),), n).scatter_reduce(0, group, place, "amin"))
     pairs = torch.stack(ends, 1)
     pairs = pairs[(pairs < n).all(1)]
@@ -62,7 +64,13 @@ def best_worst(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def pairwise_loss(
-    logprobs: Tensor, response_mask: Tensor, rollout_ids: Tensor, pairs: Tensor, *, beta: float = 0.1, length_normalise: bool = False
+    logprobs: Tensor,
+    response_mask: Tensor,
+    rollout_ids: Tensor,
+    pairs: Tensor,
+    *,
+    beta: float = 0.1,
+    length_normalise: bool = False,
 ) -> Tensor:
     """How far the policy is from preferring the better rollout of each pair; for notebooks and tests.
 
@@ -129,7 +137,9 @@ def pairwise(
     require(0 < beta < float("inf"), "beta", beta, "> 0 and finite")
     n = len(rewards)
     tokens = segment_sum(response_mask, rollout_ids, n=n)
-    scores = segment_sum(fill_masked(logprobs_old.detach().double(), response_mask, 0.0), rollout_ids, n=n)
+    scores = segment_sum(
+        fill_masked(logprobs_old.detach().double(), response_mask, 0.0), rollout_ids, n=n
+    )
     share = 1.0 / tokens.clamp_min(1).double() if length_normalise else torch.ones_like(scores)
     better, worse = pair_selector(rewards.where(tokens > 0, torch.nan), group_ids).unbind(1)
     pull = beta * torch.sigmoid(-beta * ((scores * share)[better] - (scores * share)[worse]))

@@ -24,7 +24,13 @@ from rlkit.types import clips, vanishes
 
 
 def _held_by_interval(
-    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None, delta: float | None
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    delta: float | None,
 ) -> Tensor:
     """Beyond the interval on the side that the advantage asks for, or beyond a cap against it."""
     cap = min([c for c in (dual_clip, delta) if c is not None], default=float("inf"))
@@ -37,10 +43,18 @@ def _capped_weight(ratio: Tensor, *, clip_low: float, clip_high: float) -> Tenso
 
 
 def _held_in_mean(
-    logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, advantages: Tensor, *, clip_log_low: float, clip_log_high: float
+    logprobs: Tensor,
+    logprobs_old: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor,
+    *,
+    clip_log_low: float,
+    clip_log_high: float,
 ) -> Tensor:
     difference = log_ratio(logprobs, logprobs_old, response_mask)
-    return ((advantages > 0) & (difference > clip_log_high)) | ((advantages < 0) & (difference < -clip_log_low))
+    return ((advantages > 0) & (difference > clip_log_high)) | (
+        (advantages < 0) & (difference < -clip_log_low)
+    )
 
 
 def _held_by_divergence(
@@ -96,16 +110,32 @@ def clipped(
     """
     _require_widths(clip_low, clip_high)
     for name, cap in (("dual_clip", dual_clip), ("delta", delta)):
-        require(cap is None or 1 + clip_high < cap < float("inf"), name, cap, "> 1 + clip_high and finite, or None")
+        require(
+            cap is None or 1 + clip_high < cap < float("inf"),
+            name,
+            cap,
+            "> 1 + clip_high and finite, or None",
+        )
     advantages = advantages.detach()
     free = ratio if delta is None else ratio.clamp(max=delta)
     loss = -torch.minimum(free * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    return loss if dual_clip is None else torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    return (
+        loss
+        if dual_clip is None
+        else torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    )
 
 
 @clips(capped=_capped_weight)
 @vanishes("without_advantages")
-def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
+def cispo(
+    ratio: Tensor,
+    advantages: Tensor,
+    logprobs: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> Tensor:
     """Score-function loss weighted by a clipped ratio, per token: the clip bounds a weight and never takes a token's gradient.
 
     loss_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t log π_t
@@ -129,7 +159,9 @@ def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, clip_low: floa
 
 @clips()
 @vanishes("without_advantages")
-def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
+def sapo(
+    ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> Tensor:
     """Surrogate loss with a soft gate, per token: the gradient fades as the ratio leaves 1, and never stops at once.
 
     loss_t = -(4/τ) σ(τ (r_t - 1)) A_t, τ = tau_positive where A_t > 0, tau_negative elsewhere
@@ -149,7 +181,9 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_ne
     for name, steepness in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         require(0 < steepness < float("inf"), name, steepness, "> 0 and finite")
     advantages = advantages.detach()
-    tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
+    tau = torch.where(
+        advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative)
+    )
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
@@ -182,7 +216,11 @@ def gmpo(
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: GMPO, Zhao et al. 2025, section 3, arXiv:2507.20673.
 
-    >>> old, new, mask = torch.zeros(1, 2), torch.tensor([[0.2, 9.0]]), torch.ones(1, 2, dtype=torch.bool)
+    >>> old, new, mask = (
+    ...     torch.zeros(1, 2),
+    ...     torch.tensor([[0.2, 9.0]]),
+    ...     torch.ones(1, 2, dtype=torch.bool),
+    ... )
     >>> gmpo(new, old, mask, torch.tensor([0]), torch.ones(1, 2))  # (0.2 + 0.4) / 2 = 0.3
     tensor([[-1.3499, -1.3499]])
     """
@@ -190,8 +228,15 @@ def gmpo(
         require(0 < width < float("inf"), name, width, "> 0 and finite")
     advantages = advantages.detach()
     difference = log_ratio(logprobs, logprobs_old, response_mask)
-    clip = torch.where(advantages > 0, difference.clamp(max=clip_log_high), difference.clamp(min=-clip_log_low))
-    return -rollout_mean(clip, response_mask, rollout_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * advantages
+    clip = torch.where(
+        advantages > 0, difference.clamp(max=clip_log_high), difference.clamp(min=-clip_log_low)
+    )
+    return (
+        -rollout_mean(clip, response_mask, rollout_ids)
+        .clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        .exp()
+        * advantages
+    )
 
 
 @clips()
@@ -256,16 +301,30 @@ def vespo(
     Source: VESPO, arXiv:2602.10693; the numbers and bounds are TRL's.
 
     >>> mask, rollout = torch.ones(1, 1).bool(), torch.tensor([0])
-    >>> vespo(torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log(), mask, rollout, torch.ones(1, 1))  # 4 e^-3 log 2
+    >>> vespo(
+    ...     torch.tensor([[0.5]]).log(),
+    ...     torch.tensor([[0.25]]).log(),
+    ...     mask,
+    ...     rollout,
+    ...     torch.ones(1, 1),
+    ... )  # 4 e^-3 log 2
     tensor([[0.1380]])
     """
-    numbers = {"k_positive": k_positive, "lam_positive": lam_positive, "k_negative": k_negative, "lam_negative": lam_negative}
+    numbers = {
+        "k_positive": k_positive,
+        "lam_positive": lam_positive,
+        "k_negative": k_negative,
+        "lam_negative": lam_negative,
+    }
     for name, number in numbers.items():
         require(0 < number < float("inf"), name, number, "> 0 and finite")
     total = segment_sum(log_ratio(logprobs.detach(), logprobs_sampler, response_mask), rollout_ids)
     log_w = total.clamp(math.log(1e-8), LOG_RATIO_BOUND)[rollout_ids].unsqueeze(-1)
     sign, advantages = (advantages < 0).long(), advantages.detach()
-    k, lam = (log_w.new_tensor([numbers[f"{name}_positive"], numbers[f"{name}_negative"]])[sign] for name in ("k", "lam"))
+    k, lam = (
+        log_w.new_tensor([numbers[f"{name}_positive"], numbers[f"{name}_negative"]])[sign]
+        for name in ("k", "lam")
+    )
     return -(k * log_w + lam * (1 - log_w.exp())).exp() * advantages * logprobs
 
 
@@ -300,15 +359,27 @@ def dppo(
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: DPPO, arXiv:2602.04879; the penalty and the two-sided mask are prime-rl's. verl bounds r_t by 20 and takes -A r log π.
 
-    >>> new, sampler, both = torch.tensor([[0.8, 0.004]]).log(), torch.tensor([[0.5, 0.001]]).log(), torch.ones(1, 2).bool()
-    >>> dppo(new, sampler, both, torch.ones(1, 2), penalty=0.0)  # further by 0.3, and by 0.003 with a ratio of 4
+    >>> new, sampler, both = (
+    ...     torch.tensor([[0.8, 0.004]]).log(),
+    ...     torch.tensor([[0.5, 0.001]]).log(),
+    ...     torch.ones(1, 2).bool(),
+    ... )
+    >>> dppo(
+    ...     new, sampler, both, torch.ones(1, 2), penalty=0.0
+    ... )  # further by 0.3, and by 0.003 with a ratio of 4
     tensor([[ 0., -4.]])
     """
     require(divergence in ("tv", "kl"), "divergence", divergence, "tv or kl")
     require(0 < delta < float("inf"), "delta", delta, "> 0 and finite")
     require(0 <= penalty < float("inf"), "penalty", penalty, "≥ 0 and finite")
     advantages, ratio = advantages.detach(), token_ratio(logprobs, logprobs_sampler, response_mask)
-    rule = partial(_held_by_divergence, divergence=divergence, delta=delta, two_sided=two_sided, penalty=penalty)
+    rule = partial(
+        _held_by_divergence,
+        divergence=divergence,
+        delta=delta,
+        two_sided=two_sided,
+        penalty=penalty,
+    )
     held = rule(logprobs, logprobs_sampler, advantages)
     return -fill_masked(ratio, ~held, 0.0) * advantages + penalty * ratio.log().square()
 

@@ -8,7 +8,9 @@ from torch import Tensor
 from rlkit.functional.masking import fill_masked, full_precision
 
 
-def interpolated_old(logprobs: Tensor, logprobs_sampler: Tensor, old_share: Tensor, response_mask: Tensor) -> Tensor:
+def interpolated_old(
+    logprobs: Tensor, logprobs_sampler: Tensor, old_share: Tensor, response_mask: Tensor
+) -> Tensor:
     """The old policy's log-probs, taken on the line between sampler and current policy instead of from a pass before the update.
 
     log old_t = log μ_t + a_t (log π_t - log μ_t), a constant
@@ -24,11 +26,18 @@ def interpolated_old(logprobs: Tensor, logprobs_sampler: Tensor, old_share: Tens
     Source: log-linear approximation of the proximal policy, A-3PO, arXiv:2512.06547. AReaL calls the policy in training by the version
       that it began the step with, so its d is smaller by one, and a = 0 at d ≤ 1.
 
-    >>> now, sampler, everywhere = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -2.0]]), torch.ones(1, 2).bool()
+    >>> now, sampler, everywhere = (
+    ...     torch.tensor([[-1.0, -1.0]]),
+    ...     torch.tensor([[-2.0, -2.0]]),
+    ...     torch.ones(1, 2).bool(),
+    ... )
     >>> interpolated_old(now, sampler, torch.tensor([[0.0, 0.75]]), everywhere)  # d = 1 and d = 4
     tensor([[-2.0000, -1.2500]])
     """
-    now, sampler, share = (fill_masked(full_precision(x.detach()), response_mask, 0.0) for x in (logprobs, logprobs_sampler, old_share))
+    now, sampler, share = (
+        fill_masked(full_precision(x.detach()), response_mask, 0.0)
+        for x in (logprobs, logprobs_sampler, old_share)
+    )
     return torch.where(share == 0, sampler, sampler + share * (now - sampler))
 
 
@@ -42,7 +51,9 @@ def binary_kl(logprobs: Tensor, logprobs_other: Tensor) -> Tensor:
     Returns: the same shape, in nats, ≥ 0 up to rounding; 0 where both agree. At most the KL of the whole next-token distributions.
     Source: the data-processing inequality, Cover and Thomas 2006, section 2.8; as in DPPO, arXiv:2602.04879.
 
-    >>> binary_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())  # 0.5 log 2 + 0.5 log(2 / 3)
+    >>> binary_kl(
+    ...     torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    ... )  # 0.5 log 2 + 0.5 log(2 / 3)
     tensor([0.1438])
     """
     first, other = (full_precision(x).clamp(-100.0, 0.0) for x in (logprobs, logprobs_other))

@@ -22,13 +22,19 @@ def token_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -
       the mask.
     Source: PPO, Schulman et al. 2017, section 3, arXiv:1707.06347; the clamp as in verl (TRL has none).
 
-    >>> token_ratio(torch.tensor([[-1.0, -1e4]]), torch.tensor([[-1.0, 0.0]]), torch.tensor([[True, False]]))
+    >>> token_ratio(
+    ...     torch.tensor([[-1.0, -1e4]]), torch.tensor([[-1.0, 0.0]]), torch.tensor([[True, False]])
+    ... )
     tensor([[1., 1.]])
     """
-    return torch.exp(log_ratio(logprobs, logprobs_old, response_mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    return torch.exp(
+        log_ratio(logprobs, logprobs_old, response_mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    )
 
 
-def sequence_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
+def sequence_ratio(
+    logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, rollout_ids: Tensor
+) -> Tensor:
     """Ratio of a whole rollout, per token of it: the geometric mean of its tokens' ratios.
 
     s_j = exp(clamp(mean over the trained tokens of rollout j of (log π_t - log π_old_t), -20, 20)); 1 under the mask
@@ -47,12 +53,16 @@ def sequence_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor
     >>> sequence_ratio(new, old, torch.tensor([[True, True]]), torch.tensor([0]))
     tensor([[1.6487, 1.6487]])
     """
-    mean = rollout_mean(log_ratio(logprobs, logprobs_old, response_mask), response_mask, rollout_ids)
+    mean = rollout_mean(
+        log_ratio(logprobs, logprobs_old, response_mask), response_mask, rollout_ids
+    )
     ratio = torch.exp(mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).expand(response_mask.shape)
     return fill_masked(ratio, response_mask, 1.0)
 
 
-def sequence_token_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
+def sequence_token_ratio(
+    logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, rollout_ids: Tensor
+) -> Tensor:
     """The rollout's ratio in value, each token's own in gradient: for advantages that differ within a rollout.
 
     s_jt = sg[s_j] π_t / sg[π_t], s_j as in `sequence_ratio`; 1 under the mask
@@ -85,7 +95,9 @@ def log_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> 
     Returns: [B, T] in nats, float32 or float64.
     Source: the logarithm of the ratio of PPO, Schulman et al. 2017, section 3, arXiv:1707.06347.
 
-    >>> log_ratio(torch.tensor([[-1.0, 9.0]]), torch.tensor([[-1.5, 0.0]]), torch.tensor([[True, False]]))
+    >>> log_ratio(
+    ...     torch.tensor([[-1.0, 9.0]]), torch.tensor([[-1.5, 0.0]]), torch.tensor([[True, False]])
+    ... )
     tensor([[0.5000, 0.0000]])
     """
     new = fill_masked(full_precision(logprobs), response_mask, 0.0)

@@ -14,7 +14,10 @@ from torch import Tensor
 from rlkit.functional._arguments import require
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: the increment of splitmix64
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift and multiplier of its two mixing rounds
+_ROUNDS = (
+    (30, 0xBF58476D1CE4E5B9),
+    (27, 0x94D049BB133111EB),
+)  # shift and multiplier of its two mixing rounds
 _WORD = (1 << 64) - 1
 
 
@@ -61,13 +64,22 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
     tensor([1, 2])
     """
     require(vocabulary >= 1, "vocabulary", vocabulary, "≥ 1")
-    require(not seeds.is_floating_point() and not seeds.is_complex(), "dtype of seeds", seeds.dtype, "an integer dtype")
+    require(
+        not seeds.is_floating_point() and not seeds.is_complex(),
+        "dtype of seeds",
+        seeds.dtype,
+        "an integer dtype",
+    )
     state = _finalise(seeds.to(torch.int64, copy=True).add_(_signed(_GOLDEN)))  # [B]
     state = _finalise(state.bitwise_xor_(counter).add_(_signed(_GOLDEN)))
     tokens = torch.arange(1, vocabulary + 1, device=seeds.device) * _signed(_GOLDEN)  # [V]
-    bits = _mixed(state.unsqueeze(-1) + tokens)  # [B, V]; the last xor of splitmix64 leaves its top 31 bits alone
+    bits = _mixed(
+        state.unsqueeze(-1) + tokens
+    )  # [B, V]; the last xor of splitmix64 leaves its top 31 bits alone
     bits.bitwise_right_shift_(33).bitwise_and_((1 << 31) - 1)
-    u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)  # float32 rounds the very largest to 1
+    u = (
+        bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    )  # float32 rounds the very largest to 1
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -99,8 +111,12 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
     mass = torch.cat([mass, probabilities[:, whole * size :].sum(-1, keepdim=True)], -1)
     block = mass.log_().add_(noise[:, : whole + 1]).argmax(-1, keepdim=True)
     tokens = block * size + torch.arange(size, device=probabilities.device)  # [B, s]
-    inside = probabilities.gather(1, tokens.clamp(max=vocabulary - 1)).masked_fill_(tokens >= vocabulary, 0.0)
-    return tokens.gather(1, inside.log_().add_(noise[:, whole + 1 :]).argmax(-1, keepdim=True))[:, 0].clamp_(max=vocabulary - 1)
+    inside = probabilities.gather(1, tokens.clamp(max=vocabulary - 1)).masked_fill_(
+        tokens >= vocabulary, 0.0
+    )
+    return tokens.gather(1, inside.log_().add_(noise[:, whole + 1 :]).argmax(-1, keepdim=True))[
+        :, 0
+    ].clamp_(max=vocabulary - 1)
 
 
 def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:

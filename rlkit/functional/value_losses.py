@@ -28,7 +28,9 @@ def squared_error(values: Tensor, returns: Tensor) -> Tensor:
     return 0.5 * (values - returns.detach()).square()
 
 
-def clipped_squared_error(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float = 0.2) -> Tensor:
+def clipped_squared_error(
+    values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float = 0.2
+) -> Tensor:
     """Half the squared distance from the return: of the value, or of the value clipped around the old one, whichever is larger.
 
     loss_t = ½ max((V_t - G_t)², (clip(V_t, V_old_t - clip, V_old_t + clip) - G_t)²)
@@ -45,7 +47,9 @@ def clipped_squared_error(values: Tensor, values_old: Tensor, returns: Tensor, *
     Source: the implementation of Schulman et al. 2017, arXiv:1707.06347 (OpenAI baselines, ppo2); Engstrom et al. 2020,
       section 3, arXiv:2005.12729.
 
-    >>> clipped_squared_error(torch.tensor([[1.0]]), torch.tensor([[0.0]]), torch.tensor([[1.0]]), clip=0.5)
+    >>> clipped_squared_error(
+    ...     torch.tensor([[1.0]]), torch.tensor([[0.0]]), torch.tensor([[1.0]]), clip=0.5
+    ... )
     tensor([[0.1250]])
     """
     require(0 < clip < float("inf"), "clip", clip, "> 0 and finite")

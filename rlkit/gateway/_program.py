@@ -31,7 +31,14 @@ from rlkit.types import Ask, Ended, Environment, Messages, Step, Task, ToolParse
 GUARD = Path(__file__).with_name("_guard_child.py")
 KEPT = 2000  # last bytes of a program's output, for the reason of a failure
 GRACE = 10.0  # seconds that the guard has to end a program and all that it started
-PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")  # variables that every program gets
+PASSED = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "SYSTEMROOT",
+    "VIRTUAL_ENV",
+)  # variables that every program gets
 LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
 # What a confined program reads and runs: programs and libraries, and what the C library and TLS look at
 SYSTEM = (
@@ -49,11 +56,18 @@ class Client(NamedTuple):
     base_url: str  # ends in /v1
     api_key: str
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **settings: Any) -> dict[str, Any]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        **settings: Any,
+    ) -> dict[str, Any]:
         """The policy's message to a conversation, in the form of OpenAI's chat completions. Raises: OSError where it is refused."""
         body = {"model": "policy", "messages": list(messages), "tools": list(tools), **settings}
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        asked = urllib.request.Request(f"{self.base_url}/chat/completions", json.dumps(body).encode(), headers)
+        asked = urllib.request.Request(
+            f"{self.base_url}/chat/completions", json.dumps(body).encode(), headers
+        )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(asked) as reply:
             return json.load(reply)["choices"][0]["message"]
@@ -108,16 +122,27 @@ def program(
     Raises: ConfigError for no or two programs, one that is not there, a limit out of range, a parser that needs the tools' functions.
     """
     if bool(command) == (function is not None):
-        raise ConfigError("environment: set one of environment.command=[PROGRAM, …] and environment.function._target_=MODULE.NAME")
-    for key, limit in (("max_turns", max_turns), ("output_kb", output_kb), ("memory_mb", memory_mb), ("max_programs", max_programs)):
+        raise ConfigError(
+            "environment: set one of environment.command=[PROGRAM, …] and environment.function._target_=MODULE.NAME"
+        )
+    for key, limit in (
+        ("max_turns", max_turns),
+        ("output_kb", output_kb),
+        ("memory_mb", memory_mb),
+        ("max_programs", max_programs),
+    ):
         if limit is not None and limit < 1:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
     if score == "file" and sys.platform != "linux":
-        raise ConfigError("environment.score=file needs Linux, where all that a program started is ended before its file is read")
+        raise ConfigError(
+            "environment.score=file needs Linux, where all that a program started is ended before its file is read"
+        )
     if confined and function is not None:
-        raise ConfigError("environment.confined: a function runs in this process and cannot be confined; give environment.command")
+        raise ConfigError(
+            "environment.confined: a function runs in this process and cannot be confined; give environment.command"
+        )
     if confined and (version := landlock_version()) < LANDLOCK:
         raise ConfigError(
             f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or aarch64, and this machine has "
@@ -126,7 +151,9 @@ def program(
     if lost := [path for path in readable if not os.path.exists(path)]:
         raise ConfigError(f"environment.readable: there is no {lost[0]!r}")
     if "tools" in inspect.signature(parse_calls).parameters:
-        raise ConfigError("environment.parse_calls needs the tools' functions, which the program has; choose hermes")
+        raise ConfigError(
+            "environment.parse_calls needs the tools' functions, which the program has; choose hermes"
+        )
     if function is not None:
         play: Callable[..., Awaitable[Ended]] = partial(_called, function)
     else:
@@ -160,16 +187,26 @@ def _readable(command: Sequence[str], python_path: str, more: Sequence[str]) -> 
     started = [shutil.which(command[0]) or command[0], *command[1:]]
     files = [os.path.realpath(word) for word in started if os.path.isfile(word)]
     folders = [path for path in python_path.split(os.pathsep) if path]
-    return [*SYSTEM, sys.prefix, sys.base_prefix, *files, *(os.path.abspath(path) for path in (*folders, *more))]
+    return [
+        *SYSTEM,
+        sys.prefix,
+        sys.base_prefix,
+        *files,
+        *(os.path.abspath(path) for path in (*folders, *more)),
+    ]
 
 
-async def _played(play: Callable[..., Awaitable[Ended]], time_limit: float, named: Any, task: Task, ask: Ask) -> Ended:
+async def _played(
+    play: Callable[..., Awaitable[Ended]], time_limit: float, named: Any, task: Task, ask: Ask
+) -> Ended:
     """An episode with an endpoint of its own, within its time. `named`: the program, for messages."""
     from rlkit.gateway.server import opened_door
 
     wait = Wait("the program", named)
 
-    async def answer(messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None) -> Step:
+    async def answer(
+        messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
+    ) -> Step:
         with wait.paused():  # meanwhile the program waits for the policy
             return await ask(messages, tools, limit)
 
@@ -178,9 +215,16 @@ async def _played(play: Callable[..., Awaitable[Ended]], time_limit: float, name
             with waiting(wait):
                 ended = await play(task, door, address)
             counts = {"retries": door.retries, "refused": door.refused}
-            return ended._replace(metadata={**ended.metadata, **{k: n for k, n in counts.items() if n}})
+            return ended._replace(
+                metadata={**ended.metadata, **{k: n for k, n in counts.items() if n}}
+            )
     except DeadlinePassed:
-        return Ended("deadline", metadata={"error": f"the program ran for more than environment.time_limit={time_limit} s"})
+        return Ended(
+            "deadline",
+            metadata={
+                "error": f"the program ran for more than environment.time_limit={time_limit} s"
+            },
+        )
 
 
 def task_text(task: Task) -> str:
@@ -206,7 +250,12 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
         try:
             said = function(task, client), None
         except (Exception, SystemExit) as error:
-            said = None, error if isinstance(error, Exception) else RuntimeError(f"it asked to exit with {error}")
+            said = (
+                None,
+                error
+                if isinstance(error, Exception)
+                else RuntimeError(f"it asked to exit with {error}"),
+            )
         with suppress(RuntimeError):  # the loop is closed: the episode is long over
             loop.call_soon_threadsafe(tell, *said)
 
@@ -219,12 +268,22 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
         threading.Thread(target=work, daemon=True, name="rlkit-program").start()
         value, failed = await done
     if failed is not None:
-        return Ended("error", metadata={"error": f"environment.function raised {type(failed).__name__}: {failed} at {place(failed)}"})
+        return Ended(
+            "error",
+            metadata={
+                "error": f"environment.function raised {type(failed).__name__}: {failed} at {place(failed)}"
+            },
+        )
     if value is None:
         return Ended()
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return Ended(reward=float(value))
-    return Ended("error", metadata={"error": f"environment.function returned {value!r:.200}; give a number, or nothing"})
+    return Ended(
+        "error",
+        metadata={
+            "error": f"environment.function returned {value!r:.200}; give a number, or nothing"
+        },
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- a process
@@ -246,7 +305,13 @@ async def _executed(
 
     with folder() as where, opened_folder(where) as place:
         own = {name: os.environ[name] for name in PASSED if name in os.environ}
-        own |= {"HOME": where, "TMPDIR": where, "PYTHONUNBUFFERED": "1", "OPENAI_AGENTS_DISABLE_TRACING": "1", **addresses(door, address)}
+        own |= {
+            "HOME": where,
+            "TMPDIR": where,
+            "PYTHONUNBUFFERED": "1",
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            **addresses(door, address),
+        }
         text = task_text(task)
         own |= {"RLKIT_TASK": text} if len(text) < 1 << 16 else {}
         guard = await asyncio.create_subprocess_exec(
@@ -255,14 +320,27 @@ async def _executed(
         )  # fmt: skip
         try:
             assert guard.stdin is not None
-            confine = None if readable is None else {"by": str(CHILD), "readable": readable, "port": int(address.rpartition(":")[2])}
+            confine = (
+                None
+                if readable is None
+                else {
+                    "by": str(CHILD),
+                    "readable": readable,
+                    "port": int(address.rpartition(":")[2]),
+                }
+            )
             job = {"command": command, "task": text, "memory_mb": memory_mb, "confine": confine}
             guard.stdin.write(json.dumps(job).encode() + b"\n")
             with suppress(ConnectionError):
                 await guard.stdin.drain()
             printed, flooded = await _printed(guard, output)
             if flooded:
-                return Ended("error", metadata={"error": f"the program printed more than environment.output_kb={output >> 10} kB"})
+                return Ended(
+                    "error",
+                    metadata={
+                        "error": f"the program printed more than environment.output_kb={output >> 10} kB"
+                    },
+                )
             return _result(await _status(guard), printed, score, place)
         finally:
             with closing():
@@ -296,7 +374,9 @@ def _result(status: int, printed: str, score: Score | None, place: int) -> Ended
         return Ended(reward=float(status == 0), metadata=said)
     if status:
         tail = f"; its last output: {printed[-500:]}" if printed else ""
-        return Ended("error", metadata=said | {"error": f"the program ended with exit status {status}{tail}"})
+        return Ended(
+            "error", metadata=said | {"error": f"the program ended with exit status {status}{tail}"}
+        )
     if score == "file":
         reward = read_score(place)
         if isinstance(reward, str):
@@ -340,6 +420,8 @@ async def _ended(guard: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
             guard.kill()
         await guard.wait()
-    transport = getattr(guard, "_transport", None)  # its pipes; else they are closed by the garbage collector, with a warning
+    transport = getattr(
+        guard, "_transport", None
+    )  # its pipes; else they are closed by the garbage collector, with a warning
     if transport is not None:
         transport.close()

@@ -40,7 +40,9 @@ class Door:
     def __init__(self, ask: Ask):
         self.ask, self.token = ask, f"rlkit-{secrets.token_hex(16)}"
         self.open = True
-        self.replies: dict[bytes, asyncio.Task[Step]] = {}  # digest of a request → the last reply to it
+        self.replies: dict[
+            bytes, asyncio.Task[Step]
+        ] = {}  # digest of a request → the last reply to it
         self.numbers: dict[asyncio.Task[Step], int] = {}
         self.retries = 0
         self.refused = 0  # requests that got no reply
@@ -52,7 +54,11 @@ class Door:
         A request without the mark of a retry is sampled again even where its body is known: a program may want several replies.
         """
         known = self.replies.get(digest)
-        if retry and known is not None and not (known.done() and (known.cancelled() or known.exception())):
+        if (
+            retry
+            and known is not None
+            and not (known.done() and (known.cancelled() or known.exception()))
+        ):
             self.retries += 1
             return known
         task = asyncio.ensure_future(self.ask(request.messages, request.tools, request.limit))
@@ -89,7 +95,13 @@ class Endpoint:
                 return
             app = web.Application(client_max_size=MAX_BODY)
             app.router.add_route("*", "/{path:.*}", self.handle)
-            runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.2, keepalive_timeout=IDLE_SECONDS)
+            runner = web.AppRunner(
+                app,
+                access_log=None,
+                handle_signals=False,
+                shutdown_timeout=0.2,
+                keepalive_timeout=IDLE_SECONDS,
+            )
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
             await site.start()
@@ -125,16 +137,31 @@ class Endpoint:
         path = request.path.rstrip("/")
         wire = WIRES.get(path)
         written = wire or WIRES["/v1/chat/completions"]
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip() or request.headers.get("x-api-key", "")
+        given = request.headers.get("Authorization", "").removeprefix(
+            "Bearer "
+        ).strip() or request.headers.get("x-api-key", "")
         door = self.doors.get(given)
         if door is None:
-            return refusal(written, 401, "the API key names no episode; a program finds its own in OPENAI_API_KEY or ANTHROPIC_API_KEY")
+            return refusal(
+                written,
+                401,
+                "the API key names no episode; a program finds its own in OPENAI_API_KEY or ANTHROPIC_API_KEY",
+            )
         if not door.open:
             return refusal(written, 409, "the episode is over")
         if path == "/v1/models" and request.method == "GET":
-            return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "rlkit"}]})
+            return web.json_response(
+                {
+                    "object": "list",
+                    "data": [
+                        {"id": "policy", "object": "model", "created": 0, "owned_by": "rlkit"}
+                    ],
+                }
+            )
         if wire is None:
-            return refusal(written, 404, f"there is no {path[:100]!r} here; there are {', '.join(WIRES)}")
+            return refusal(
+                written, 404, f"there is no {path[:100]!r} here; there are {', '.join(WIRES)}"
+            )
         if request.method != "POST":
             return refusal(wire, 405, f"{path} takes POST")
         response = await self._answered(request, wire, door)
@@ -144,7 +171,9 @@ class Endpoint:
 
     async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.Response:
         try:
-            if (request.content_length or 0) > MAX_BODY:  # not read at all; one without a length is counted as it comes
+            if (
+                request.content_length or 0
+            ) > MAX_BODY:  # not read at all; one without a length is counted as it comes
                 raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
             async with asyncio.timeout(BODY_SECONDS):
                 raw = await request.read()
@@ -162,7 +191,9 @@ class Endpoint:
         except (ValueError, RecursionError, TypeError, AttributeError) as error:
             return refusal(wire, 400, str(error) or "the body cannot be read")
         retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
-        task = door.reply(asked, hashlib.sha256(request.path.encode() + b"\0" + raw).digest(), retry=retry)
+        task = door.reply(
+            asked, hashlib.sha256(request.path.encode() + b"\0" + raw).digest(), retry=retry
+        )
         number = door.numbers[task]
         try:
             step = await asyncio.shield(task)
@@ -186,7 +217,10 @@ def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
     for name, data in wire.events(reply, asked):
         text += f"event: {name}\n" if name else ""
         text += f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
-    response = web.Response(body=text.encode(), headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.Response(
+        body=text.encode(),
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"},
+    )
     response.enable_chunked_encoding()
     return response
 
@@ -194,7 +228,9 @@ def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
 def refusal(wire: Wire, status: int, sentence: str) -> web.Response:
     """A status and a sentence."""
     headers = FINAL if status == 409 or status >= 500 else None
-    response = web.json_response(wire.error(status, sentence[:2000]), status=status, headers=headers)
+    response = web.json_response(
+        wire.error(status, sentence[:2000]), status=status, headers=headers
+    )
     if status in (401, 408, 409, 413):  # the body was not read
         response.force_close()
     return response

@@ -39,7 +39,10 @@ class Reply(NamedTuple):
     @property
     def calls(self) -> list[tuple[str, str, str]]:
         """(id, name, arguments as a JSON text) of each tool call. An unreadable call has the sentence that says why as its arguments."""
-        return [(c.id, c.name or "unreadable", c.error or json.dumps(dict(c.arguments))) for c in self.step.tool_calls]
+        return [
+            (c.id, c.name or "unreadable", c.error or json.dumps(dict(c.arguments)))
+            for c in self.step.tool_calls
+        ]
 
 
 class Wire(NamedTuple):
@@ -63,7 +66,9 @@ def _text(content: Any, where: str) -> str:
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(f"{where} has a part of type {kind!r:.60}; the policy reads text alone")
+            raise ValueError(
+                f"{where} has a part of type {kind!r:.60}; the policy reads text alone"
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -76,8 +81,14 @@ def _items(value: Any, where: str) -> list[Body]:
 def _tool(name: Any, function: Body, parameters: str, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise ValueError(f"{where} has a tool without a name")
-    schema = {"name": name, "description": function.get("description") or "", "parameters": function.get(parameters) or {}}
-    result = {"return": function["output_schema"]} if function.get("output_schema") else {}  # of /v1/responses
+    schema = {
+        "name": name,
+        "description": function.get("description") or "",
+        "parameters": function.get(parameters) or {},
+    }
+    result = (
+        {"return": function["output_schema"]} if function.get("output_schema") else {}
+    )  # of /v1/responses
     return {"type": "function", "function": schema | result}
 
 
@@ -93,7 +104,11 @@ def _arguments(text: Any) -> Any:
 def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ValueError("a tool call has no name")
-    return {"id": str(id), "type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
+    return {
+        "id": str(id),
+        "type": "function",
+        "function": {"name": name, "arguments": _arguments(arguments)},
+    }
 
 
 def _limit(body: Body, *names: str) -> int | None:
@@ -121,10 +136,16 @@ def _refuse_settings(body: Body) -> None:
     shape = body.get("response_format") or (body.get("text") or {}).get("format") or {}
     if isinstance(shape, Mapping) and shape.get("type", "text") != "text":
         raise ValueError("response_format must be text: the policy is sampled without a grammar")
-    if isinstance(body.get("tool_choice"), Mapping) and body["tool_choice"].get("type") not in ("auto", "any", "none"):
+    if isinstance(body.get("tool_choice"), Mapping) and body["tool_choice"].get("type") not in (
+        "auto",
+        "any",
+        "none",
+    ):
         raise ValueError("tool_choice cannot name a tool: the policy chooses")
     if body.get("previous_response_id"):
-        raise ValueError("previous_response_id is not supported: send the whole conversation as input")
+        raise ValueError(
+            "previous_response_id is not supported: send the whole conversation as input"
+        )
 
 
 def read_chat(body: Body) -> ChatRequest:
@@ -134,15 +155,28 @@ def read_chat(body: Body) -> ChatRequest:
     for i, given in enumerate(_items(body.get("messages"), "messages")):
         role = {"developer": "system"}.get(given.get("role", ""), given.get("role"))
         if role not in ("system", "user", "assistant", "tool"):
-            raise ValueError(f"messages[{i}].role is {role!r:.60}; it must be system, developer, user, assistant or tool")
-        message: Message = {"role": role, "content": _text(given.get("content"), f"messages[{i}].content")}
+            raise ValueError(
+                f"messages[{i}].role is {role!r:.60}; it must be system, developer, user, assistant or tool"
+            )
+        message: Message = {
+            "role": role,
+            "content": _text(given.get("content"), f"messages[{i}].content"),
+        }
         if role == "assistant":
-            if thinking := _text(given.get("reasoning_content"), f"messages[{i}].reasoning_content"):
+            if thinking := _text(
+                given.get("reasoning_content"), f"messages[{i}].reasoning_content"
+            ):
                 message["reasoning_content"] = thinking
-            calls = [c.get("function") or {} for c in _items(given.get("tool_calls") or [], f"messages[{i}].tool_calls")]
+            calls = [
+                c.get("function") or {}
+                for c in _items(given.get("tool_calls") or [], f"messages[{i}].tool_calls")
+            ]
             if calls:
                 ids = [c.get("id") for c in given["tool_calls"]]
-                message["tool_calls"] = [_call(id, c.get("name"), c.get("arguments")) for id, c in zip(ids, calls, strict=True)]
+                message["tool_calls"] = [
+                    _call(id, c.get("name"), c.get("arguments"))
+                    for id, c in zip(ids, calls, strict=True)
+                ]
         if role == "tool":
             message["tool_call_id"] = str(given.get("tool_call_id"))
         messages.append(message)
@@ -154,14 +188,25 @@ def read_chat(body: Body) -> ChatRequest:
         tools.append(dict(tool))
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
     limit = _limit(body, "max_completion_tokens", "max_tokens")
-    return _checked(ChatRequest(messages, tools, limit, _stops(body.get("stop"), "stop"), bool(body.get("stream")), usage))
+    return _checked(
+        ChatRequest(
+            messages,
+            tools,
+            limit,
+            _stops(body.get("stop"), "stop"),
+            bool(body.get("stream")),
+            usage,
+        )
+    )
 
 
 def read_responses(body: Body) -> ChatRequest:
     """/v1/responses. Reasoning, text and calls that follow one another are one reply. Raises: ValueError."""
     _refuse_settings(body)
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else _items(given, "input")
+    items = (
+        [{"role": "user", "content": given}] if isinstance(given, str) else _items(given, "input")
+    )
     messages: list[Message] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": _text(body["instructions"], "instructions")})
@@ -175,10 +220,14 @@ def read_responses(body: Body) -> ChatRequest:
             messages.append({"role": "assistant", "content": ""})
         opened = grows
         if kind == "function_call":
-            messages[-1].setdefault("tool_calls", []).append(_call(item.get("call_id"), item.get("name"), item.get("arguments")))
+            messages[-1].setdefault("tool_calls", []).append(
+                _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            )
         elif kind == "function_call_output":
             output = _text(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id"))})
+            messages.append(
+                {"role": "tool", "content": output, "tool_call_id": str(item.get("call_id"))}
+            )
         elif kind == "reasoning":
             messages[-1]["reasoning_content"] = _text(item.get("content"), f"{where}.content")
         elif kind == "message" and role in ("system", "user", "assistant"):
@@ -188,9 +237,18 @@ def read_responses(body: Body) -> ChatRequest:
             else:
                 messages.append({"role": role, "content": text})
         else:
-            raise ValueError(f"{where} is of type {kind!r:.60} and role {role!r:.60}; text, function calls and their outputs are read")
-    tools = [_tool(t.get("name"), t, "parameters", "tools") for t in _items(body.get("tools") or [], "tools")]
-    return _checked(ChatRequest(messages, tools, _limit(body, "max_output_tokens"), (), bool(body.get("stream"))))
+            raise ValueError(
+                f"{where} is of type {kind!r:.60} and role {role!r:.60}; text, function calls and their outputs are read"
+            )
+    tools = [
+        _tool(t.get("name"), t, "parameters", "tools")
+        for t in _items(body.get("tools") or [], "tools")
+    ]
+    return _checked(
+        ChatRequest(
+            messages, tools, _limit(body, "max_output_tokens"), (), bool(body.get("stream"))
+        )
+    )
 
 
 def read_messages(body: Body) -> ChatRequest:
@@ -203,27 +261,42 @@ def read_messages(body: Body) -> ChatRequest:
         role, content = given.get("role"), given.get("content")
         if role not in ("user", "assistant"):
             raise ValueError(f"messages[{i}].role is {role!r:.60}; it must be user or assistant")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _items(content, f"messages[{i}].content")
+        blocks = (
+            [{"type": "text", "text": content}]
+            if isinstance(content, str)
+            else _items(content, f"messages[{i}].content")
+        )
         known = {"text", "tool_result", "tool_use", "thinking", "redacted_thinking"}
         if strange := [b.get("type") for b in blocks if b.get("type") not in known]:
-            raise ValueError(f"messages[{i}].content has a block of type {strange[0]!r:.60}; the policy reads text alone")
+            raise ValueError(
+                f"messages[{i}].content has a block of type {strange[0]!r:.60}; the policy reads text alone"
+            )
         of = {kind: [b for b in blocks if b.get("type") == kind] for kind in known}
         for block in of["tool_result"]:
             text = _text(block.get("content"), f"messages[{i}].content")
-            messages.append({"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id"))})
+            messages.append(
+                {"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id"))}
+            )
         text = _text(of["text"], f"messages[{i}].content")
         if role == "assistant":
             message: Message = {"role": role, "content": text}
             if thinking := "".join(str(b.get("thinking", "")) for b in of["thinking"]):
                 message["reasoning_content"] = thinking
             if of["tool_use"]:
-                message["tool_calls"] = [_call(b.get("id"), b.get("name"), b.get("input") or {}) for b in of["tool_use"]]
+                message["tool_calls"] = [
+                    _call(b.get("id"), b.get("name"), b.get("input") or {}) for b in of["tool_use"]
+                ]
             messages.append(message)
         elif of["text"] or not of["tool_result"]:
             messages.append({"role": role, "content": text})
-    tools = [_tool(t.get("name"), t, "input_schema", "tools") for t in _items(body.get("tools") or [], "tools")]
+    tools = [
+        _tool(t.get("name"), t, "input_schema", "tools")
+        for t in _items(body.get("tools") or [], "tools")
+    ]
     stops = _stops(body.get("stop_sequences"), "stop_sequences")
-    return _checked(ChatRequest(messages, tools, _limit(body, "max_tokens"), stops, bool(body.get("stream"))))
+    return _checked(
+        ChatRequest(messages, tools, _limit(body, "max_tokens"), stops, bool(body.get("stream")))
+    )
 
 
 def _checked(request: ChatRequest) -> ChatRequest:
@@ -233,7 +306,9 @@ def _checked(request: ChatRequest) -> ChatRequest:
     try:
         json.dumps([request.messages, request.tools], ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("a text holds half of a surrogate pair, which no tokenizer reads") from None
+        raise ValueError(
+            "a text holds half of a surrogate pair, which no tokenizer reads"
+        ) from None
     return request
 
 
@@ -251,20 +326,38 @@ def _chat_usage(reply: Reply) -> dict[str, Any]:
 
 
 def _finish(reply: Reply) -> str:
-    return "length" if reply.step.finish_reason == "length" else "tool_calls" if reply.step.tool_calls else "stop"
+    return (
+        "length"
+        if reply.step.finish_reason == "length"
+        else "tool_calls"
+        if reply.step.tool_calls
+        else "stop"
+    )
 
 
 def _named(reply: Reply, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{reply.number}", "object": kind, "created": reply.created, "model": "policy"}
+    return {
+        "id": f"chatcmpl-{reply.number}",
+        "object": kind,
+        "created": reply.created,
+        "model": "policy",
+    }
 
 
 def write_chat(reply: Reply) -> dict[str, Any]:
     """A chat.completion."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else ""), "refusal": None}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": reply.content or (None if reply.calls else ""),
+        "refusal": None,
+    }
     if reply.step.thinking:
         message["reasoning_content"] = reply.step.thinking
     if reply.calls:
-        message["tool_calls"] = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in reply.calls]
+        message["tool_calls"] = [
+            {"id": i, "type": "function", "function": {"name": n, "arguments": a}}
+            for i, n, a in reply.calls
+        ]
     choice = {"index": 0, "message": message, "finish_reason": _finish(reply), "logprobs": None}
     return _named(reply, "chat.completion") | {"choices": [choice], "usage": _chat_usage(reply)}
 
@@ -282,11 +375,25 @@ def chat_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     if reply.content:
         yield chunk({"content": reply.content})
     for index, (id, name, arguments) in enumerate(reply.calls):
-        yield chunk({"tool_calls": [{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}]})
+        yield chunk(
+            {
+                "tool_calls": [
+                    {
+                        "index": index,
+                        "id": id,
+                        "type": "function",
+                        "function": {"name": name, "arguments": ""},
+                    }
+                ]
+            }
+        )
         yield chunk({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
     yield chunk({}, _finish(reply))
     if request.usage:
-        yield "", _named(reply, "chat.completion.chunk") | {"choices": [], "usage": _chat_usage(reply)}
+        yield (
+            "",
+            _named(reply, "chat.completion.chunk") | {"choices": [], "usage": _chat_usage(reply)},
+        )
     yield "", "[DONE]"
 
 
@@ -295,10 +402,20 @@ def write_responses(reply: Reply) -> dict[str, Any]:
     output: list[dict[str, Any]] = []
     if reply.step.thinking:
         parts: list[dict[str, Any]] = [{"type": "reasoning_text", "text": reply.step.thinking}]
-        output.append({"type": "reasoning", "id": f"rs_{reply.number}", "summary": [], "content": parts})
+        output.append(
+            {"type": "reasoning", "id": f"rs_{reply.number}", "summary": [], "content": parts}
+        )
     if reply.content or not reply.calls:
         parts = [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}]
-        output.append({"type": "message", "id": f"msg_{reply.number}", "role": "assistant", "status": "completed", "content": parts})
+        output.append(
+            {
+                "type": "message",
+                "id": f"msg_{reply.number}",
+                "role": "assistant",
+                "status": "completed",
+                "content": parts,
+            }
+        )
     for i, (id, name, arguments) in enumerate(reply.calls):
         named = {"call_id": id, "name": name, "arguments": arguments, "status": "completed"}
         output.append({"type": "function_call", "id": f"fc_{reply.number}_{i}", **named})
@@ -324,13 +441,24 @@ def responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
         events.append(("response.output_item.added", at | {"item": {**item, **empty}}))
         at = at | {"item_id": item["id"]}
         if item["type"] == "function_call":
-            events.append(("response.function_call_arguments.delta", at | {"delta": item["arguments"]}))
-            events.append(("response.function_call_arguments.done", at | {"arguments": item["arguments"], "name": item["name"]}))
+            events.append(
+                ("response.function_call_arguments.delta", at | {"delta": item["arguments"]})
+            )
+            events.append(
+                (
+                    "response.function_call_arguments.done",
+                    at | {"arguments": item["arguments"], "name": item["name"]},
+                )
+            )
         if item["type"] == "message":
             part, at = item["content"][0], at | {"content_index": 0}
             events.append(("response.content_part.added", at | {"part": {**part, "text": ""}}))
-            events.append(("response.output_text.delta", at | {"delta": part["text"], "logprobs": []}))
-            events.append(("response.output_text.done", at | {"text": part["text"], "logprobs": []}))
+            events.append(
+                ("response.output_text.delta", at | {"delta": part["text"], "logprobs": []})
+            )
+            events.append(
+                ("response.output_text.done", at | {"text": part["text"], "logprobs": []})
+            )
             events.append(("response.content_part.done", at | {"part": part}))
         events.append(("response.output_item.done", {"output_index": index, "item": item}))
     events.append((f"response.{whole['status']}", {"response": whole}))
@@ -362,7 +490,12 @@ def messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
     events: list[tuple[str, dict[str, Any]]] = [("message_start", {"message": begun})]
     for index, block in enumerate(whole["content"]):
         key = {"text": "text", "thinking": "thinking", "tool_use": "input"}[block["type"]]
-        events.append(("content_block_start", {"index": index, "content_block": {**block, key: {} if key == "input" else ""}}))
+        events.append(
+            (
+                "content_block_start",
+                {"index": index, "content_block": {**block, key: {} if key == "input" else ""}},
+            )
+        )
         delta = (
             {"type": "input_json_delta", "partial_json": json.dumps(block[key])}
             if key == "input"
@@ -407,5 +540,8 @@ def reply_message(step: Step, content: str) -> Message:
     if step.thinking:
         message["reasoning_content"] = step.thinking
     if step.tool_calls:
-        message["tool_calls"] = [_call(c.id, c.name or "unreadable", c.error or dict(c.arguments)) for c in step.tool_calls]
+        message["tool_calls"] = [
+            _call(c.id, c.name or "unreadable", c.error or dict(c.arguments))
+            for c in step.tool_calls
+        ]
     return message

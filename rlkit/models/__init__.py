@@ -1,7 +1,23 @@
 """Policies: loading them, talking to them in token ids, and scoring tokens under them."""
 
-from rlkit.models.chat import Renderer, check_template, continuation, decode, encode_prompt, encode_text, make_renderer
+from rlkit.models.chat import (
+    Renderer,
+    check_template,
+    continuation,
+    decode,
+    encode_prompt,
+    encode_text,
+    make_renderer,
+)
 from rlkit.models.critic import HeadCritic, SeparateCritic, ValueHead, make_critic
-from rlkit.models.load import LoRA, add_lora, check_vocabulary, load_policy, make_policy, pretrained_model, pretrained_tokenizer
+from rlkit.models.load import (
+    LoRA,
+    add_lora,
+    check_vocabulary,
+    load_policy,
+    make_policy,
+    pretrained_model,
+    pretrained_tokenizer,
+)
 from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import Packed, pack

@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 from rlkit.errors import TemplateError
 from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 
-_OPEN, _CLOSE = "\u27e6rlkit:", "\u27e7"  # around a placeholder's number; a content that holds these is encoded like any other
+_OPEN, _CLOSE = (
+    "\u27e6rlkit:",
+    "\u27e7",
+)  # around a placeholder's number; a content that holds these is encoded like any other
 
 
 class Renderer(NamedTuple):
@@ -31,7 +34,9 @@ class Renderer(NamedTuple):
     added_ids: frozenset[int]
     thinking: Thinking
     template_arguments: tuple[tuple[str, Any], ...] = ()  # for example enable_thinking
-    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None  # (messages, tools) → text, for the template
+    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = (
+        None  # (messages, tools) → text, for the template
+    )
 
 
 def make_renderer(
@@ -57,11 +62,18 @@ def make_renderer(
         )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise TemplateError(f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json")
+        raise TemplateError(
+            f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json"
+        )
     arguments = () if enable_thinking is None else (("enable_thinking", enable_thinking),)
     plain = _without_added_tokens(backend)
     return Renderer(
-        tokenizer, plain, frozenset(tokenizer.added_tokens_decoder), _thinking(tokenizer, plain, interruption), arguments, render
+        tokenizer,
+        plain,
+        frozenset(tokenizer.added_tokens_decoder),
+        _thinking(tokenizer, plain, interruption),
+        arguments,
+        render,
     )
 
 
@@ -108,11 +120,15 @@ def _between_replies(renderer: Renderer, template: str | None, dialogue: str) ->
     sentinel = f"{_OPEN}0{_CLOSE}"
     rendered = _render(renderer, json.loads(dialogue), ())
     if rendered.count(sentinel) != 1:
-        raise TemplateError(f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not once")
+        raise TemplateError(
+            f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not once"
+        )
     return rendered.partition(sentinel)[2]
 
 
-def encode_prompt(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+def encode_prompt(
+    renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """The ids of a conversation up to the point where the assistant speaks next.
 
     Args:
@@ -125,7 +141,9 @@ def encode_prompt(renderer: Renderer, messages: Messages, tools: Sequence[Mappin
     return _encode_rendered(renderer, _render(renderer, masked, tools), contents)
 
 
-def continuation(renderer: Renderer, messages: Messages, last_id: int | None, *, cut: bool = False) -> list[int]:
+def continuation(
+    renderer: Renderer, messages: Messages, last_id: int | None, *, cut: bool = False
+) -> list[int]:
     """The ids that the template writes between a reply and the next one.
 
     Args:
@@ -135,7 +153,11 @@ def continuation(renderer: Renderer, messages: Messages, last_id: int | None, *,
     """
     masked, contents = _mask_contents(messages, first=1)
     sentinel = f"{_OPEN}0{_CLOSE}"
-    dialogue: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": sentinel}, *masked]
+    dialogue: list[Message] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": sentinel},
+        *masked,
+    ]
     rendered = _between_replies(renderer, renderer.tokenizer.chat_template, json.dumps(dialogue))
     ids = _encode_rendered(renderer, rendered, contents, first=1)
     if ids and (ids[0] == last_id or cut):
@@ -155,13 +177,19 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
     asked: list[Message] = [{"role": "user", "content": "?"}]
     before = _render(renderer, asked, ())
     after = _render(renderer, [*asked, *masked], ())
-    end = _render(renderer, [*asked, {"role": "assistant", "content": f"{_OPEN}end{_CLOSE}"}], ()).partition(f"{_OPEN}end{_CLOSE}")[2]
+    end = _render(
+        renderer, [*asked, {"role": "assistant", "content": f"{_OPEN}end{_CLOSE}"}], ()
+    ).partition(f"{_OPEN}end{_CLOSE}")[2]
     name = renderer.tokenizer.name_or_path
     if not after.startswith(before) or not end or not after.endswith(end):
-        raise TemplateError(f"the chat template of '{name}' writes a reply elsewhere than where the policy would say it")
+        raise TemplateError(
+            f"the chat template of '{name}' writes a reply elsewhere than where the policy would say it"
+        )
     text = after[len(before) : -len(end)]
     if lost := [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]:
-        raise TemplateError(f"the chat template of '{name}' does not write a part of a reply: '{lost[0][:80]}'")
+        raise TemplateError(
+            f"the chat template of '{name}' does not write a part of a reply: '{lost[0][:80]}'"
+        )
     return _encode_joined(renderer, text, contents) + encode_scaffold(renderer, end)[:1]
 
 
@@ -197,7 +225,9 @@ def _render(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str,
             **dict(renderer.template_arguments),
         )
     except Exception as error:  # jinja2 raises many kinds; all of them are the template's
-        raise TemplateError(f"the chat template of '{renderer.tokenizer.name_or_path}' fails: {error}") from error
+        raise TemplateError(
+            f"the chat template of '{renderer.tokenizer.name_or_path}' fails: {error}"
+        ) from error
 
 
 def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], list[str]]:
@@ -224,10 +254,15 @@ def _mask_call(call: Mapping[str, Any], placeholder: Any) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {"name": placeholder(function["name"]), "arguments": placeholder(text)}}
+    return {
+        **call,
+        "function": {"name": placeholder(function["name"]), "arguments": placeholder(text)},
+    }
 
 
-def _encode_rendered(renderer: Renderer, rendered: str, contents: Sequence[str], first: int = 0) -> list[int]:
+def _encode_rendered(
+    renderer: Renderer, rendered: str, contents: Sequence[str], first: int = 0
+) -> list[int]:
     """Ids of rendered text: scaffolding with control tokens, contents without."""
     ids: list[int] = []
     position = 0
@@ -242,7 +277,9 @@ def _encode_rendered(renderer: Renderer, rendered: str, contents: Sequence[str],
         position = at + len(mark)
     tail = rendered[position:]
     if _OPEN in tail:
-        raise TemplateError("the chat template reorders or repeats the contents of its messages; rlkit cannot encode it exactly")
+        raise TemplateError(
+            "the chat template reorders or repeats the contents of its messages; rlkit cannot encode it exactly"
+        )
     return ids + encode_scaffold(renderer, tail)
 
 
@@ -252,7 +289,9 @@ def _check_schemas(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     text = json.dumps(list(tools), ensure_ascii=False)
     for token in renderer.tokenizer.added_tokens_decoder.values():
         if str(token) in text:
-            raise TemplateError(f"a tool's schema holds the control token '{token}'; take it out of the docstring")
+            raise TemplateError(
+                f"a tool's schema holds the control token '{token}'; take it out of the docstring"
+            )
 
 
 def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -264,19 +303,28 @@ def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     name = renderer.tokenizer.name_or_path
     remedy = "choose a model whose template takes tools, give one with model.chat_template=FILE.jinja, or environment=single_turn"
     if missing:
-        raise TemplateError(f"model.path: the chat template of '{name}' does not write the tools {missing}; {remedy}")
+        raise TemplateError(
+            f"model.path: the chat template of '{name}' does not write the tools {missing}; {remedy}"
+        )
     result = f"{_OPEN}0{_CLOSE}"
     rendered = _render(
         renderer,
         [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "!"},
-            {"role": "tool", "tool_call_id": "call_0", "name": tools[0]["function"]["name"], "content": result},
+            {
+                "role": "tool",
+                "tool_call_id": "call_0",
+                "name": tools[0]["function"]["name"],
+                "content": result,
+            },
         ],
         (),
     )
     if result not in rendered:
-        raise TemplateError(f"model.path: the chat template of '{name}' does not write a tool's result; {remedy}")
+        raise TemplateError(
+            f"model.path: the chat template of '{name}' does not write a tool's result; {remedy}"
+        )
 
 
 def decode(renderer: Renderer, ids: Sequence[int], *, control_tokens: bool = True) -> str:
@@ -285,4 +333,6 @@ def decode(renderer: Renderer, ids: Sequence[int], *, control_tokens: bool = Tru
 
 
 def _decode(tokenizer: Any, ids: Sequence[int], control_tokens: bool = True) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(
+        list(ids), skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False
+    )

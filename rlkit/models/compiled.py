@@ -36,7 +36,10 @@ LARGEST = 64 << 20  # bytes of a library
 DIGEST = hashlib.sha256().digest_size
 JOBS = "RLKIT_KERNELS"  # in the environment of the jobs of a sweep: "fused" or "eager", what `auto` means in all of them
 # What a compiler says where the machine had no room for it at that moment.
-OF_THE_MOMENT = re.compile(r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource temporarily", re.IGNORECASE)
+OF_THE_MOMENT = re.compile(
+    r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource temporarily",
+    re.IGNORECASE,
+)
 # From memory where that is possible, as `load`: temporary files may lie where nothing is executed.
 CHECK = """
 import ctypes, os, sys
@@ -48,7 +51,9 @@ if hasattr(os, "memfd_create"):
     path = f"/proc/self/fd/{copy}"
 getattr(ctypes.CDLL(path), sys.argv[2])
 """
-HELD: list[int] = []  # descriptors of the copies: the C library knows what it has loaded by the descriptor's number
+HELD: list[
+    int
+] = []  # descriptors of the copies: the C library knows what it has loaded by the descriptor's number
 
 
 class NoKernel(EngineError):
@@ -82,7 +87,9 @@ def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
         if loaded is not None:
             return loaded
         with locked(folders, recipe.name):
-            loaded = load(find(folders, recipe.name), function)  # another process may have compiled it meanwhile
+            loaded = load(
+                find(folders, recipe.name), function
+            )  # another process may have compiled it meanwhile
             if loaded is not None:
                 return loaded
             data = compile_library(recipe)
@@ -107,7 +114,9 @@ def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[A
     try:
         return make(), ""
     except Undecided as error:
-        raise Undecided(f"{option}: {error}. Start again when the machine is less busy, or set {option}=eager") from None
+        raise Undecided(
+            f"{option}: {error}. Start again when the machine is less busy, or set {option}=eager"
+        ) from None
     except NoKernel as error:
         if kernel == "fused":
             raise NoKernel(f"{option}=fused: {error}; use auto or eager") from None
@@ -130,14 +139,18 @@ def recipe_of(source: Path, function: str, flags: tuple[str, ...]) -> Recipe:
     made = os.stat(real)
     known = (*flags, compiler, real, str(made.st_size), str(made.st_mtime_ns), *_processor())
     digest = hashlib.sha256(source.read_bytes() + "\n".join(known).encode(errors="surrogateescape"))
-    return Recipe(source, function, compiler, flags, f"{source.stem.strip('_')}-{digest.hexdigest()[:32]}")
+    return Recipe(
+        source, function, compiler, flags, f"{source.stem.strip('_')}-{digest.hexdigest()[:32]}"
+    )
 
 
 def _processor() -> tuple[str, str]:
     """What the compiled code depends on: a home folder may be that of several machines."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return platform.machine(), next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+        return platform.machine(), next(
+            (line for line in lines if line.lower().startswith(("flags", "features"))), ""
+        )
     return platform.machine(), platform.processor()
 
 
@@ -156,17 +169,36 @@ def compile_library(recipe: Recipe) -> bytes:
             target = Path(folder) / "library.so"
             for absent in ((), ("-march=native",), ("-fopenmp",), ("-march=native", "-fopenmp")):
                 flags = [flag for flag in recipe.flags if flag not in absent]
-                command = [recipe.compiler, *flags, "-o", str(target), str(recipe.source), "-lm", "-lpthread"]
-                reason = ended(command, Path(folder), f"{recipe.compiler} does not compile the kernel")
+                command = [
+                    recipe.compiler,
+                    *flags,
+                    "-o",
+                    str(target),
+                    str(recipe.source),
+                    "-lm",
+                    "-lpthread",
+                ]
+                reason = ended(
+                    command, Path(folder), f"{recipe.compiler} does not compile the kernel"
+                )
                 if reason:
                     continue
                 data = read_plain_file(target, most=LARGEST)
                 check = [sys.executable, "-I", "-S", "-c", CHECK, str(target), recipe.function]
-                reason = ended(check, Path(folder), f"{recipe.compiler} makes a library that cannot be loaded")
+                reason = ended(
+                    check, Path(folder), f"{recipe.compiler} makes a library that cannot be loaded"
+                )
                 if not reason:
                     return data
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE):
+        if error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.ENOMEM,
+            errno.EAGAIN,
+            errno.EMFILE,
+            errno.ENFILE,
+        ):
             raise Undecided(f"the kernel cannot be compiled now ({error.strerror})") from None
         reason = reason or f"{recipe.compiler} does not compile the kernel ({error.strerror})"
     raise NoKernel(reason)
@@ -176,7 +208,14 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
     """Runs a command to its end; `what` and the last that it said where it failed, else nothing. Raises: OSError, Undecided."""
     said = folder / "said.txt"
     with said.open("wb") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=folder,
+            start_new_session=True,
+        )
         try:
             status = awaited_status(process, command[0])
         finally:
@@ -200,7 +239,10 @@ def awaited_status(process: subprocess.Popen[bytes], name: str) -> int:
     with suppress(subprocess.TimeoutExpired):
         return process.wait(min(PATIENCE, LIMIT))
     if LIMIT > PATIENCE:
-        print(f"waiting for {name}, which compiles the kernel for more than {PATIENCE:g} s", flush=True)
+        print(
+            f"waiting for {name}, which compiles the kernel for more than {PATIENCE:g} s",
+            flush=True,
+        )
     with suppress(subprocess.TimeoutExpired):
         return process.wait(max(0.0, LIMIT - PATIENCE))
     raise Undecided(f"{name} did not end within {LIMIT:g} s")

@@ -92,7 +92,11 @@ class TemplateProcess:
 
 def _started() -> subprocess.Popen[bytes]:
     """The child, without the variables of this process: a template has no use for them."""
-    own = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH") if name in os.environ}
+    own = {
+        name: os.environ[name]
+        for name in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+        if name in os.environ
+    }
     limits = [str(SECONDS), str(MEMORY), str(CHARACTERS)]
     return subprocess.Popen(
         [sys.executable, "-I", str(CHILD), *limits],

@@ -47,7 +47,9 @@ class SeparateCritic(nn.Module):
         super().__init__()
         causal: Any = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy  # type: ignore[operator]
         self.model = copy.deepcopy(causal).float().requires_grad_(True)
-        self.model.get_output_embeddings().requires_grad_(self.model.config.tie_word_embeddings)  # its logits are never asked for
+        self.model.get_output_embeddings().requires_grad_(
+            self.model.config.tie_word_embeddings
+        )  # its logits are never asked for
         self.head = ValueHead(width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
@@ -64,5 +66,9 @@ def width(policy: nn.Module) -> int:
 def make_critic(policy: nn.Module, *, model: str, trunk_gradient: bool = False) -> nn.Module:
     """The critic that `algorithm.critic.model` names, on the policy's device."""
     device = next(policy.parameters()).device
-    critic = SeparateCritic(policy) if model == "separate" else HeadCritic(policy, trunk_gradient=trunk_gradient)
+    critic = (
+        SeparateCritic(policy)
+        if model == "separate"
+        else HeadCritic(policy, trunk_gradient=trunk_gradient)
+    )
     return critic.to(device)

@@ -20,7 +20,9 @@ from rlkit.models.load import LoRA, add_lora, make_policy
 from rlkit.system.files import write_atomic
 from rlkit.types import Policy, ranges, safe
 
-STARTS = "RLKIT_STARTS"  # in the environment of a bench's jobs: the folder of the starts that they share
+STARTS = (
+    "RLKIT_STARTS"  # in the environment of a bench's jobs: the folder of the starts that they share
+)
 TEMPLATE = """{%- for message in messages -%}
 {{- ('<a>' if message.role == 'assistant' else '<u>') + message.content + '<end>' -}}
 {%- endfor -%}{%- if add_generation_prompt -%}{{- '<a>' -}}{%- endif -%}"""
@@ -29,7 +31,15 @@ CONTEXT = 256  # tokens
 
 
 @safe("replies", "symbols", "device")
-@ranges(width=(8, None), layers=(1, None), turns=(1, None), opinions=(0, None), init_std=(0, None), steps=(0, None), rate=(0, None))
+@ranges(
+    width=(8, None),
+    layers=(1, None),
+    turns=(1, None),
+    opinions=(0, None),
+    init_std=(0, None),
+    steps=(0, None),
+    rate=(0, None),
+)
 def fresh_policy(
     *,
     replies: Sequence[str],
@@ -72,7 +82,9 @@ def fresh_policy(
     alphabet = sorted({*symbols, *(c for place in replies for c in place.removesuffix("*"))})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = small_model(len(CONTROL) + len(alphabet), width=width, layers=layers, init_std=init_std)
+        model = small_model(
+            len(CONTROL) + len(alphabet), width=width, layers=layers, init_std=init_std
+        )
         model.load_state_dict(
             kept_start(
                 replies=tuple(replies), alphabet=tuple(alphabet), turns=turns, prompt=prompt, opinions=opinions, width=width, layers=layers,
@@ -93,7 +105,12 @@ def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
     if not folder:
         return taught(**given)
     source = Path(__file__).read_bytes()
-    place = [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    place = [
+        torch.__version__,
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+    ]
     key = hashlib.sha256(source + repr([place, sorted(given.items())]).encode()).hexdigest()[:32]
     path = Path(folder) / f"{key}.start"
     try:
@@ -127,15 +144,27 @@ def taught(
     tokenizer, own = character_tokenizer(alphabet), Opinions(seed, opinions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = small_model(len(CONTROL) + len(alphabet), width=width, layers=layers, init_std=init_std)
-        rng, optimizer = random.Random(f"fresh {seed}"), torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+        model = small_model(
+            len(CONTROL) + len(alphabet), width=width, layers=layers, init_std=init_std
+        )
+        rng, optimizer = (
+            random.Random(f"fresh {seed}"),
+            torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0),
+        )
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate * (1 - step / steps)
-            texts = [lesson(rng, replies, alphabet, turns=turns, prompt=prompt, opinions=own) for _ in range(64)]
-            ids, targets = as_tensors([tokenizer.encode(text, add_special_tokens=False) for text in texts])
+            texts = [
+                lesson(rng, replies, alphabet, turns=turns, prompt=prompt, opinions=own)
+                for _ in range(64)
+            ]
+            ids, targets = as_tensors(
+                [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            )
             loss = torch.nn.functional.cross_entropy(
-                model(input_ids=ids).logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100
+                model(input_ids=ids).logits[:, :-1].flatten(0, 1),
+                targets.flatten(),
+                ignore_index=-100,
             )
             optimizer.zero_grad()
             loss.backward()
@@ -149,12 +178,16 @@ def character_tokenizer(alphabet: Sequence[str]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     names = [*CONTROL, *alphabet]
-    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=CONTROL[0]))
+    backend = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=CONTROL[0])
+    )
     allowed = "".join(f"\\{c}" if not c.isalnum() else c for c in alphabet)
     backend.normalizer = normalizers.Replace(Regex(f"[^{allowed}]"), "")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=CONTROL[0], eos_token=CONTROL[1])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=CONTROL[0], eos_token=CONTROL[1]
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": list(CONTROL[2:])})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -184,7 +217,10 @@ class Opinions:
     def weights(self, prompts: Sequence[str], place: int, characters: str) -> list[float]:
         """One weight a character: exp(strength · z), z the sum over prompts / √(their number)."""
         drawn = [self.drawn(text, place, characters) for text in prompts]
-        return [math.exp(self.strength * sum(own) / math.sqrt(len(own))) for own in zip(*drawn, strict=True)]
+        return [
+            math.exp(self.strength * sum(own) / math.sqrt(len(own)))
+            for own in zip(*drawn, strict=True)
+        ]
 
     def drawn(self, prompt: str, place: int, characters: str) -> list[float]:
         """Standard normal numbers that depend on the seed and the arguments only."""
@@ -195,7 +231,15 @@ class Opinions:
         return self.known[key]
 
 
-def lesson(rng: random.Random, replies: Sequence[str], alphabet: Sequence[str], *, turns: int, prompt: int, opinions: Opinions) -> str:
+def lesson(
+    rng: random.Random,
+    replies: Sequence[str],
+    alphabet: Sequence[str],
+    *,
+    turns: int,
+    prompt: int,
+    opinions: Opinions,
+) -> str:
     """A conversation of random prompts and random well-formed replies, as the template writes it."""
     out, first = "", ""
     for _ in range(rng.randint(1, turns)):
@@ -206,7 +250,9 @@ def lesson(rng: random.Random, replies: Sequence[str], alphabet: Sequence[str], 
     return out
 
 
-def random_reply(rng: random.Random, replies: Sequence[str], prompts: Sequence[str], opinions: Opinions) -> str:
+def random_reply(
+    rng: random.Random, replies: Sequence[str], prompts: Sequence[str], opinions: Opinions
+) -> str:
     """One reply of the form, to the first prompt and the latest one."""
     out = ""
     for i, place in enumerate(replies):

@@ -52,7 +52,9 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
     if serves(trunk):
         _, trunk.update_reason = load_or_reason(kernel, "model.kernel", operations)
     else:
-        trunk.update_reason = "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU, without checkpointing"
+        trunk.update_reason = (
+            "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU, without checkpointing"
+        )
         if kernel == "fused":
             raise EngineError(f"model.kernel=fused: {trunk.update_reason}; use auto or eager")
     if not trunk.update_reason:
@@ -84,11 +86,20 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
 
 def serves(trunk: Any) -> bool:
     """Whether the forward here is that of the trunk as it is now: a known family, float32 on a CPU, nothing that hangs on its parts."""
-    if not standard(trunk) or getattr(trunk, "gradient_checkpointing", False) or torch.is_autocast_enabled("cpu"):
+    if (
+        not standard(trunk)
+        or getattr(trunk, "gradient_checkpointing", False)
+        or torch.is_autocast_enabled("cpu")
+    ):
         return False
     weight = trunk.norm.weight
     parts = [layer.mlp.act_fn for layer in trunk.layers]
-    parts += [part for layer in trunk.layers for name, part in layer.self_attn.named_children() if name in ("q_norm", "k_norm")]
+    parts += [
+        part
+        for layer in trunk.layers
+        for name, part in layer.self_attn.named_children()
+        if name in ("q_norm", "k_norm")
+    ]
     return (
         trunk.config.hidden_act in ("silu", "swish")
         and weight.dtype == trunk.embed_tokens.weight.dtype == torch.float32
@@ -100,7 +111,11 @@ def serves(trunk: Any) -> bool:
 def standard(trunk: Any) -> bool:
     """Whether a trunk's layers are as Hugging Face wrote them for a known family, adapters in their projections or not."""
     family = getattr(trunk.config, "model_type", "")
-    home = sys.modules.get(f"transformers.models.{family}.modeling_{family}") if family in PLAIN else None
+    home = (
+        sys.modules.get(f"transformers.models.{family}.modeling_{family}")
+        if family in PLAIN
+        else None
+    )
     if home is None:
         return False
     layers = list(getattr(trunk, "layers", ()))
@@ -110,18 +125,30 @@ def standard(trunk: Any) -> bool:
         for norm in (
             layer.input_layernorm,
             layer.post_attention_layernorm,
-            *(getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)),
+            *(
+                getattr(layer.self_attn, name)
+                for name in ("q_norm", "k_norm")
+                if hasattr(layer.self_attn, name)
+            ),
         )
     ]
     return (
         bool(layers)
         and all(
-            type(layer).__module__ == type(layer.mlp).__module__ == type(layer.self_attn).__module__ == home.__name__ for layer in layers
+            type(layer).__module__
+            == type(layer.mlp).__module__
+            == type(layer.self_attn).__module__
+            == home.__name__
+            for layer in layers
         )
-        and all(type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm") for norm in norms)
+        and all(
+            type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm")
+            for norm in norms
+        )
         # What hangs on a module's call, such as a shard that is fetched, would be passed by.
         and not any(
-            m._forward_hooks or m._forward_pre_hooks for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
+            m._forward_hooks or m._forward_pre_hooks
+            for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
         )
     )
 
@@ -133,31 +160,57 @@ def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Ten
     for layer in trunk.layers:
         attn, mlp = layer.self_attn, layer.mlp
         y = normed(x, layer.input_layernorm)
-        q, k, v = (m(y).view(len(ids), -1, attn.head_dim) for m in (attn.q_proj, attn.k_proj, attn.v_proj))
-        q, k = (normed(part, getattr(attn, name, None), cosine, sine) for part, name in ((q, "q_norm"), (k, "k_norm")))
+        q, k, v = (
+            m(y).view(len(ids), -1, attn.head_dim) for m in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
+        q, k = (
+            normed(part, getattr(attn, name, None), cosine, sine)
+            for part, name in ((q, "q_norm"), (k, "k_norm"))
+        )
         x = x + attn.o_proj(attend(attn, q, k, v).flatten(1))
         y = normed(x, layer.post_attention_layernorm)
         x = x + mlp.down_proj(Gate.apply(mlp.gate_proj(y), mlp.up_proj(y)))
     return normed(x, trunk.norm)
 
 
-def normed(x: Tensor, norm: Any | None, cosine: Tensor | None = None, sine: Tensor | None = None) -> Tensor:
+def normed(
+    x: Tensor, norm: Any | None, cosine: Tensor | None = None, sine: Tensor | None = None
+) -> Tensor:
     """norm(x) over the last dimension, and where angles [N, D] are given rotated: x [N, H], or [N, heads, D]."""
-    return Norm.apply(x, None if norm is None else norm.weight, cosine, sine, 0.0 if norm is None else norm.variance_epsilon)
+    return Norm.apply(
+        x,
+        None if norm is None else norm.weight,
+        cosine,
+        sine,
+        0.0 if norm is None else norm.variance_epsilon,
+    )
 
 
 class Norm(torch.autograd.Function):
     """x / √(mean(x²) + eps) · weight, then rotated by the angles; either may be left out."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, cosine: Tensor | None, sine: Tensor | None, eps: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        cosine: Tensor | None,
+        sine: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         x = x.contiguous()
-        weight, cosine, sine = (None if t is None else t.contiguous() for t in (weight, cosine, sine))
+        weight, cosine, sine = (
+            None if t is None else t.contiguous() for t in (weight, cosine, sine)
+        )
         y, n = torch.empty_like(x), x.shape[-1]
         scale = x.new_empty(0 if weight is None else x.numel() // n)
         ctx.sizes = x.numel() // n, x.shape[1] if cosine is not None else 1, n
-        operations().forward(*_addresses(x, weight, cosine, sine, y, scale), *ctx.sizes, eps, torch.get_num_threads())
-        ctx.save_for_backward(None if weight is None else x, weight, cosine, sine, scale)  # a rotation needs no x
+        operations().forward(
+            *_addresses(x, weight, cosine, sine, y, scale), *ctx.sizes, eps, torch.get_num_threads()
+        )
+        ctx.save_for_backward(
+            None if weight is None else x, weight, cosine, sine, scale
+        )  # a rotation needs no x
         return y
 
     @staticmethod
@@ -188,7 +241,9 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
         gradient, to_a, to_b = gradient.contiguous(), torch.empty_like(a), torch.empty_like(b)
-        operations().gate_backward(*_addresses(gradient, a, b, to_a, to_b), a.numel(), torch.get_num_threads())
+        operations().gate_backward(
+            *_addresses(gradient, a, b, to_a, to_b), a.numel(), torch.get_num_threads()
+        )
         return to_a, to_b
 
 

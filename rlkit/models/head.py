@@ -33,8 +33,14 @@ class Head:
     def __init__(self, causal: Any):
         self.causal, self.module = causal, causal.get_output_embeddings()
         family = getattr(causal.config, "model_type", None)
-        written = getattr(type(causal).forward, "__module__", None)  # a subclass with a forward of its own has another
-        plain = family in PLAIN and written == f"transformers.models.{family}.modeling_{family}" and "forward" not in vars(causal)
+        written = getattr(
+            type(causal).forward, "__module__", None
+        )  # a subclass with a forward of its own has another
+        plain = (
+            family in PLAIN
+            and written == f"transformers.models.{family}.modeling_{family}"
+            and "forward" not in vars(causal)
+        )
         self.logits: Callable[[Tensor], Tensor] = self.module if plain else self._forward
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -48,9 +54,13 @@ class Head:
     def _forward(self, hidden: Tensor) -> Tensor:
         """The model's own forward on states that its trunk has computed before."""
         causal = self.causal
-        shell = object.__new__(type(causal))  # the same parts, but for the trunk; the model itself is not touched
+        shell = object.__new__(
+            type(causal)
+        )  # the same parts, but for the trunk; the model itself is not touched
         trunk = _Computed(causal.base_model, hidden[None])
-        shell.__dict__.update(vars(causal), _modules={**causal._modules, causal.base_model_prefix: trunk})
+        shell.__dict__.update(
+            vars(causal), _modules={**causal._modules, causal.base_model_prefix: trunk}
+        )
         return shell.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
@@ -62,7 +72,9 @@ class Float32Head(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return nn_functional.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+            return nn_functional.linear(
+                x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+            )
 
 
 class _Computed:

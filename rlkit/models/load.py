@@ -22,7 +22,10 @@ from rlkit.system.digest import SUMS, folder_damage
 from rlkit.types import Policy, ranges, reaches, safe
 
 TINY = Path(__file__).parent / "tiny"
-EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}  # path → variant of the weights in TINY: model.VARIANT.safetensors
+EMBEDDED = {
+    "tiny": None,
+    "tiny_guess": "guess_number",
+}  # path → variant of the weights in TINY: model.VARIANT.safetensors
 
 
 @safe("targets")
@@ -35,7 +38,15 @@ class LoRA(NamedTuple):
 
     rank: int = 0
     alpha: int = 32
-    targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: Sequence[str] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
 
 
 @reaches(
@@ -82,13 +93,21 @@ def load_policy(
     Raises: ConfigError or TemplateError that name the key to change.
     """
     if trust_remote_code and not re.fullmatch("[0-9a-f]{40}", revision or ""):
-        raise ConfigError("model.trust_remote_code=true runs code from the hub: pin model.revision to a 40-digit commit")
+        raise ConfigError(
+            "model.trust_remote_code=true runs code from the hub: pin model.revision to a 40-digit commit"
+        )
     if dtype == "bfloat16" and lora.rank == 0:
-        raise ConfigError("model.dtype=bfloat16 trains bfloat16 weights, which do not move at these rates; use float32, or LoRA")
-    half = dtype == "bfloat16" or (dtype == "auto" and lora.rank > 0 and torch.device(device).type == "cuda")
+        raise ConfigError(
+            "model.dtype=bfloat16 trains bfloat16 weights, which do not move at these rates; use float32, or LoRA"
+        )
+    half = dtype == "bfloat16" or (
+        dtype == "auto" and lora.rank > 0 and torch.device(device).type == "cuda"
+    )
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = pretrained_tokenizer(path, **hub)
-    model = pretrained_model(path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub)
+    model = pretrained_model(
+        path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub
+    )
     if chat_template is not None:
         if not (file := Path(chat_template).expanduser()).is_file():
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
@@ -96,7 +115,9 @@ def load_policy(
     model.to(device)
     check_weights(model, path)
     if head_precision == "float32":
-        model.get_output_embeddings().__class__ = Float32Head  # for every forward of the model, Hugging Face's own too
+        model.get_output_embeddings().__class__ = (
+            Float32Head  # for every forward of the model, Hugging Face's own too
+        )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -123,7 +144,9 @@ def pretrained_config(path: str, **hub: Any) -> Any:
         return AutoConfig.from_pretrained(_source(path), **hub)
 
 
-def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "sdpa", **hub: Any) -> Any:
+def pretrained_model(
+    path: str, *, dtype: torch.dtype | str, attention: str = "sdpa", **hub: Any
+) -> Any:
     """The causal LM of "tiny", a local folder or a hub id, without dropout; dtype "auto" is the one it was saved in.
 
     Raises: ConfigError where it cannot be loaded, or where a file is not the one that `save_policy` wrote.
@@ -135,12 +158,23 @@ def pretrained_model(path: str, *, dtype: torch.dtype | str, attention: str = "s
     with _loading(path, weights=True):
         config = without_dropout(AutoConfig.from_pretrained(_source(path), **hub))
         return AutoModelForCausalLM.from_pretrained(
-            _source(path), config=config, dtype=dtype, attn_implementation=attention, variant=EMBEDDED.get(path), **hub
+            _source(path),
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            variant=EMBEDDED.get(path),
+            **hub,
         )
 
 
 def check_vocabulary(
-    path: str, teacher: str, *, teacher_revision: str | None = None, key: str = "reference.path", rows: int = 0, **hub: Any
+    path: str,
+    teacher: str,
+    *,
+    teacher_revision: str | None = None,
+    key: str = "reference.path",
+    rows: int = 0,
+    **hub: Any,
 ) -> list[int] | None:
     """Another model may be compared with this one, token by token: each token of this one is one of its own, in whatever order.
 
@@ -156,26 +190,39 @@ def check_vocabulary(
     tokenizer = pretrained_tokenizer(path, **hub)
     try:
         other = pretrained_tokenizer(teacher, revision=teacher_revision)
-        size = getattr(pretrained_config(teacher, revision=teacher_revision).get_text_config(), "vocab_size", None)
+        size = getattr(
+            pretrained_config(teacher, revision=teacher_revision).get_text_config(),
+            "vocab_size",
+            None,
+        )
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=", 1)) from error
     own, theirs = tokenizer.get_vocab(), other.get_vocab()
-    used = own.values() if own == theirs else [theirs[token] for token in own.keys() & theirs.keys()]
+    used = (
+        own.values() if own == theirs else [theirs[token] for token in own.keys() & theirs.keys()]
+    )
     if own != theirs and (odd := _odd_token(tokenizer, other)):
         raise ConfigError(
             f"{key}={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens and {len(own)}; {odd}), so its tokens "
             "mean something else; choose a model with the same tokenizer"
         )
     if size is not None and size <= max(used):
-        raise ConfigError(f"{key}={teacher}: has {size} rows for ids up to {max(used)}; choose a model with all of them")
+        raise ConfigError(
+            f"{key}={teacher}: has {size} rows for ids up to {max(used)}; choose a model with all of them"
+        )
     if own == theirs:
         return None
     tokens = {i: token for token, i in own.items()}
     spare = iter(sorted({*range(size or 0)} - {*theirs.values()}))
-    found = [theirs[tokens[i]] if i in tokens else next(spare, None) for i in range(max(rows, *(i + 1 for i in tokens)))]
+    found = [
+        theirs[tokens[i]] if i in tokens else next(spare, None)
+        for i in range(max(rows, *(i + 1 for i in tokens)))
+    ]
     cut = found.index(None) if None in found else len(found)
     if cut <= max(tokens):
-        raise ConfigError(f"{key}={teacher}: has no row for id {cut} of model.path={path}, which has no token; choose another model")
+        raise ConfigError(
+            f"{key}={teacher}: has no row for id {cut} of model.path={path}, which has no token; choose another model"
+        )
     return [row for row in found[:cut] if row is not None]
 
 
@@ -205,11 +252,18 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
     """
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     size, moved = ends[0].weight.shape[0], dict[Tensor, nn.Parameter]()
-    if any(isinstance(m, nn.Embedding) and m not in ends and m.num_embeddings == size for m in model.modules()):
-        raise ConfigError("it has further embeddings of the vocabulary, which cannot be reordered; choose a teacher with the same ids")
+    if any(
+        isinstance(m, nn.Embedding) and m not in ends and m.num_embeddings == size
+        for m in model.modules()
+    ):
+        raise ConfigError(
+            "it has further embeddings of the vocabulary, which cannot be reordered; choose a teacher with the same ids"
+        )
     for layer in ends:
         for name, old in list(layer.named_parameters(recurse=False)):
-            moved.setdefault(old, nn.Parameter(old.detach()[list(ids)], requires_grad=old.requires_grad))  # a tied head stays tied
+            moved.setdefault(
+                old, nn.Parameter(old.detach()[list(ids)], requires_grad=old.requires_grad)
+            )  # a tied head stays tied
             setattr(layer, name, moved[old])
     ends[0].padding_idx, ends[0].num_embeddings, ends[1].out_features = None, len(ids), len(ids)
     model.config.get_text_config().vocab_size = len(ids)
@@ -241,7 +295,10 @@ def _loading(path: str, *, weights: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, OSError | ValueError) and type(error).__name__ != "SafetensorError":  # a damaged file of weights
+        if (
+            not isinstance(error, OSError | ValueError)
+            and type(error).__name__ != "SafetensorError"
+        ):  # a damaged file of weights
             raise
         raise ConfigError(
             f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local folder, or a hub id"
@@ -281,14 +338,24 @@ def add_lora(model: Any, lora: LoRA) -> Any:
     """The model with float32 adapters on its attention and MLP projections, computed in the base's precision; the base is frozen."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
     return compute_as_base(get_peft_model(model, config, autocast_adapter_dtype=True))
 
 
 def compute_as_base(adapted: Any) -> Any:
     """A model under PEFT whose plain adapters are computed in the precision of their input, those that were added later too."""
     for layer in adapted.modules():
-        if hasattr(layer, "lora_A") and isinstance(layer.base_layer, nn.Linear) and not layer.lora_variant:
+        if (
+            hasattr(layer, "lora_A")
+            and isinstance(layer.base_layer, nn.Linear)
+            and not layer.lora_variant
+        ):
             layer.cast_input_dtype_enabled = False  # PEFT's cast to float32
             for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
                 factor.__class__ = Adapter
@@ -302,5 +369,7 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     if not ids:
-        raise TemplateError("model.path: the model names no end-of-sequence token; set eos_token_id in its generation_config.json")
+        raise TemplateError(
+            "model.path: the model names no end-of-sequence token; set eos_token_id in its generation_config.json"
+        )
     return tuple(dict.fromkeys(ids))

@@ -41,7 +41,10 @@ def forward_logprobs(
     """
     _, head = trunk_and_head(model)
     hidden = states(model, packed)
-    sizes = [head.weight.shape[0], *([reference[1].weight.shape[0]] if reference is not None else [])]
+    sizes = [
+        head.weight.shape[0],
+        *([reference[1].weight.shape[0]] if reference is not None else []),
+    ]
     logprobs, entropy, *divergence = chunked_log_probs(
         hidden,
         head,
@@ -55,6 +58,15 @@ def forward_logprobs(
 
     def placed(tokens: Tensor | None) -> Tensor | None:
         mask = packed.response_mask
-        return None if tokens is None else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens[packed.inverse])
+        return (
+            None
+            if tokens is None
+            else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens[packed.inverse])
+        )
 
-    return TokenLogprobs(placed(logprobs), placed(entropy), placed(values), placed(divergence[0] if divergence else None))  # type: ignore[arg-type]
+    return TokenLogprobs(
+        placed(logprobs),
+        placed(entropy),
+        placed(values),
+        placed(divergence[0] if divergence else None),
+    )  # type: ignore[arg-type]

@@ -56,13 +56,17 @@ def kernels_of(device: torch.device) -> Kernels:
         return KERNELS[0, 0]
     own = torch.cuda.get_device_capability(device)
     kernels = KERNELS[max((row for row in KERNELS if (0, 0) < row <= own), default=(7, 0))]
-    return kernels._replace(varlen=kernels.varlen and torch.__version__ >= "2.12")  # grouped heads came with it
+    return kernels._replace(
+        varlen=kernels.varlen and torch.__version__ >= "2.12"
+    )  # grouped heads came with it
 
 
 class Paths(NamedTuple):
     """Rows of nearly one size: queries, and the path that each attends to."""
 
-    queries: Tensor  # [R, Q] packed tokens: those that these rows add, or whole rows; padding is token 0
+    queries: (
+        Tensor  # [R, Q] packed tokens: those that these rows add, or whole rows; padding is token 0
+    )
     keys: Tensor  # [R, L] packed tokens from the first of the row to its last; padding is token 0
     starts: Tensor | None  # [R] position of the first query; None: all of them 0
 
@@ -82,7 +86,9 @@ class Packed(NamedTuple):
     positions: Tensor  # [N] int64, in its row
     paths: tuple[Paths, ...]
     home: Tensor  # [N] int64, where each token is among the queries of all paths, flattened
-    parents: Tensor  # [K] int64, the packed token from which each distinct sampled token is predicted
+    parents: (
+        Tensor  # [K] int64, the packed token from which each distinct sampled token is predicted
+    )
     targets: Tensor  # [K] int64, the ids of those sampled tokens
     inverse: Tensor  # [M] int64, which of the K a sampled token of the rows is, in the order of the response mask
     response_mask: Tensor  # [B, T] bool, of the rows
@@ -103,11 +109,16 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
     kernels = kernels or kernels_of(ids.device)
     rows, mask = ids.cpu().numpy(), response_mask.cpu().numpy()
     if mask[:, :1].any():
-        raise ValueError(f"row {int(mask[:, 0].argmax())} begins with a sampled token; a prompt must stand before it")
+        raise ValueError(
+            f"row {int(mask[:, 0].argmax())} begins with a sampled token; a prompt must stand before it"
+        )
     lengths = np.where(mask, np.arange(mask.shape[1]), 0).max(1, initial=0)
     index = np.zeros(rows.shape, dtype=np.int64)  # row, position → packed token
     # Sorted, a row shares with the one before it all that it shares with any.
-    order = sorted(np.flatnonzero(lengths).tolist(), key=lambda row: rows[row, : lengths[row]].astype(">i8").tobytes())
+    order = sorted(
+        np.flatnonzero(lengths).tolist(),
+        key=lambda row: rows[row, : lengths[row]].astype(">i8").tobytes(),
+    )
     added: list[tuple[int, int]] = []  # rows that add tokens, and how many each shares
     tokens, depths, size, before = [], [], 0, -1
     for row in order:
@@ -131,13 +142,21 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
 
     paths, home, offset = [], np.zeros(size, dtype=np.int64), 0
     for part in _calls(added, lengths, kernels):
-        width, queries = max(int(lengths[row]) for row, _, _ in part), max(int(lengths[row]) - first for row, first, _ in part)
-        own, path = np.zeros((len(part), queries), dtype=np.int64), np.zeros((len(part), width), dtype=np.int64)
+        width, queries = (
+            max(int(lengths[row]) for row, _, _ in part),
+            max(int(lengths[row]) - first for row, first, _ in part),
+        )
+        own, path = (
+            np.zeros((len(part), queries), dtype=np.int64),
+            np.zeros((len(part), width), dtype=np.int64),
+        )
         for i, (row, first, shared) in enumerate(part):
             length = lengths[row]
             path[i, :length] = index[row, :length]
             own[i, : length - first] = index[row, first:length]
-            home[index[row, shared:length]] = offset + i * queries + np.arange(shared - first, length - first)
+            home[index[row, shared:length]] = (
+                offset + i * queries + np.arange(shared - first, length - first)
+            )
         starts = [first for _, first, _ in part]
         paths.append(Paths(tensor(own), tensor(path), tensor(starts) if any(starts) else None))
         offset += own.size
@@ -165,13 +184,19 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
     )
 
 
-def _calls(added: list[tuple[int, int]], lengths: Any, kernels: Kernels) -> Iterator[list[tuple[int, int, int]]]:
+def _calls(
+    added: list[tuple[int, int]], lengths: Any, kernels: Kernels
+) -> Iterator[list[tuple[int, int, int]]]:
     """The rows that attend in one call, as (row, its first query, how many tokens it shares). A long one is read whole, without a mask."""
     classes: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for row, shared in added:
         length = int(lengths[row])
         first = 0 if kernels.steps or length - shared > MASKED else shared
-        key = (step_length(length), 0, False) if kernels.steps else (size_class(length), size_class(length - first), first > 0)
+        key = (
+            (step_length(length), 0, False)
+            if kernels.steps
+            else (size_class(length), size_class(length - first), first > 0)
+        )
         classes[key].append((row, first, shared))
     for (length, *_), members in classes.items():
         most = max(1, STEP_TOKENS // length) if kernels.steps else len(members)
@@ -194,15 +219,23 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     A trunk that cannot be packed (`allow_packing`) reads the paths as rows: same states, the shared beginnings once a row.
     """
     if packed.ids.device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # for the process: gradient checkpointing attends again in the backward pass
+        torch.backends.cuda.enable_cudnn_sdp(
+            False
+        )  # for the process: gradient checkpointing attends again in the backward pass
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
     if trunk.config._attn_implementation == ATTENTION:
         if getattr(trunk, "update_kernel", "eager") == "fused" and serves(trunk):
             return fused_states(trunk, packed.ids, packed.positions, partial(_attend_all, packed))
-        unused = packed.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)  # given, so that no mask of all pairs is built
+        unused = packed.ids.new_ones(
+            1, 1, 1, 1, dtype=torch.bool
+        )  # given, so that no mask of all pairs is built
         states = trunk(
-            input_ids=packed.ids[None], position_ids=packed.positions[None], attention_mask=unused, use_cache=False, packed=packed
+            input_ids=packed.ids[None],
+            position_ids=packed.positions[None],
+            attention_mask=unused,
+            use_cache=False,
+            packed=packed,
         )
         return states.last_hidden_state[0]
     parts = []
@@ -211,7 +244,9 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
         states = trunk(input_ids=packed.ids[keys], use_cache=False).last_hidden_state
         at = torch.arange(queries.shape[1], device=keys.device).expand(queries.shape)
         at = (at if starts is None else at + starts[:, None]).clamp(max=keys.shape[1] - 1)
-        parts.append(states.gather(1, at[..., None].expand(*at.shape, states.shape[-1])).flatten(0, 1))
+        parts.append(
+            states.gather(1, at[..., None].expand(*at.shape, states.shape[-1])).flatten(0, 1)
+        )
     return torch.cat(parts)[packed.home]
 
 
@@ -225,8 +260,15 @@ def allow_packing(model: nn.Module) -> None:
 
     config: Any = model.config
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    able = getattr(model, "_supports_attention_backend", False) and not getattr(config, "is_encoder_decoder", False)
-    if able and layers == {"full_attention"} and config._attn_implementation == "sdpa" and not getattr(config, "sliding_window", None):
+    able = getattr(model, "_supports_attention_backend", False) and not getattr(
+        config, "is_encoder_decoder", False
+    )
+    if (
+        able
+        and layers == {"full_attention"}
+        and config._attn_implementation == "sdpa"
+        and not getattr(config, "sliding_window", None)
+    ):
         AttentionInterface.register(ATTENTION, attend_packed)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         config._attn_implementation = ATTENTION
@@ -251,12 +293,19 @@ def attend_packed(
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     # In mixed precision the norms of queries and keys, whose weights are float32, leave them in float32.
     q, k = q.to(v.dtype), k.to(v.dtype)
     segments = packed.segments
-    if segments is not None and v.dtype in (torch.float16, torch.bfloat16) and v.shape[-1] <= 256 and v.shape[-1] % 8 == 0:
+    if (
+        segments is not None
+        and v.dtype in (torch.float16, torch.bfloat16)
+        and v.shape[-1] <= 256
+        and v.shape[-1] % 8 == 0
+    ):
         from torch.nn.attention.varlen import varlen_attn
 
         inputs: Any = (q, k[segments.keys], v[segments.keys], *segments.ends, *segments.longest)
@@ -271,20 +320,35 @@ def attend_packed(
 
 def _attend_all(packed: Packed, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention [N, Hq, D] of every packed token to its path, [N, H, D]."""
-    return torch.cat([_attend(q, k, v, paths, packed.kernels, module.scaling) for paths in packed.paths])[packed.home]
+    return torch.cat(
+        [_attend(q, k, v, paths, packed.kernels, module.scaling) for paths in packed.paths]
+    )[packed.home]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, paths: Paths, kernels: Kernels, scaling: float | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, paths: Paths, kernels: Kernels, scaling: float | None
+) -> Tensor:
     """Attention [R · Q, Hq, D] of rows of nearly one size."""
     queries, keys, starts = paths
     count, length = queries.shape
     if kernels.steps:  # whole rows
         step = step_length(length)
-        queries = keys = nn_functional.pad(keys, (0, step - length, 0, max(1, STEP_TOKENS // step) - count))
+        queries = keys = nn_functional.pad(
+            keys, (0, step - length, 0, max(1, STEP_TOKENS // step) - count)
+        )
     mask = None
     if starts is not None:
         last = starts[:, None] + torch.arange(length, device=keys.device)
         mask = (torch.arange(keys.shape[1], device=keys.device) <= last[..., None])[:, None]
     rows = (q[queries].transpose(1, 2), k[keys].transpose(1, 2), v[keys].transpose(1, 2))
-    settings: Any = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
-    return nn_functional.scaled_dot_product_attention(*rows, **settings).transpose(1, 2)[:count, :length].flatten(0, 1)
+    settings: Any = {
+        "attn_mask": mask,
+        "is_causal": mask is None,
+        "scale": scaling,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
+    return (
+        nn_functional.scaled_dot_product_attention(*rows, **settings)
+        .transpose(1, 2)[:count, :length]
+        .flatten(0, 1)
+    )

@@ -12,9 +12,14 @@ from typing import Any, NamedTuple
 
 # What the decode engine does.
 NOISE_BYTES = 8  # moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V numbers a row
-LOGIT_BYTES = 16  # the same by the logits: written in bfloat16, read, normalised and searched in float32
+LOGIT_BYTES = (
+    16  # the same by the logits: written in bfloat16, read, normalised and searched in float32
+)
 ROOM_USED = 0.7  # share of the reserved positions, all of which attention reads, that hold a token
-LAYER_KERNELS, STEP_KERNELS = 24, 40  # kernels of a layer, and of embedding, head, draw and bookkeeping
+LAYER_KERNELS, STEP_KERNELS = (
+    24,
+    40,
+)  # kernels of a layer, and of embedding, head, draw and bookkeeping
 ADAPTER_KERNELS = 6  # of each of the seven adapted projections: down and up, each with its weight cast, scale, addition
 ADAPTER_BYTES = 8  # moved per number of an adapter: read in float32, written and read in bfloat16
 GRAPHS, CAPTURE_S = 24, 0.1  # graphs captured in a whole run, and seconds of each
@@ -43,13 +48,24 @@ class Card(NamedTuple):
     host_s: float = 1.5e-3  # Python of a reply: template, tokenizer, environment, reward, records
 
 
-def gpu(name: str, gigabytes: float, terabytes: float, teraflops: float, reached: float, source: str) -> Card:
+def gpu(
+    name: str, gigabytes: float, terabytes: float, teraflops: float, reached: float, source: str
+) -> Card:
     """A card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share of the latter that training reaches.
 
     Streaming kernels reach about 0.9 of the bandwidth (4.3 of 4.8 TB/s on an H200).
     """
     bandwidth, flops = 0.9 * terabytes * 1e12, reached * teraflops * 1e12
-    return Card(name, gigabytes * 1e9, bandwidth, flops, flops, 1.5e-6, (NOISE_BYTES + LOGIT_BYTES) / bandwidth, source)
+    return Card(
+        name,
+        gigabytes * 1e9,
+        bandwidth,
+        flops,
+        flops,
+        1.5e-6,
+        (NOISE_BYTES + LOGIT_BYTES) / bandwidth,
+        source,
+    )
 
 
 CARDS = {
@@ -82,14 +98,27 @@ class Shape(NamedTuple):
     @property
     def parameters(self) -> int:
         """All numbers of the model, biases aside."""
-        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm + self.experts * self.hidden * (self.experts > 1)  # and a router
+        norms = (
+            2 * self.hidden
+            + 2 * self.head_dim * self.qk_norm
+            + self.experts * self.hidden * (self.experts > 1)
+        )  # and a router
         others = 3 * self.hidden * self.mlp * (self.experts - self.active) + norms
-        return self.used + self.layers * others + self.hidden + self.vocab * self.hidden * (2 - self.tied)
+        return (
+            self.used
+            + self.layers * others
+            + self.hidden
+            + self.vocab * self.hidden * (2 - self.tied)
+        )
 
     @property
     def used(self) -> int:
         """Numbers of the trunk that one token is multiplied with."""
-        return self.layers * self.hidden * (2 * self.head_dim * (self.heads + self.kv_heads) + 3 * self.mlp * self.active)
+        return (
+            self.layers
+            * self.hidden
+            * (2 * self.head_dim * (self.heads + self.kv_heads) + 3 * self.mlp * self.active)
+        )
 
     def adapters(self, rank: int) -> int:
         """Numbers of adapters of this rank on all projections."""
@@ -165,16 +194,27 @@ class Forecast(NamedTuple):
 
 def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float:
     """rows · bandwidth / (weights + rows · context · bytes of a token's keys and values), tokens a second: nothing else is read."""
-    return rows * card.bandwidth / (shape.parameters * card.itemsize + rows * context * shape.kv_bytes(card.itemsize))
+    return (
+        rows
+        * card.bandwidth
+        / (shape.parameters * card.itemsize + rows * context * shape.kv_bytes(card.itemsize))
+    )
 
 
-def decode_step(card: Card, shape: Shape, rows: float, context: float, rank: int = 0) -> dict[str, float]:
+def decode_step(
+    card: Card, shape: Shape, rows: float, context: float, rank: int = 0
+) -> dict[str, float]:
     """Seconds of one decode step by what they go into: rows of this mean context, adapters of this rank."""
     read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
     flops, small = 2 * rows * (shape.used + shape.hidden * shape.vocab), shape.adapters(rank)
     return {
-        "weights": max(read / card.bandwidth, flops / card.decode_flops) + rows * shape.layers * shape.hidden * card.touch_s,
-        "keys and values": rows * context * shape.kv_bytes(card.itemsize) / ROOM_USED / card.bandwidth,
+        "weights": max(read / card.bandwidth, flops / card.decode_flops)
+        + rows * shape.layers * shape.hidden * card.touch_s,
+        "keys and values": rows
+        * context
+        * shape.kv_bytes(card.itemsize)
+        / ROOM_USED
+        / card.bandwidth,
         "noise": rows * shape.vocab * card.entry_s,
         "adapters": bool(rank) * shape.layers * 7 * ADAPTER_KERNELS * card.kernel_s
         + small * max(ADAPTER_BYTES / card.bandwidth, 2 * rows / card.decode_flops),
@@ -199,13 +239,32 @@ def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], i
         "CUDA": RESERVED * (size == 2),
     }
     free = card.memory - sum(held.values())
-    room = min(load.prompt + load.turns * load.longest, (load.prompt + load.turns * load.reply) / ROOM_USED)
-    slots = int(max(0, min(load.prompts * load.group, load.max_rows, min(free / 2 / kv, load.max_cached) // room)))
+    room = min(
+        load.prompt + load.turns * load.longest, (load.prompt + load.turns * load.reply) / ROOM_USED
+    )
+    slots = int(
+        max(
+            0,
+            min(
+                load.prompts * load.group,
+                load.max_rows,
+                min(free / 2 / kv, load.max_cached) // room,
+            ),
+        )
+    )
     queries, keys = shape.head_dim * shape.heads, shape.head_dim * shape.kv_heads
-    kept = (6 * shape.hidden + 5 * queries + 6 * keys + 4 * shape.mlp * shape.active) * size + 8 * shape.hidden  # norms in float32
-    layers = shape.layers * shape.hidden * size + kept if load.checkpointing else shape.layers * kept
+    kept = (
+        6 * shape.hidden + 5 * queries + 6 * keys + 4 * shape.mlp * shape.active
+    ) * size + 8 * shape.hidden  # norms in float32
+    layers = (
+        shape.layers * shape.hidden * size + kept if load.checkpointing else shape.layers * kept
+    )
     logits = LOGITS_HELD * min(CHUNK, load.micro_batch * shape.vocab)
-    return held | {"cache of keys and values": slots * room * kv, "activations": load.micro_batch * layers, "logits": logits}, slots
+    return held | {
+        "cache of keys and values": slots * room * kv,
+        "activations": load.micro_batch * layers,
+        "logits": logits,
+    }, slots
 
 
 def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
@@ -220,27 +279,50 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     tokens = replies * load.reply  # sampled
     steps = max(load.turns * load.longest, tokens / max(1, slots))
     context = load.prompt + load.turns * load.reply / 2
-    decode = {f"decode: {name}": steps * value for name, value in decode_step(card, shape, tokens / steps, context, load.rank).items()}
+    decode = {
+        f"decode: {name}": steps * value
+        for name, value in decode_step(card, shape, tokens / steps, context, load.rank).items()
+    }
     decode["decode: launches"] += GRAPHS * CAPTURE_S / load.steps * (card.itemsize == 2)
     packed = load.prompts * load.prompt + tokens
-    each, head = 2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context, 2 * shape.hidden * shape.vocab
+    each, head = (
+        2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context,
+        2 * shape.hidden * shape.vocab,
+    )
     trained = shape.adapters(load.rank) if load.rank else shape.parameters
-    factor = 2 + (not load.rank) + load.checkpointing  # forward, gradient of the states, of the weights, forward again
+    factor = (
+        2 + (not load.rank) + load.checkpointing
+    )  # forward, gradient of the states, of the weights, forward again
     elementwise = packed * shape.layers * shape.hidden * card.train_touch_s
-    calls = shape.layers * card.train_layer_s * max(load.updates, packed * load.epochs / load.micro_batch)
+    calls = (
+        shape.layers
+        * card.train_layer_s
+        * max(load.updates, packed * load.epochs / load.micro_batch)
+    )
     score = packed * each + tokens * head
-    update = packed * (factor * each + 6 * trained * bool(load.rank)) + tokens * head * (3 + (not load.rank))
+    update = packed * (factor * each + 6 * trained * bool(load.rank)) + tokens * head * (
+        3 + (not load.rank)
+    )
     moved = load.updates * trained * ADAM_BYTES
     seconds = {
         "prefill": load.prompts * load.prompt * 2 * shape.used / card.flops,
         **decode,
         "scoring": load.scoring * (score / card.flops + (elementwise + calls) / 3),
-        "update": load.epochs * (update / card.flops + elementwise) + calls + moved / card.bandwidth,
+        "update": load.epochs * (update / card.flops + elementwise)
+        + calls
+        + moved / card.bandwidth,
         "other": replies * card.host_s,
     }
     rate = tokens / sum(decode.values())
     fits = slots > 0 and sum(memory.values()) <= card.memory
-    return Forecast(memory, fits, slots, seconds, rate, rate / decode_limit(card, shape, tokens / steps, context))
+    return Forecast(
+        memory,
+        fits,
+        slots,
+        seconds,
+        rate,
+        rate / decode_limit(card, shape, tokens / steps, context),
+    )
 
 
 def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[str, Forecast]]:
@@ -259,7 +341,11 @@ def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[s
     while len(out) < most:
         missing, seconds = cost(load)
         used = {words.partition("=")[0] for words, _ in out}
-        tried = [(cost(other), words, other) for words, other in candidates(load, fits=not missing) if words.partition("=")[0] not in used]
+        tried = [
+            (cost(other), words, other)
+            for words, other in candidates(load, fits=not missing)
+            if words.partition("=")[0] not in used
+        ]
         then, words, other = min(tried, default=((missing, seconds), "", load))
         if then[0] > 0.95 * missing or (not missing and then[1] > 0.95 * seconds):
             break
@@ -270,13 +356,34 @@ def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[s
 
 def candidates(load: Load, *, fits: bool) -> list[tuple[str, Load]]:
     """Changes of one key each."""
-    rollouts, toggled, half = load.prompts * load.group, not load.checkpointing, max(1, load.longest // 2)
-    out = [(f"model.gradient_checkpointing={str(toggled).lower()}", load._replace(checkpointing=toggled))]
+    rollouts, toggled, half = (
+        load.prompts * load.group,
+        not load.checkpointing,
+        max(1, load.longest // 2),
+    )
+    out = [
+        (
+            f"model.gradient_checkpointing={str(toggled).lower()}",
+            load._replace(checkpointing=toggled),
+        )
+    ]
     if load.max_rows < rollouts:
         out.append((f"generation.engine.max_rows={rollouts}", load._replace(max_rows=rollouts)))
     if fits:
-        return [*out, (f"batch.prompts={2 * load.prompts}", load._replace(prompts=2 * load.prompts))]
+        return [
+            *out,
+            (f"batch.prompts={2 * load.prompts}", load._replace(prompts=2 * load.prompts)),
+        ]
     if not load.rank:
         out.append(("model.lora.rank=16", load._replace(rank=16, copies=0)))
-    out += [(f"trainer.micro_batch_tokens={n}", load._replace(micro_batch=n)) for n in (load.micro_batch // d for d in (2, 4, 8))]
-    return [*out, (f"generation.max_new_tokens={half}", load._replace(longest=half, reply=min(load.reply, half)))]
+    out += [
+        (f"trainer.micro_batch_tokens={n}", load._replace(micro_batch=n))
+        for n in (load.micro_batch // d for d in (2, 4, 8))
+    ]
+    return [
+        *out,
+        (
+            f"generation.max_new_tokens={half}",
+            load._replace(longest=half, reply=min(load.reply, half)),
+        ),
+    ]

@@ -15,7 +15,14 @@ from rlkit.system.files import as_oserror, put_aside, sync
 from rlkit.types import Policy
 
 
-def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | None = None, tokenizer: bool = True, card: str = "") -> None:
+def save_policy(
+    folder: Path,
+    policy: Policy,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    tokenizer: bool = True,
+    card: str = "",
+) -> None:
     """Writes all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of all files.
 
     The folder appears whole, in place of an old one; one with files that rlkit.sha256 does not list is kept under another name.
@@ -30,7 +37,9 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}  # "auto" asks the hub
+    settings: dict[str, Any] = (
+        {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    )  # "auto" asks the hub
     if state is not None:
         settings["state_dict"] = dict(state)
     try:
@@ -47,7 +56,10 @@ def save_policy(folder: Path, policy: Policy, *, state: Mapping[str, Tensor] | N
             if only_listed(folder):
                 shutil.rmtree(folder)
             elif any(folder.iterdir()):  # somebody put files of his own there
-                print(f"warning: {folder} holds other files, and is kept as {put_aside(folder, '.aside').name}", flush=True)
+                print(
+                    f"warning: {folder} holds other files, and is kept as {put_aside(folder, '.aside').name}",
+                    flush=True,
+                )
         os.replace(part, folder)
         sync(folder.parent)
     finally:

@@ -16,23 +16,34 @@ from rlkit.notebook.views import groups, stacked, task_rewards
 PairSelector = Callable[[Sequence[Rollout]], Iterable[tuple[int, int]]]
 
 
-def compute_advantages(rollouts: Sequence[Rollout], normalize: bool = True, advantage_fn: Callable[..., Tensor] | None = None) -> Tensor:
+def compute_advantages(
+    rollouts: Sequence[Rollout],
+    normalize: bool = True,
+    advantage_fn: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """GRPO's advantages [B, T], over the deviation of the group if `normalize`, less the KL penalty; 0 for what cannot be scored."""
     if advantage_fn is not None:
         return advantage_fn(rollouts, normalize)
     ids, rewards = groups(rollouts), task_rewards(rollouts)
     if len(ids) > 1 and len(ids.unique()) == len(ids):
-        warnings.warn("compute_advantages: each prompt has one rollout, so all advantages are 0; give a prompt several times", stacklevel=2)
+        warnings.warn(
+            "compute_advantages: each prompt has one rollout, so all advantages are 0; give a prompt several times",
+            stacklevel=2,
+        )
     advantages = F.group_mean(rewards, ids)[:, None]
     if normalize:
         advantages = F.normalize_group(advantages, rewards, ids, torch.arange(len(ids)))
     penalties = torch.tensor([r.kl_penalty for r in rollouts])[:, None]
     advantages = F.fill_masked(advantages - penalties, ~rewards.isnan()[:, None], 0.0)
-    masks = torch.nn.utils.rnn.pad_sequence([r.generation.valid_mask.cpu() for r in rollouts], batch_first=True)
+    masks = torch.nn.utils.rnn.pad_sequence(
+        [r.generation.valid_mask.cpu() for r in rollouts], batch_first=True
+    )
     return advantages * masks
 
 
-def compute_policy_gradient_loss(rollouts: Sequence[Rollout], advantages: Tensor, loss_fn: Callable[..., Tensor] | None = None) -> Tensor:
+def compute_policy_gradient_loss(
+    rollouts: Sequence[Rollout], advantages: Tensor, loss_fn: Callable[..., Tensor] | None = None
+) -> Tensor:
     """REINFORCE: -A log π, averaged over all tokens; only the gradient means anything. advantages: [B, T], a constant."""
     if loss_fn is not None:
         return loss_fn(rollouts, advantages)
@@ -41,7 +52,13 @@ def compute_policy_gradient_loss(rollouts: Sequence[Rollout], advantages: Tensor
 
 
 def compute_ppo_loss(
-    rollouts: Any, old_logprobs: Tensor, advantages: Tensor, clip_range: float = 0.2, *, clip_epsilon: float = 0.0, mask: Any = None
+    rollouts: Any,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_range: float = 0.2,
+    *,
+    clip_epsilon: float = 0.0,
+    mask: Any = None,
 ) -> Any:
     """PPO's clipped surrogate, averaged over all tokens: of rollouts the loss, of log-probs [B, T] the loss and its statistics.
 
@@ -57,23 +74,37 @@ def compute_ppo_loss(
     if not isinstance(rollouts, Tensor):
         return loss
     ratios = ratio.detach()[mask]
-    stats = {"policy_loss": float(loss.detach()), "approx_kl": float(F.approximate_kl(logprobs.detach(), old, mask))}
+    stats = {
+        "policy_loss": float(loss.detach()),
+        "approx_kl": float(F.approximate_kl(logprobs.detach(), old, mask)),
+    }
     stats |= {"clipfrac": float(((ratios - 1).abs() > clip).float().mean())}
-    return loss, stats | {"ratio_mean": float(ratios.mean()), "ratio_std": float(ratios.std(correction=min(1, len(ratios) - 1)))}
+    return loss, stats | {
+        "ratio_mean": float(ratios.mean()),
+        "ratio_std": float(ratios.std(correction=min(1, len(ratios) - 1))),
+    }
 
 
-def compute_dapo_loss(rollouts: Sequence[Rollout], beta: float = 0.1, pair_selector: PairSelector | None = None) -> Tensor:
+def compute_dapo_loss(
+    rollouts: Sequence[Rollout], beta: float = 0.1, pair_selector: PairSelector | None = None
+) -> Tensor:
     """The preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs; 0 with a gradient of 0 without any.
 
     beta: > 0, per nat. pair_selector: None: every pair of a prompt. Ties, pairs of two prompts and rollouts without a score are skipped.
     """
     logprobs, mask = stacked(rollouts)
-    pairs = selected(pair_selector, rollouts)(task_rewards(rollouts), groups(rollouts)).to(logprobs.device)
-    losses = F.pairwise_loss(logprobs, mask, torch.arange(len(mask), device=mask.device), pairs, beta=beta)
+    pairs = selected(pair_selector, rollouts)(task_rewards(rollouts), groups(rollouts)).to(
+        logprobs.device
+    )
+    losses = F.pairwise_loss(
+        logprobs, mask, torch.arange(len(mask), device=mask.device), pairs, beta=beta
+    )
     return losses.sum() / max(1, len(pairs))
 
 
-def selected(pair_selector: PairSelector | None, rollouts: Sequence[Rollout]) -> Callable[[Tensor, Tensor], Tensor]:
+def selected(
+    pair_selector: PairSelector | None, rollouts: Sequence[Rollout]
+) -> Callable[[Tensor, Tensor], Tensor]:
     """A pair_selector as the core takes it: (rewards [N], group_ids [N]) → [P, 2], the better rollout first, without ties."""
     if pair_selector is None:
         return F.all_pairs

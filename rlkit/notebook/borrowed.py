@@ -21,11 +21,20 @@ class Share:
 
     def __init__(self, optimizer: torch.optim.Optimizer, net: nn.Module):
         self.optimizer, self.own = optimizer, {id(p) for p in net.parameters()}
-        self.param_groups = [group for group in optimizer.param_groups if any(id(p) in self.own for p in group["params"])]
+        self.param_groups = [
+            group
+            for group in optimizer.param_groups
+            if any(id(p) in self.own for p in group["params"])
+        ]
 
     def step(self) -> None:
         """A step of this network's parameters alone."""
-        others = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"] if id(p) not in self.own]
+        others = [
+            (p, p.grad)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if id(p) not in self.own
+        ]
         for p, _ in others:
             p.grad = None
         self.optimizer.step()
@@ -39,11 +48,23 @@ def no_optimizer(parameters: Any) -> Any:
 
 def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment:
     """A learner's experiment of a notebook's parts: its model, optimizers and rollouts exist already, and nothing is evaluated."""
-    some: dict[str, Any] = {"seed": 0, "batch": BatchSize(1, 1), "environment": Environment(), "kl": KL("none"), "reference": none()}
-    some |= {"reward": Reward("given", {}), "task": lambda split: (), "model": lambda device: policy} | parts
+    some: dict[str, Any] = {
+        "seed": 0,
+        "batch": BatchSize(1, 1),
+        "environment": Environment(),
+        "kl": KL("none"),
+        "reference": none(),
+    }
+    some |= {
+        "reward": Reward("given", {}),
+        "task": lambda split: (),
+        "model": lambda device: policy,
+    } | parts
     algorithm = algorithm._replace(critic=algorithm.critic._replace(optimizer=no_optimizer))
     evaluation = Evaluation(some["reward"], n=0)
-    return Experiment(algorithm.name, algorithm=algorithm, optimizer=no_optimizer, evaluation=evaluation, **some)
+    return Experiment(
+        algorithm.name, algorithm=algorithm, optimizer=no_optimizer, evaluation=evaluation, **some
+    )
 
 
 def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> Reference:
@@ -55,5 +76,10 @@ def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> 
         return state
 
     return Reference(
-        "given", lambda policy, step: model, updated, lambda state, _: nullcontext(state), lambda state: {}, lambda state, *_: state
+        "given",
+        lambda policy, step: model,
+        updated,
+        lambda state, _: nullcontext(state),
+        lambda state: {},
+        lambda state, *_: state,
     )

@@ -25,13 +25,24 @@ Chat = list[Message]
 class LLMGenerator:
     """Batched replies to chats, with the thinking apart; the same calls in the same order give the same replies."""
 
-    def __init__(self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0):
+    def __init__(
+        self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0
+    ):
         named = isinstance(model_name, str)
-        self.model = load_model(model_name, "auto" if torch.cuda.is_available() else "float32", "auto" if named else None)
-        self.tokenizer = tokenizer or load_tokenizer(model_name if named else self.model.name_or_path)
+        self.model = load_model(
+            model_name,
+            "auto" if torch.cuda.is_available() else "float32",
+            "auto" if named else None,
+        )
+        self.tokenizer = tokenizer or load_tokenizer(
+            model_name if named else self.model.name_or_path
+        )
         self.engine, self.seed, self.temperature = engine or Cached(), seed, TEMPERATURE
         self.calls, self.version = 0, 0  # of `replies`; RL steps that the weights have done
-        self.policies = {thinks: make_policy(self.model, self.tokenizer, enable_thinking=thinks) for thinks in (True, False)}
+        self.policies = {
+            thinks: make_policy(self.model, self.tokenizer, enable_thinking=thinks)
+            for thinks in (True, False)
+        }
         self.policy = self.policies[True]
         ids: Any = self.policy.renderer.thinking.ids or (None, None)
         self.think_start_id, self.think_end_id = ids
@@ -51,8 +62,14 @@ class LLMGenerator:
         temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample, max_thinking_tokens.
         """
         single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
-        chats, n, policy = [prompts] if single else prompts, num_return_sequences, self.policies[enable_thinking]
-        rollouts = begun(policy, self.replies(chats, max_new_tokens, temperature, n, enable_thinking, **kwargs))
+        chats, n, policy = (
+            [prompts] if single else prompts,
+            num_return_sequences,
+            self.policies[enable_thinking],
+        )
+        rollouts = begun(
+            policy, self.replies(chats, max_new_tokens, temperature, n, enable_thinking, **kwargs)
+        )
         steps = [r.steps[0] for r in rollouts]
         texts: list[Any] = [[step.thinking, step.content] for step in steps]
         if not return_thinking:
@@ -61,14 +78,28 @@ class LLMGenerator:
         return results[0] if single else results
 
     def replies(
-        self, chats: Sequence[Any], max_new_tokens: int, temperature: float | None = None, n: int = 1, thinks: bool = True, **kwargs: Any
+        self,
+        chats: Sequence[Any],
+        max_new_tokens: int,
+        temperature: float | None = None,
+        n: int = 1,
+        thinks: bool = True,
+        **kwargs: Any,
     ) -> list[Rollout]:
         """The replies as rollouts of one step, chat by chat; one without a step where the chat leaves no room for a reply."""
         self.calls += 1
-        tasks, temperature = [as_task(chat, i) for i, chat in enumerate(chats)], self.temperature if temperature is None else temperature
-        kwargs |= {"max_new_tokens": max_new_tokens, "temperature": temperature if kwargs.pop("do_sample", True) else 0.0}
+        tasks, temperature = (
+            [as_task(chat, i) for i, chat in enumerate(chats)],
+            self.temperature if temperature is None else temperature,
+        )
+        kwargs |= {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature if kwargs.pop("do_sample", True) else 0.0,
+        }
         kwargs |= {"group_size": n, "seed": self.seed, "step": self.calls, "version": self.version}
-        return collect(self.policies[thinks], tasks, engine=self.engine, environment=single_turn(), **kwargs)
+        return collect(
+            self.policies[thinks], tasks, engine=self.engine, environment=single_turn(), **kwargs
+        )
 
     def _parse_thinking(self, output_ids: Sequence[int]) -> tuple[str, str]:
         return parse_thinking(output_ids, self.tokenizer)
@@ -86,21 +117,38 @@ def batch_history(history: Messages, prompts: Sequence[str]) -> list[Chat]:
     return [[*deepcopy(history), message] for message in generate_templates(prompts)]
 
 
-def create_batch(bh: Sequence[Messages], num_gen: int, outputs: Any, include_thinking: bool = False) -> tuple[list[Chat], list[Chat]]:
+def create_batch(
+    bh: Sequence[Messages], num_gen: int, outputs: Any, include_thinking: bool = False
+) -> tuple[list[Chat], list[Chat]]:
     """The chats with their replies, `num_gen` of each, without thinking; and with it in `reasoning_content`, if `include_thinking`."""
-    pairs = [(list(deepcopy(chat)), reply) for chat, own in zip(bh, outputs, strict=True) for reply in (own if num_gen > 1 else [own])]
+    pairs = [
+        (list(deepcopy(chat)), reply)
+        for chat, own in zip(bh, outputs, strict=True)
+        for reply in (own if num_gen > 1 else [own])
+    ]
     without = [[*chat, Message(role="assistant", content=content)] for chat, (_, content) in pairs]
     if not include_thinking:
         return without, [deepcopy(chat) for chat, _ in pairs]
     return without, [
-        [*deepcopy(chat), Message(role="assistant", content=content) | ({"reasoning_content": thinking} if thinking else {})]
+        [
+            *deepcopy(chat),
+            Message(role="assistant", content=content)
+            | ({"reasoning_content": thinking} if thinking else {}),
+        ]
         for chat, (thinking, content) in pairs
     ]
 
 
-def res(generator: Any, batch: Sequence[Messages], max_new_tokens: int = 1000, num_return_sequences: int = 1) -> tuple[Any, ...]:
+def res(
+    generator: Any,
+    batch: Sequence[Messages],
+    max_new_tokens: int = 1000,
+    num_return_sequences: int = 1,
+) -> tuple[Any, ...]:
     """The replies of `generator.generate`, and the chats with them of `create_batch`, without and with thinking."""
-    outputs = generator.generate(batch, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
+    outputs = generator.generate(
+        batch, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences
+    )
     return outputs, *create_batch(batch, num_return_sequences, outputs, include_thinking=True)
 
 
@@ -112,13 +160,17 @@ def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = herme
     return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
 
 
-def parse_tool_calls(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> list[dict[str, Any]]:
+def parse_tool_calls(
+    response_text: str, *, tool_parser: Callable[..., Any] = hermes
+) -> list[dict[str, Any]]:
     """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; one that cannot be read has an `error`."""
     _, content, _ = split_thinking(response_text)
     return [as_dict(call) for call in core_parser(tool_parser)(content)[1]]
 
 
-def execute_tool_call(tool_call: Mapping[str, Any] | ToolCall, tool_implementations: Mapping[str, Callable[..., Any]]) -> str:
+def execute_tool_call(
+    tool_call: Mapping[str, Any] | ToolCall, tool_implementations: Mapping[str, Callable[..., Any]]
+) -> str:
     """What a call gives, as text: a result that is no string as JSON, every failure as a sentence (`rlkit.environments.execute`)."""
     return run(execute(to_call(tool_call), tool_implementations)).content
 
@@ -140,13 +192,29 @@ class ToolUseLLM(LLMGenerator):
         temperature: float = TEMPERATURE,
     ) -> dict[str, Any]:
         """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and the rollout with its status."""
-        limits: Any = {"max_turns": max_turns, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        answer = run_agent(messages, tools, tool_implementations, policy=self.policy, engine=self.engine, seed=self.seed, **limits)
+        limits: Any = {
+            "max_turns": max_turns,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+        }
+        answer = run_agent(
+            messages,
+            tools,
+            tool_implementations,
+            policy=self.policy,
+            engine=self.engine,
+            seed=self.seed,
+            **limits,
+        )
         self.seed += 1  # the next conversation is another sample
         return answer._asdict()
 
 
-TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}  # °F and °C
+TEMPERATURES = {
+    "San Francisco, CA": (65, 18),
+    "New York, NY": (50, 10),
+    "London, UK": (55, 13),
+}  # °F and °C
 
 
 def get_weather(location: str, unit: str = "fahrenheit") -> str:

@@ -19,7 +19,9 @@ class Checkpoint(NamedTuple):
     step: int
 
 
-def save_checkpoint(model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Hook = None) -> None:
+def save_checkpoint(
+    model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Hook = None
+) -> None:
     """Writes model and tokenizer to output_dir/checkpoint-STEP, whole or not at all; of a model with adapters these alone."""
     if checkpoint_fn is not None:
         checkpoint_fn(model, tokenizer, step, output_dir)
@@ -39,7 +41,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     near = Path(path), *Path(path).glob("checkpoint-*")
-    folders = {int(found[1]): f for f in near if (found := re.fullmatch(r"checkpoint-(\d+)", f.name))}
+    folders = {
+        int(found[1]): f for f in near if (found := re.fullmatch(r"checkpoint-(\d+)", f.name))
+    }
     if not folders:
         raise DataError(f"{path}: no checkpoint of save_checkpoint is there")
     step = max(folders)

@@ -23,9 +23,13 @@ def create_dapo_config(beta: float = 0.1, normalize_advantages: bool = True) -> 
     return TrainingConfig("dapo", beta=beta, normalize_advantages=normalize_advantages)
 
 
-def create_ppo_config(clip_range: float = 0.2, value_loss_coef: float = 0.5, kl_coef: float = 0.0) -> TrainingConfig:
+def create_ppo_config(
+    clip_range: float = 0.2, value_loss_coef: float = 0.5, kl_coef: float = 0.0
+) -> TrainingConfig:
     """PPO: GAE over the steps of an episode with a value head on the policy's trunk, a clipped ratio, one rollout of each prompt."""
-    return TrainingConfig("ppo", clip_range=clip_range, value_loss_coef=value_loss_coef, kl_coef=kl_coef, group_size=1)
+    return TrainingConfig(
+        "ppo", clip_range=clip_range, value_loss_coef=value_loss_coef, kl_coef=kl_coef, group_size=1
+    )
 
 
 def switch_at_50(iteration: int) -> str:
@@ -33,12 +37,20 @@ def switch_at_50(iteration: int) -> str:
     return "grpo" if iteration < 50 else "dapo"
 
 
-def get_algorithm_config(iteration: int, switch_strategy: Callable[[int], str] = switch_at_50, **numbers: Any) -> TrainingConfig:
+def get_algorithm_config(
+    iteration: int, switch_strategy: Callable[[int], str] = switch_at_50, **numbers: Any
+) -> TrainingConfig:
     """The config of an iteration, counted from 0. numbers: fields of TrainingConfig that hold before and after a switch."""
-    configs = {"grpo": create_grpo_config(), "dapo": create_dapo_config(), "ppo": create_ppo_config()}
+    configs = {
+        "grpo": create_grpo_config(),
+        "dapo": create_dapo_config(),
+        "ppo": create_ppo_config(),
+    }
     name = switch_strategy(iteration)
     if name not in configs:
-        raise ValueError(f"switch_strategy gave {name!r} at iteration {iteration}; choose one of {', '.join(configs)}")
+        raise ValueError(
+            f"switch_strategy gave {name!r} at iteration {iteration}; choose one of {', '.join(configs)}"
+        )
     return configs[name]._replace(**numbers)
 
 
@@ -48,22 +60,38 @@ def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
     if isinstance(config.algorithm, Algorithm):
         return config.algorithm, kl
     clipped = partial(F.clipped, clip_low=config.clip_range, clip_high=config.clip_range)
-    parts: dict[str, Any] = {"ratio": F.token_ratio, "aggregation": F.token_mean, "group_filter": F.keep_all, "policy_loss": clipped}
+    parts: dict[str, Any] = {
+        "ratio": F.token_ratio,
+        "aggregation": F.token_mean,
+        "group_filter": F.keep_all,
+        "policy_loss": clipped,
+    }
     if config.algorithm in ("grpo", "pg"):
         parts |= {"advantage": F.group_mean, "normalization": F.normalize_group}
     elif config.algorithm == "dapo":
         parts |= {"advantage": partial(F.pairwise, beta=config.beta), "policy_loss": F.reinforce}
         parts["aggregation"] = partial(F.sequence_sum, constant=1.0)
     elif config.algorithm == "ppo":
-        parts |= {"advantage": partial(F.turn_gae, gamma=config.gamma, lam=config.lam), "normalization": F.whiten}
+        parts |= {
+            "advantage": partial(F.turn_gae, gamma=config.gamma, lam=config.lam),
+            "normalization": F.whiten,
+        }
         parts["critic"] = Critic("head", squared, coef=config.value_loss_coef)
     else:
-        raise ValueError(f"TrainingConfig.algorithm is {config.algorithm!r}; choose grpo, pg, dapo or ppo, or give an rlkit Algorithm")
+        raise ValueError(
+            f"TrainingConfig.algorithm is {config.algorithm!r}; choose grpo, pg, dapo or ppo, or give an rlkit Algorithm"
+        )
     if not config.normalize_advantages:
         parts["normalization"] = F.no_normalization
     return Algorithm(config.algorithm, **parts), kl
 
 
-def squared(values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float | None = None) -> Tensor:
+def squared(
+    values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float | None = None
+) -> Tensor:
     """The notebooks' value loss: the whole square, with `clip` about the old values."""
-    return 2 * (F.squared_error(values, returns) if clip is None else F.clipped_squared_error(values, values_old, returns, clip=clip))
+    return 2 * (
+        F.squared_error(values, returns)
+        if clip is None
+        else F.clipped_squared_error(values, values_old, returns, clip=clip)
+    )

@@ -12,7 +12,16 @@ from rlkit import types
 from rlkit.engines import Batched, Cached
 from rlkit.environments import single_turn, split_reply
 from rlkit.episodes import collect
-from rlkit.models import LoRA, add_lora, decode, forward_logprobs, make_policy, pack, pretrained_model, pretrained_tokenizer
+from rlkit.models import (
+    LoRA,
+    add_lora,
+    decode,
+    forward_logprobs,
+    make_policy,
+    pack,
+    pretrained_model,
+    pretrained_tokenizer,
+)
 from rlkit.models.chat import make_renderer
 from rlkit.notebook.data import Generation, GenerationConfig, Hook, Prompt, as_task
 from rlkit.notebook.views import view
@@ -35,9 +44,13 @@ def load_model(
         return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
     model: Any = model_id
     if isinstance(model_id, str):
-        model = pretrained_model(model_id, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        model = pretrained_model(
+            model_id, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+        )
     if device_map is not None:
-        model.to(("cuda" if torch.cuda.is_available() else "cpu") if device_map == "auto" else device_map)
+        model.to(
+            ("cuda" if torch.cuda.is_available() else "cpu") if device_map == "auto" else device_map
+        )
     return (add_lora(model, LoRA(lora_rank, lora_alpha)) if use_lora else model).eval()
 
 
@@ -66,13 +79,23 @@ def format_prompt(
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": prompt})
     if not tokenizer.chat_template:
-        return "".join(f"{m['role'].capitalize()}: {m['content']}\n\n" for m in messages) + "Assistant:"
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking))
+        return (
+            "".join(f"{m['role'].capitalize()}: {m['content']}\n\n" for m in messages)
+            + "Assistant:"
+        )
+    return str(
+        tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+        )
+    )
 
 
 def parse_thinking(token_ids: Sequence[int] | Tensor, tokenizer: Any) -> tuple[str, str]:
     """Thinking and response of a reply's ids, split at the last `</think>`; the tags and the end token are in neither."""
-    ids, ends = torch.as_tensor(token_ids).tolist(), {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    ids, ends = (
+        torch.as_tensor(token_ids).tolist(),
+        {tokenizer.eos_token_id, tokenizer.pad_token_id},
+    )
     while ids and ids[-1] in ends:
         ids.pop()
     thinking, response, _ = split_reply(make_renderer(tokenizer, render=_raw).thinking, ids)
@@ -84,7 +107,9 @@ def _raw(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(m["content"] for m in messages)
 
 
-def policy_of(model: Any, tokenizer: Any, *, use_chat_template: bool, enable_thinking: bool | None = None) -> Policy:
+def policy_of(
+    model: Any, tokenizer: Any, *, use_chat_template: bool, enable_thinking: bool | None = None
+) -> Policy:
     """A policy that reads a prompt through the chat template, as plain text; or as it is, with control tokens, as of `format_prompt`."""
     if use_chat_template:
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
@@ -99,33 +124,48 @@ class Verbatim:
         self.backend, self.begins = tokenizer.backend_tokenizer, tokenizer.bos_token
 
     def encode(self, text: str, **_: Any) -> Any:
-        return self.backend.encode(text, add_special_tokens=not (self.begins and text.startswith(self.begins)))
+        return self.backend.encode(
+            text, add_special_tokens=not (self.begins and text.startswith(self.begins))
+        )
 
 
-def engine_of(generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None) -> Engine:
+def engine_of(
+    generator: Callable[..., Generation] | None, config: GenerationConfig, engine: Any = None
+) -> Engine:
     """The engine that samples: the generator's, the given one, else rlkit's fast one."""
     return engine or Cached() if generator is None else Batched(_asked(generator, config))
 
 
-def _asked(generator: Callable[..., Generation], config: GenerationConfig) -> Callable[..., list[types.Generation]]:
+def _asked(
+    generator: Callable[..., Generation], config: GenerationConfig
+) -> Callable[..., list[types.Generation]]:
     """A generator as the core's function of a batch, asked prompt by prompt."""
 
-    def complete(policy: Policy, contexts: list[Any], seeds: list[int], params: SamplingParams) -> list[types.Generation]:
+    def complete(
+        policy: Policy, contexts: list[Any], seeds: list[int], params: SamplingParams
+    ) -> list[types.Generation]:
         asked = [(context, decode(policy.renderer, context)) for context in contexts]
         model, tokenizer = policy.model, policy.renderer.tokenizer
-        return [_sampled(policy, context, generator(model, tokenizer, text, config, True), params) for context, text in asked]
+        return [
+            _sampled(policy, context, generator(model, tokenizer, text, config, True), params)
+            for context, text in asked
+        ]
 
     return complete
 
 
-def _sampled(policy: Policy, context: Sequence[int], given: Generation, params: SamplingParams) -> types.Generation:
+def _sampled(
+    policy: Policy, context: Sequence[int], given: Generation, params: SamplingParams
+) -> types.Generation:
     """A generator's reply as the core keeps it: up to the first end token, scored by the model."""
     ids = torch.as_tensor(given.token_ids).tolist()
     ends = [i for i, token in enumerate(ids) if token in policy.eos_token_ids]
     reply = ids[: ends[0] + 1 if ends else int(given.valid_mask.sum())]
     with torch.no_grad():
         given_ids = torch.tensor([list(context)]), None, torch.tensor([reply])
-        found = compute_logprobs_for_tokens(policy.model, *given_ids, temperature=params.temperature or 1.0)[0]
+        found = compute_logprobs_for_tokens(
+            policy.model, *given_ids, temperature=params.temperature or 1.0
+        )[0]
     return types.Generation(tuple(reply), tuple(found.tolist()), "stop" if ends else "length")
 
 
@@ -152,42 +192,79 @@ def generate(
     if generator is not None:
         return generator(model, tokenizer, prompt, config, compute_logprobs)
     policy = policy_of(model, tokenizer, use_chat_template=False)
-    episode = played(policy, [prompt], config, engine_of(None, config, engine), single_turn(), seed=drawn_seed(seed))[0]
+    episode = played(
+        policy,
+        [prompt],
+        config,
+        engine_of(None, config, engine),
+        single_turn(),
+        seed=drawn_seed(seed),
+    )[0]
     step = episode.steps[-1]
     parsed = config.enable_thinking and config.parse_thinking
-    text = step.content if parsed else decode(policy.renderer, said(policy, step), control_tokens=False)
+    text = (
+        step.content
+        if parsed
+        else decode(policy.renderer, said(policy, step), control_tokens=False)
+    )
     logprobs = scores(policy.model, [episode], config)[0] if compute_logprobs else None
     return view(episode).generation._replace(text=text, logprobs=logprobs)
 
 
 def played(
-    policy: Policy, prompts: Sequence[Prompt], config: GenerationConfig, engine: Engine, environment: Any, *, seed: int
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    config: GenerationConfig,
+    engine: Engine,
+    environment: Any,
+    *,
+    seed: int,
 ) -> list[types.Rollout]:
     """An episode of each prompt. Raises: ValueError for a prompt that fills the model's context."""
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
-    return begun(policy, collect(policy, tasks, engine=engine, environment=environment, seed=seed, **config.params._asdict()))
+    return begun(
+        policy,
+        collect(
+            policy,
+            tasks,
+            engine=engine,
+            environment=environment,
+            seed=seed,
+            **config.params._asdict(),
+        ),
+    )
 
 
 def begun(policy: Policy, episodes: list[types.Rollout]) -> list[types.Rollout]:
     """The episodes, each with a reply. Raises: ValueError for one whose prompt left no room for it."""
     if full := [episode.group for episode in episodes if not episode.steps]:
-        raise ValueError(f"prompt {full[0]} fills the model's context of {policy.context_length} tokens; shorten it, none is cut")
+        raise ValueError(
+            f"prompt {full[0]} fills the model's context of {policy.context_length} tokens; shorten it, none is cut"
+        )
     return episodes
 
 
 def said(policy: Policy, step: types.Step) -> Sequence[int]:
     """The ids of a reply without its end token."""
-    return step.response_ids[:-1] if step.response_ids[-1] in policy.eos_token_ids else step.response_ids
+    return (
+        step.response_ids[:-1]
+        if step.response_ids[-1] in policy.eos_token_ids
+        else step.response_ids
+    )
 
 
-def scores(model: nn.Module, episodes: Sequence[types.Rollout], config: GenerationConfig) -> list[Tensor]:
+def scores(
+    model: nn.Module, episodes: Sequence[types.Rollout], config: GenerationConfig
+) -> list[Tensor]:
     """The model's log-probs [T] of the last reply of each episode, at the sampler's temperature."""
     found = []
     was_training = model.training
     model.eval()  # no dropout: the sampler had none
     for episode, step in ((episode, episode.steps[-1]) for episode in episodes):
         ids = torch.tensor([episode.context(-1)]), None, torch.tensor([step.response_ids])
-        scored = compute_logprobs_for_tokens(model, *ids, temperature=config.params.temperature or 1.0)[0]
+        scored = compute_logprobs_for_tokens(
+            model, *ids, temperature=config.params.temperature or 1.0
+        )[0]
         found.append(scored[torch.tensor(step.sampled, device=scored.device)])
     model.train(was_training)
     return found
@@ -207,16 +284,30 @@ def compute_logprobs_for_tokens(
     ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
     found = [
-        forward_logprobs(model, pack(part.to(device), sampled.to(device)), temperature=temperature).logprobs[sampled.to(device)]
-        for part, sampled in zip(ids.split(micro_batch_size), mask.split(micro_batch_size), strict=True)
+        forward_logprobs(
+            model, pack(part.to(device), sampled.to(device)), temperature=temperature
+        ).logprobs[sampled.to(device)]
+        for part, sampled in zip(
+            ids.split(micro_batch_size), mask.split(micro_batch_size), strict=True
+        )
     ]
     return torch.cat(found).reshape(generated_ids.shape)
 
 
-def _rows(prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(
+    prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor
+) -> tuple[Tensor, Tensor]:
     """Prompt and reply side by side without the padding between them, and a mask on the reply; so positions count real tokens."""
-    real = torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
-    rows = [torch.cat([p[m], g.to(p.device)]) for p, m, g in zip(prompt_ids, real, generated_ids, strict=True)]
+    real = (
+        torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
+    )
+    rows = [
+        torch.cat([p[m], g.to(p.device)])
+        for p, m, g in zip(prompt_ids, real, generated_ids, strict=True)
+    ]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    at, ends = torch.arange(ids.shape[1], device=ids.device), torch.tensor([len(row) for row in rows], device=ids.device)[:, None]
+    at, ends = (
+        torch.arange(ids.shape[1], device=ids.device),
+        torch.tensor([len(row) for row in rows], device=ids.device)[:, None],
+    )
     return ids, (at < ends) & (at >= ends - generated_ids.shape[1])

@@ -22,7 +22,12 @@ KLHook = Callable[..., Tensor]
 UpdateHook = Callable[..., None]
 
 
-def compute_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Any = F.forward) -> Tensor:
+def compute_kl(
+    policy_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    valid_mask: Tensor | None = None,
+    kl_fn: Any = F.forward,
+) -> Tensor:
     """The divergence of each sequence from the reference [B], in nats, by a kl_fn, or the mean of an estimator of the core.
 
     policy_logprobs carries the gradient, ref_logprobs is a constant: [B, T] of tokens that the policy sampled, or [T], one sequence.
@@ -33,11 +38,21 @@ def compute_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor
     policy = F.fill_masked(policy_logprobs.reshape(-1, width), mask, 0.0)
     ref = F.fill_masked(ref_logprobs.detach().to(policy.device).reshape(-1, width), mask, 0.0)
     if is_estimator(kl_fn):
-        found = call(kl_fn, {"logprobs": policy, "logprobs_ref": ref, "logprobs_old": policy.detach(), "response_mask": mask})
+        found = call(
+            kl_fn,
+            {
+                "logprobs": policy,
+                "logprobs_ref": ref,
+                "logprobs_old": policy.detach(),
+                "response_mask": mask,
+            },
+        )
         return F.rollout_mean(found, mask, torch.arange(len(mask), device=mask.device))[:, 0]
     kl = kl_fn(policy, ref, mask.to(policy.dtype))
     if kl.shape != policy.shape[:1]:
-        raise ValueError(f"kl_fn gave shape {tuple(kl.shape)}; it must be [B] = {tuple(policy.shape[:1])}")
+        raise ValueError(
+            f"kl_fn gave shape {tuple(kl.shape)}; it must be [B] = {tuple(policy.shape[:1])}"
+        )
     return kl
 
 
@@ -47,12 +62,22 @@ def is_estimator(kl_fn: Callable[..., Any]) -> bool:
     return "logprobs" in asked and set(asked) <= set(QUANTITIES)
 
 
-def compute_forward_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Hook = None) -> Tensor:
+def compute_forward_kl(
+    policy_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    valid_mask: Tensor | None = None,
+    kl_fn: Hook = None,
+) -> Tensor:
     """KL(policy ‖ reference) of each sequence [B]: the mean of log π - log ref, of either sign; its gradient is the divergence's."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.forward)
 
 
-def compute_reverse_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, valid_mask: Tensor | None = None, kl_fn: Hook = None) -> Tensor:
+def compute_reverse_kl(
+    policy_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    valid_mask: Tensor | None = None,
+    kl_fn: Hook = None,
+) -> Tensor:
     """KL(reference ‖ policy) of each sequence [B] by the importance weights ref / π."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.reverse)
 
@@ -72,24 +97,42 @@ def create_adaptive_kl(confidence_threshold: float = 0.1) -> KLHook:
 
 def create_reference_model(policy_model: torch.nn.Module, ref_model_fn: Hook = None) -> Any:
     """A copy of the policy as it is now, without gradient, in evaluation mode; or what ref_model_fn gives."""
-    return ref_model_fn(policy_model) if ref_model_fn else copy.deepcopy(policy_model).requires_grad_(False).eval()
+    return (
+        ref_model_fn(policy_model)
+        if ref_model_fn
+        else copy.deepcopy(policy_model).requires_grad_(False).eval()
+    )
 
 
-def update_reference_model(ref_model: torch.nn.Module, policy_model: torch.nn.Module, update_fn: UpdateHook, **progress: Any) -> None:
+def update_reference_model(
+    ref_model: torch.nn.Module,
+    policy_model: torch.nn.Module,
+    update_fn: UpdateHook,
+    **progress: Any,
+) -> None:
     """Moves the reference. Of `progress` an update_fn gets what it has parameters for: step, and kl or kl_value (nats per token)."""
     taken = inspect.signature(update_fn).parameters
     given = progress | ({"kl_value": progress["kl"]} if "kl" in progress else {})
     every = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    update_fn(ref_model, policy_model, **{name: value for name, value in given.items() if every or name in taken})
+    update_fn(
+        ref_model,
+        policy_model,
+        **{name: value for name, value in given.items() if every or name in taken},
+    )
 
 
 def lift_update(kept: Reference) -> UpdateHook:
     """A reference of the core that moves, as an update_fn; without a step in the progress, calls are counted."""
     states: WeakKeyDictionary[torch.nn.Module, tuple[int, reference.Moving]] = WeakKeyDictionary()
 
-    def update_fn(ref_model: torch.nn.Module, policy_model: torch.nn.Module, **progress: Any) -> None:
+    def update_fn(
+        ref_model: torch.nn.Module, policy_model: torch.nn.Module, **progress: Any
+    ) -> None:
         calls, state = states.get(ref_model) or (0, reference.track(ref_model)._replace(model=None))
-        states[ref_model] = calls + 1, unpacked(kept.update(state, policy_model, **({"step": calls + 1} | progress)))[0]
+        states[ref_model] = (
+            calls + 1,
+            unpacked(kept.update(state, policy_model, **({"step": calls + 1} | progress)))[0],
+        )
 
     return update_fn
 

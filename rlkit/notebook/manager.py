@@ -64,7 +64,11 @@ class RolloutData:
 
     def mark_complete(self, early: bool = False) -> None:
         """The rollout is over; `early` if it ended of itself before the step limit."""
-        self.is_complete, self.terminated_early, self.termination_step = True, early, len(self.steps)
+        self.is_complete, self.terminated_early, self.termination_step = (
+            True,
+            early,
+            len(self.steps),
+        )
 
     def set_reward(self, reward: float | None) -> None:
         self.reward = reward
@@ -77,23 +81,55 @@ def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
     """The inverse of `to_dict`."""
     steps: list[StepData] = []
     for step in plain["steps"]:
-        tensors = {n: torch.tensor(step[n]) for n in ("logprobs", "values", "old_logprobs") if step.get(n) is not None}
-        steps.append(RLStepData(**step | tensors) if "response_tokens" in step else StepData(**step))
+        tensors = {
+            n: torch.tensor(step[n])
+            for n in ("logprobs", "values", "old_logprobs")
+            if step.get(n) is not None
+        }
+        steps.append(
+            RLStepData(**step | tensors) if "response_tokens" in step else StepData(**step)
+        )
     return RolloutData(**{**plain, "steps": steps})
 
 
 def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
     """The rollout as the core has it, without steps that have no log-probs; its metadata holds `advantages` and `returns` of each step."""
-    trained = [s for s in rollout.steps if isinstance(s, RLStepData) and s.logprobs is not None and s.response_tokens]
+    trained = [
+        s
+        for s in rollout.steps
+        if isinstance(s, RLStepData) and s.logprobs is not None and s.response_tokens
+    ]
     steps = []
     for s in trained:
         old: Any = s.logprobs if s.old_logprobs is None else s.old_logprobs
-        asked, ids = tuple(generate_templates([s.prompt])), tuple(s.tokens[: -len(s.response_tokens)])
-        steps.append(Step(asked, ids, tuple(s.response_tokens), tuple(old.tolist()), "stop", s.thinking, s.content))
-    numbers = {"advantages": [s.advantages for s in trained], "returns": [s.returns for s in trained]}
-    ended: Any = {"status": "terminated"} if rollout.terminated_early else {"status": "truncated", "truncation": "steps"}
+        asked, ids = (
+            tuple(generate_templates([s.prompt])),
+            tuple(s.tokens[: -len(s.response_tokens)]),
+        )
+        steps.append(
+            Step(
+                asked,
+                ids,
+                tuple(s.response_tokens),
+                tuple(old.tolist()),
+                "stop",
+                s.thinking,
+                s.content,
+            )
+        )
+    numbers = {
+        "advantages": [s.advantages for s in trained],
+        "returns": [s.returns for s in trained],
+    }
+    ended: Any = (
+        {"status": "terminated"}
+        if rollout.terminated_early
+        else {"status": "truncated", "truncation": "steps"}
+    )
     task = as_task(rollout.initial_prompt, rollout.rollout_id)
-    return Rollout(task, tuple(steps), group=group, reward=rollout.reward, metadata=numbers, **ended)
+    return Rollout(
+        task, tuple(steps), group=group, reward=rollout.reward, metadata=numbers, **ended
+    )
 
 
 class RolloutManager:
@@ -110,23 +146,41 @@ class RolloutManager:
     def initialize_rollouts(self, initial_prompts: Sequence[str]) -> None:
         now = datetime.now().isoformat()
         self.rollouts = [
-            RolloutData(i, prompt, metadata={"created_at": now}) for i, prompt in zip(range(self.n_rollouts), initial_prompts, strict=True)
+            RolloutData(i, prompt, metadata={"created_at": now})
+            for i, prompt in zip(range(self.n_rollouts), initial_prompts, strict=True)
         ]
         self.active_rollout_indices = list(range(self.n_rollouts))
 
-    def execute_step(self, step_num: int, prompts: Sequence[str], max_new_tokens: int = 1000) -> None:
+    def execute_step(
+        self, step_num: int, prompts: Sequence[str], max_new_tokens: int = 1000
+    ) -> None:
         """One reply in every active rollout to its prompt, after its history without thinking; one whose context is full is over."""
         active = [self.rollouts[i] for i in self.active_rollout_indices]
-        before = [(r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking) if r.steps else ([], []) for r in active]
+        before = [
+            (r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking)
+            if r.steps
+            else ([], [])
+            for r in active
+        ]
         asked = zip(before, generate_templates(prompts), strict=True)
-        plain, full = zip(*([[*history, message] for history in both] for both, message in asked), strict=True)
+        plain, full = zip(
+            *([[*history, message] for history in both] for both, message in asked), strict=True
+        )
         replies: list[Rollout | None] = [None] * len(active)
         if hasattr(self.generator, "replies"):
             replies = self.generator.replies(plain, max_new_tokens)
-            outputs: Any = [(r.steps[0].thinking, r.steps[0].content) if r and r.steps else ("", "") for r in replies]
+            outputs: Any = [
+                (r.steps[0].thinking, r.steps[0].content) if r and r.steps else ("", "")
+                for r in replies
+            ]
         else:
-            outputs = self.generator.generate(plain, max_new_tokens=max_new_tokens, num_return_sequences=1)
-        plain, full = create_batch(plain, 1, outputs)[0], create_batch(full, 1, outputs, include_thinking=True)[1]
+            outputs = self.generator.generate(
+                plain, max_new_tokens=max_new_tokens, num_return_sequences=1
+            )
+        plain, full = (
+            create_batch(plain, 1, outputs)[0],
+            create_batch(full, 1, outputs, include_thinking=True)[1],
+        )
         for i, (rollout, reply) in enumerate(zip(active, replies, strict=True)):
             data = StepData(step_num, prompts[i], outputs[i][0], outputs[i][1], plain[i], full[i])
             if reply is None:
@@ -142,11 +196,20 @@ class RolloutManager:
         before = list(self.active_rollout_indices)
         for rollout in (self.rollouts[i] for i in before):
             full = rollout.get_total_steps() >= self.max_steps
-            if full or (termination_fn is not None and rollout.steps and termination_fn(rollout, rollout.steps[-1])):
+            if full or (
+                termination_fn is not None
+                and rollout.steps
+                and termination_fn(rollout, rollout.steps[-1])
+            ):
                 self._end(rollout, early=not full)
         return [i for i in before if i not in self.active_rollout_indices]
 
-    def run_rollouts(self, prompt_generator_fn: Callable[..., str | None], termination_fn: Hook = None, max_new_tokens: int = 1000) -> None:
+    def run_rollouts(
+        self,
+        prompt_generator_fn: Callable[..., str | None],
+        termination_fn: Hook = None,
+        max_new_tokens: int = 1000,
+    ) -> None:
         """Plays all rollouts to their ends. prompt_generator_fn: (rollout, step from 0) → a user message; None ends the rollout early."""
         for step_num in range(self.max_steps):
             prompts = []
@@ -170,7 +233,10 @@ class RolloutManager:
 
     def get_rollout_summary(self) -> dict[str, Any]:
         """Counts and means; `avg_reward` is that of the rollouts that could be scored, 0 where there is none."""
-        steps, rewards = [r.get_total_steps() for r in self.rollouts], [r.reward for r in self.rollouts]
+        steps, rewards = (
+            [r.get_total_steps() for r in self.rollouts],
+            [r.reward for r in self.rollouts],
+        )
         scored = [reward for reward in rewards if reward is not None]
         return {
             "total_rollouts": len(self.rollouts),
@@ -186,20 +252,29 @@ class RolloutManager:
     def save_rollouts(self, filepath: str | Path, format: str = "pickle") -> None:
         """Writes the rollouts as plain data, in JSON or pickled."""
         plain = [r.to_dict() for r in self.rollouts]
-        Path(filepath).write_bytes(pickle.dumps(plain) if _is_pickle(format) else json.dumps(plain, indent=2).encode())
+        Path(filepath).write_bytes(
+            pickle.dumps(plain) if _is_pickle(format) else json.dumps(plain, indent=2).encode()
+        )
 
     @staticmethod
     def load_rollouts(filepath: str | Path, format: str = "pickle") -> list[RolloutData]:
         """The rollouts of a file of `save_rollouts`. Raises: DataError for a pickle that holds more than plain data."""
         with Path(filepath).open("rb") as file:
-            return [_rollout_from(rollout) for rollout in (PlainUnpickler(file).load() if _is_pickle(format) else json.load(file))]
+            return [
+                _rollout_from(rollout)
+                for rollout in (
+                    PlainUnpickler(file).load() if _is_pickle(format) else json.load(file)
+                )
+            ]
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Reads lists, dicts, texts and numbers; a pickle that names a class or a function could run anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise DataError(f"the pickle names {module}.{name}; load_rollouts reads the plain data of save_rollouts only")
+        raise DataError(
+            f"the pickle names {module}.{name}; load_rollouts reads the plain data of save_rollouts only"
+        )
 
 
 def _is_pickle(format: str) -> bool:
@@ -211,7 +286,10 @@ def _is_pickle(format: str) -> bool:
 def _sampled(reply: Step, data: StepData) -> RLStepData:
     """A turn with the tokens that the core sampled."""
     logprobs, tokens = torch.tensor(reply.logprobs), list(reply.response_ids)
-    given: dict[str, Any] = vars(data) | {"tokens": [*reply.prompt_ids, *tokens], "response_tokens": tokens}
+    given: dict[str, Any] = vars(data) | {
+        "tokens": [*reply.prompt_ids, *tokens],
+        "response_tokens": tokens,
+    }
     return RLStepData(**given, logprobs=logprobs, old_logprobs=logprobs.clone())
 
 
@@ -220,7 +298,11 @@ def _sampled(reply: Step, data: StepData) -> RLStepData:
 
 def dummy_reward_function(rollout: RolloutData) -> float:
     """The example reward: half a point a step for a rollout that ended early, else a point a step and 10."""
-    return 0.5 * rollout.get_total_steps() if rollout.terminated_early else rollout.get_total_steps() + 10.0
+    return (
+        0.5 * rollout.get_total_steps()
+        if rollout.terminated_early
+        else rollout.get_total_steps() + 10.0
+    )
 
 
 def dummy_termination_check(rollout: RolloutData, last_step: StepData) -> bool:

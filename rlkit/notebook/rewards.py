@@ -23,7 +23,9 @@ def compute_vector_reward(rollout: Rollout, reward_fns: Sequence[RewardFn]) -> n
     return np.array([reward_fn(rollout) for reward_fn in reward_fns], dtype=float)
 
 
-def aggregate_vector_rewards(vector_rewards: np.ndarray, aggregator: Callable[[np.ndarray], float]) -> float:
+def aggregate_vector_rewards(
+    vector_rewards: np.ndarray, aggregator: Callable[[np.ndarray], float]
+) -> float:
     """The components as one number: (vector) → float."""
     return aggregator(vector_rewards)
 
@@ -43,12 +45,18 @@ def format_reward(pattern: str) -> RewardFn:
     return lambda rollout: float(re.search(pattern, rollout.generation.text) is not None)
 
 
-def exact_match_reward(ground_truth_fn: Callable[[str], Any], parse_fn: Callable[[str], Any]) -> RewardFn:
+def exact_match_reward(
+    ground_truth_fn: Callable[[str], Any], parse_fn: Callable[[str], Any]
+) -> RewardFn:
     """A reward: 1 where parse_fn of the reply equals ground_truth_fn of the prompt, else 0; None where there is no truth."""
 
     def reward_fn(rollout: Rollout) -> float | None:
         truth = ground_truth_fn(rollout.prompt)
-        return None if truth is None or truth == "" else float(parse_fn(rollout.generation.text) == truth)
+        return (
+            None
+            if truth is None or truth == ""
+            else float(parse_fn(rollout.generation.text) == truth)
+        )
 
     return reward_fn
 

@@ -33,7 +33,9 @@ def create_rollout(
     **hooks: Any,
 ) -> Rollout:
     """One reply to one prompt, scored. Hooks as in `create_batch_rollouts`."""
-    return create_batch_rollouts(model, tokenizer, [prompt], gen_config, reward_fn, ref_model, kl_coef, **hooks)[0]
+    return create_batch_rollouts(
+        model, tokenizer, [prompt], gen_config, reward_fn, ref_model, kl_coef, **hooks
+    )[0]
 
 
 def create_multiturn_rollout(
@@ -54,7 +56,14 @@ def create_multiturn_rollout(
       async. stop_condition: asked when a reply's calls have been answered. hooks: those of `create_batch_rollouts`.
     """
     hooks["environment"] = tool_environment(max_turns, tool_parser, tool_executor, stop_condition)
-    return create_batch_rollouts(model, tokenizer, [initial_message], gen_config, reward_fn, **{"use_chat_template": True, **hooks})[0]
+    return create_batch_rollouts(
+        model,
+        tokenizer,
+        [initial_message],
+        gen_config,
+        reward_fn,
+        **{"use_chat_template": True, **hooks},
+    )[0]
 
 
 def create_batch_rollouts(
@@ -80,32 +89,52 @@ def create_batch_rollouts(
       the policy talks to; None: one reply. engine: None is `rlkit.engines.Cached`. seed: None takes one from torch's generator.
     """
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
-    policy = policy_of(model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking)
+    policy = policy_of(
+        model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking
+    )
     sampler = engine_of(generator, gen_config, engine)
-    episodes = played(policy, prompts, gen_config, sampler, environment or single_turn(), seed=drawn_seed(seed))
+    episodes = played(
+        policy, prompts, gen_config, sampler, environment or single_turn(), seed=drawn_seed(seed)
+    )
     vectors: dict[int, Any] = {}
     if reward_fn is not None:
-        episodes = score(episodes, as_reward(reward_fn, aggregator, vectors if aggregator is None else None))
+        episodes = score(
+            episodes, as_reward(reward_fn, aggregator, vectors if aggregator is None else None)
+        )
     logprobs = scores(model, episodes, gen_config)
     penalties = [0.0] * len(episodes)
     if ref_model is not None and kl_coef > 0:
         with torch.no_grad():
             pairs = zip(logprobs, scores(ref_model, episodes, gen_config), strict=True)
-            penalties = [kl_coef * float(compute_forward_kl(own, ref, kl_fn=kl_fn)) for own, ref in pairs]
+            penalties = [
+                kl_coef * float(compute_forward_kl(own, ref, kl_fn=kl_fn)) for own, ref in pairs
+            ]
     given = zip(episodes, logprobs, penalties, strict=True)
     rollouts = [view(episode, logprobs=own, kl_penalty=penalty) for episode, own, penalty in given]
-    return [r._replace(reward=vectors[i] - r.kl_penalty) if i in vectors else r for i, r in enumerate(rollouts)]
+    return [
+        r._replace(reward=vectors[i] - r.kl_penalty) if i in vectors else r
+        for i, r in enumerate(rollouts)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------- tools
 
 
-def tool_environment(max_turns: int = 5, tool_parser: Hook = None, tool_executor: Hook = None, stop_condition: Hook = None) -> Environment:
+def tool_environment(
+    max_turns: int = 5,
+    tool_parser: Hook = None,
+    tool_executor: Hook = None,
+    stop_condition: Hook = None,
+) -> Environment:
     """What `create_multiturn_rollout` plays in, made of its hooks; `training_iteration` takes it as `environment`."""
     environment = single_turn()._replace(max_steps=max_turns)
     if tool_parser is not None:
-        environment = environment._replace(parse_calls=_parser(tool_parser), execute=tool_executor and _executor(tool_executor))
-    return environment._replace(session=stop_condition and (lambda task: Stopping(environment, task, stop_condition)))
+        environment = environment._replace(
+            parse_calls=_parser(tool_parser), execute=tool_executor and _executor(tool_executor)
+        )
+    return environment._replace(
+        session=stop_condition and (lambda task: Stopping(environment, task, stop_condition))
+    )
 
 
 class Stopping(FunctionSession):
@@ -130,7 +159,11 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function", call)
     rest = {key: value for key, value in function.items() if key not in ("id", "type", "name")}
     arguments = rest.get("arguments", rest.get("args"))
-    return ToolCall("", str(function.get("name", "")), Arguments(arguments if isinstance(arguments, Mapping) else rest, call))
+    return ToolCall(
+        "",
+        str(function.get("name", "")),
+        Arguments(arguments if isinstance(arguments, Mapping) else rest, call),
+    )
 
 
 def _executor(tool_executor: Callable[[Any], Any]) -> Callable[[ToolCall, Mapping[str, Tool]], Any]:
@@ -143,6 +176,10 @@ def _executor(tool_executor: Callable[[Any], Any]) -> Callable[[ToolCall, Mappin
         def now(**_: Any) -> str:
             return str(tool_executor(call_as_given(call)))
 
-        return await execute(call, {call.name: later if inspect.iscoroutinefunction(tool_executor) else now}, timeout=None)
+        return await execute(
+            call,
+            {call.name: later if inspect.iscoroutinefunction(tool_executor) else now},
+            timeout=None,
+        )
 
     return execute_hook

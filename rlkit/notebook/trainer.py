@@ -39,19 +39,27 @@ class SimpleValueHead(nn.Module):
 # ---------------------------------------------------------------------------------------------------- what a loss is
 
 
-def compute_advantages_and_returns(rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True) -> None:
+def compute_advantages_and_returns(
+    rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True
+) -> None:
     """Writes `advantages` and `returns` into the steps: GAE over steps, per step, the reward at the last; lam = 1 without use_gae."""
     for rollout in (r for r in rollouts if r.steps):
         steps: list[Any] = rollout.steps
-        values = torch.tensor([[_last(getattr(step, "values", None)) for step in steps]], dtype=torch.float64)
+        values = torch.tensor(
+            [[_last(getattr(step, "values", None)) for step in steps]], dtype=torch.float64
+        )
         rewards = torch.zeros_like(values)
         rewards[0, -1] = rollout.reward or 0.0
         at, mask = torch.arange(len(steps))[None], torch.ones(1, len(steps), dtype=torch.bool)
         given = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), at, mask
-        advantages, returns = F.gae(rewards, values, *given, gamma=gamma, lam=lam if use_gae else 1.0)
+        advantages, returns = F.gae(
+            rewards, values, *given, gamma=gamma, lam=lam if use_gae else 1.0
+        )
         if rollout.reward is None:
             advantages, returns = torch.zeros_like(values), values
-        for step, advantage, expected in zip(steps, advantages[0].tolist(), returns[0].tolist(), strict=True):
+        for step, advantage, expected in zip(
+            steps, advantages[0].tolist(), returns[0].tolist(), strict=True
+        ):
             step.advantages, step.returns = advantage, expected
 
 
@@ -73,10 +81,20 @@ def compute_value_loss(
     """
     if clip_value and old_values is None:
         raise ValueError("clip_value=True needs old_values, the values before the first update")
-    values, old_values = _of_last_token(values, mask), _of_last_token(values if old_values is None else old_values, mask)
+    values, old_values = (
+        _of_last_token(values, mask),
+        _of_last_token(values if old_values is None else old_values, mask),
+    )
     returns = returns.to(values.device).reshape(values.shape)
-    loss, own = squared(values, old_values, returns, clip=clip_epsilon if clip_value else None).mean(), values.detach()
-    stats = {"value_loss": float(loss.detach()), "value_mean": float(own.mean()), "returns_mean": float(returns.mean())}
+    loss, own = (
+        squared(values, old_values, returns, clip=clip_epsilon if clip_value else None).mean(),
+        values.detach(),
+    )
+    stats = {
+        "value_loss": float(loss.detach()),
+        "value_mean": float(own.mean()),
+        "returns_mean": float(returns.mean()),
+    }
     return loss, stats | {"value_std": float(own.std(correction=min(1, len(own) - 1)))}
 
 
@@ -85,7 +103,11 @@ def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
     values = values[..., 0] if values.dim() == 3 else values
     if values.dim() == 1:
         return values
-    last = -1 if mask is None else (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    last = (
+        -1
+        if mask is None
+        else (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    )
     return values[torch.arange(len(values), device=values.device), last]
 
 
@@ -105,14 +127,23 @@ class HeadOnStates(nn.Module):
         self.head = head
 
     def forward(self, hidden: Tensor, packed: Any) -> Tensor:
-        return self.head(hidden.detach().to(next(self.head.parameters()).dtype)).reshape(len(hidden))
+        return self.head(hidden.detach().to(next(self.head.parameters()).dtype)).reshape(
+            len(hidden)
+        )
 
 
-def advantages_of_steps(metadata: Sequence[Mapping[str, Any]], rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor) -> Estimate:
+def advantages_of_steps(
+    metadata: Sequence[Mapping[str, Any]],
+    rollout_ids: Tensor,
+    step_ids: Tensor,
+    response_mask: Tensor,
+) -> Estimate:
     """The advantages and returns that stand in the rollouts' metadata, one number a step, at each of its tokens [B, T]."""
     found = []
     for name in ("advantages", "returns"):
-        numbers = nn.utils.rnn.pad_sequence([torch.tensor([*m[name], 0.0], dtype=torch.float32) for m in metadata], batch_first=True)
+        numbers = nn.utils.rnn.pad_sequence(
+            [torch.tensor([*m[name], 0.0], dtype=torch.float32) for m in metadata], batch_first=True
+        )
         per_token = numbers.to(step_ids.device)[rollout_ids[:, None], step_ids]
         found.append(F.fill_masked(per_token, response_mask, 0.0))
     return Estimate(*found)
@@ -123,58 +154,106 @@ class RLTrainer:
 
     def __init__(self, model: Any, tokenizer: Any, value_head: nn.Module, config: dict[str, Any]):
         if unknown := sorted({*config} - {*DEFAULTS}):
-            raise ValueError(f"config: there is no {', '.join(unknown)}; there are {', '.join(DEFAULTS)}")
-        if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-            print("RLTrainer: weights in half precision do not move at these learning rates; the model is now in float32")
+            raise ValueError(
+                f"config: there is no {', '.join(unknown)}; there are {', '.join(DEFAULTS)}"
+            )
+        if any(
+            p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
+            for p in model.parameters()
+        ):
+            print(
+                "RLTrainer: weights in half precision do not move at these learning rates; the model is now in float32"
+            )
             model.float()
-        self.model, self.tokenizer, self.value_head, self.config = model, tokenizer, value_head, config
+        self.model, self.tokenizer, self.value_head, self.config = (
+            model,
+            tokenizer,
+            value_head,
+            config,
+        )
         self.settings: dict[str, Any] = {**DEFAULTS, **config}
-        self.policy_optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=self.settings["policy_lr"])
-        self.value_optimizer = torch.optim.Adam(value_head.parameters(), lr=self.settings["value_lr"])
+        self.policy_optimizer = torch.optim.Adam(
+            [p for p in model.parameters() if p.requires_grad], lr=self.settings["policy_lr"]
+        )
+        self.value_optimizer = torch.optim.Adam(
+            value_head.parameters(), lr=self.settings["value_lr"]
+        )
         self.training_stats: list[dict[str, Any]] = []
         self.generator = LLMGenerator(model, tokenizer, seed=self.settings["seed"])
         self.generator.temperature = self.settings["temperature"]
-        self.learner = Learner(self._experiment(1, 1), self.generator.policy, optimizers=(self.policy_optimizer, self.value_optimizer))
-        self.learner.critic = self.learner.nets["critic"] = HeadOnStates(value_head)  # in place of one that it has made
+        self.learner = Learner(
+            self._experiment(1, 1),
+            self.generator.policy,
+            optimizers=(self.policy_optimizer, self.value_optimizer),
+        )
+        self.learner.critic = self.learner.nets["critic"] = HeadOnStates(
+            value_head
+        )  # in place of one that it has made
 
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
         """What a step of the learner is."""
         s = self.settings
-        algorithm, _ = core_of(TrainingConfig("ppo", clip_range=s["clip_epsilon"], value_loss_coef=s["vf_coef"]))
-        critic = algorithm.critic._replace(loss=partial(squared, clip=s["clip_epsilon"] if s["clip_value"] else None))
-        algorithm = algorithm._replace(advantage=advantages_of_steps, critic=critic, epochs=epochs, minibatches=minibatches)
+        algorithm, _ = core_of(
+            TrainingConfig("ppo", clip_range=s["clip_epsilon"], value_loss_coef=s["vf_coef"])
+        )
+        critic = algorithm.critic._replace(
+            loss=partial(squared, clip=s["clip_epsilon"] if s["clip_value"] else None)
+        )
+        algorithm = algorithm._replace(
+            advantage=advantages_of_steps, critic=critic, epochs=epochs, minibatches=minibatches
+        )
         sampling = Sampling(self.generator.engine, s["temperature"], s["max_new_tokens"])
-        limits = TrainerSettings(1, micro_batch_tokens=s["micro_batch_tokens"], max_grad_norm=s["max_grad_norm"] or float("inf"))
-        return experiment(self.generator.policy, algorithm, seed=s["seed"], generation=sampling, trainer=limits)
+        limits = TrainerSettings(
+            1,
+            micro_batch_tokens=s["micro_batch_tokens"],
+            max_grad_norm=s["max_grad_norm"] or float("inf"),
+        )
+        return experiment(
+            self.generator.policy, algorithm, seed=s["seed"], generation=sampling, trainer=limits
+        )
 
     def generate_with_values(
         self, prompts: Sequence[Any], max_new_tokens: int = 512, temperature: float | None = None
     ) -> tuple[list[tuple[str, str]], list[Tensor], list[Tensor], list[list[int]]]:
         """Of each reply (thinking, content), log-probs [T], values [T] of the states before its tokens, and its token ids [T]."""
-        rollouts = begun(self.generator.policy, self.generator.replies(prompts, max_new_tokens, temperature))
+        rollouts = begun(
+            self.generator.policy, self.generator.replies(prompts, max_new_tokens, temperature)
+        )
         steps = [r.steps[0] for r in rollouts]
-        logprobs, tokens = [torch.tensor(s.logprobs) for s in steps], [list(s.response_ids) for s in steps]
+        logprobs, tokens = (
+            [torch.tensor(s.logprobs) for s in steps],
+            [list(s.response_ids) for s in steps],
+        )
         return [(s.thinking, s.content) for s in steps], logprobs, self._values(rollouts), tokens
 
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The value before each sampled token of rollouts with one step [T]."""
         batch = self.learner.assembled(rollouts)
-        found: Any = batch_logprobs(self.learner, self.model, batch, critic=self.learner.critic).values
+        found: Any = batch_logprobs(
+            self.learner, self.model, batch, critic=self.learner.critic
+        ).values
         return [values[mask].cpu() for values, mask in zip(found, batch.response_mask, strict=True)]
 
-    def train_step(self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32) -> dict[str, float]:
+    def train_step(
+        self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32
+    ) -> dict[str, float]:
         """One step of the learner on rollouts with advantages; a minibatch has about `batch_size` steps, of whole rollouts. Its metrics."""
         trained = [r for r in (core_rollout(r, group=i) for i, r in enumerate(rollouts)) if r.steps]
         if not trained:
             return {}
         steps = sum(len(r.steps) for r in trained)
-        self.learner.configured = self._experiment(n_epochs, max(1, min(len(trained), -(-steps // batch_size))))
+        self.learner.configured = self._experiment(
+            n_epochs, max(1, min(len(trained), -(-steps // batch_size)))
+        )
         self.learner.settle(exact=False)
         self.model.eval()  # no dropout: sampler and trainer are to see one policy
         row = self.learner.step(trained)
         self.generator.version = self.learner.rl_step
         named = {"policy_loss": row["loss/policy"], "value_loss": row["value/loss"]}
-        named |= {"total_loss": row["loss/policy"] + self.settings["vf_coef"] * row["value/loss"], "approx_kl": row["kl/old"]}
+        named |= {
+            "total_loss": row["loss/policy"] + self.settings["vf_coef"] * row["value/loss"],
+            "approx_kl": row["kl/old"],
+        }
         return named | {"clipfrac": row["clip/low_frac"] + row["clip/high_frac"]} | row
 
     def train(
@@ -191,22 +270,37 @@ class RLTrainer:
         for _ in range(n_iterations):
             manager = RolloutManager(self.generator, n_rollouts_per_iter, max_steps)
             manager.initialize_rollouts(initial_prompts_generator(n_rollouts_per_iter))
-            manager.run_rollouts(prompt_generator_function, termination_function, self.settings["max_new_tokens"])
+            manager.run_rollouts(
+                prompt_generator_function, termination_function, self.settings["max_new_tokens"]
+            )
             manager.assign_rewards(reward_function)
             self.add_values(manager.rollouts)
-            compute_advantages_and_returns(manager.rollouts, self.settings["gamma"], self.settings["lam"])
-            stats = self.train_step(manager.rollouts, self.settings["ppo_epochs"], self.settings["batch_size"])
+            compute_advantages_and_returns(
+                manager.rollouts, self.settings["gamma"], self.settings["lam"]
+            )
+            stats = self.train_step(
+                manager.rollouts, self.settings["ppo_epochs"], self.settings["batch_size"]
+            )
             iteration, summary = len(self.training_stats) + 1, manager.get_rollout_summary()
-            self.training_stats.append({"iteration": iteration, "rollout_summary": summary, "training_stats": stats})
-            losses = "  ".join(f"{name} {stats.get(name, 0):.4f}" for name in ("policy_loss", "value_loss", "approx_kl"))
-            print(f"iteration {iteration}  reward {summary['avg_reward']:.2f}  steps {summary['avg_steps']:.2f}  {losses}")
+            self.training_stats.append(
+                {"iteration": iteration, "rollout_summary": summary, "training_stats": stats}
+            )
+            losses = "  ".join(
+                f"{name} {stats.get(name, 0):.4f}"
+                for name in ("policy_loss", "value_loss", "approx_kl")
+            )
+            print(
+                f"iteration {iteration}  reward {summary['avg_reward']:.2f}  steps {summary['avg_steps']:.2f}  {losses}"
+            )
             if self.settings["save_interval"] and iteration % self.settings["save_interval"] == 0:
                 self.save_checkpoint(f"checkpoint_iter_{iteration}.pt")
         return self.training_stats
 
     def add_values(self, rollouts: Sequence[RolloutData]) -> None:
         """Writes `values` [1] into the steps: the value of the state before the reply."""
-        steps = [s for r in rollouts for s in r.steps if isinstance(s, RLStepData) and s.response_tokens]
+        steps = [
+            s for r in rollouts for s in r.steps if isinstance(s, RLStepData) and s.response_tokens
+        ]
         alone = [core_rollout(RolloutData(i, "", [s]), group=i) for i, s in enumerate(steps)]
         for step, values in zip(steps, self._values(alone) if alone else (), strict=True):
             step.values = values[:1]
@@ -214,7 +308,11 @@ class RLTrainer:
     def save_checkpoint(self, filepath: str | Path) -> None:
         """Writes all that decides the iterations to come; `load_checkpoint` goes on from there."""
         nets = {f"{name}_state_dict": getattr(self, name).state_dict() for name in SAVED}
-        rest = {"training_stats": self.training_stats, "config": self.config, "calls": self.generator.calls}
+        rest = {
+            "training_stats": self.training_stats,
+            "config": self.config,
+            "calls": self.generator.calls,
+        }
         torch.save({**nets, **rest, "learner": self.learner.saved()}, filepath)
 
     def load_checkpoint(self, filepath: str | Path) -> None:
@@ -223,7 +321,11 @@ class RLTrainer:
         for name in SAVED:
             getattr(self, name).load_state_dict(kept[f"{name}_state_dict"])
         self.learner.load({"rlkit": kept["learner"]})
-        self.training_stats, self.generator.calls, self.generator.version = kept["training_stats"], kept["calls"], self.learner.rl_step
+        self.training_stats, self.generator.calls, self.generator.version = (
+            kept["training_stats"],
+            kept["calls"],
+            self.learner.rl_step,
+        )
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -232,7 +334,12 @@ DEFAULTS: Mapping[str, Any] = {
     "seed": 0, "micro_batch_tokens": 16384,
 }  # fmt: skip
 SAVED = ("model", "value_head", "policy_optimizer", "value_optimizer")
-INITIAL_PROMPTS = ("What is 17 times 24?", "Tell a short story.", "Explain how a bicycle stays upright.", "What is wrong with print(1?")
+INITIAL_PROMPTS = (
+    "What is 17 times 24?",
+    "Tell a short story.",
+    "Explain how a bicycle stays upright.",
+    "What is wrong with print(1?",
+)
 
 
 def generate_initial_prompts(n: int) -> list[str]:

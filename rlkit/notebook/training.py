@@ -21,7 +21,14 @@ from rlkit.episodes.stream import StreamState, order_of_parts
 from rlkit.notebook.borrowed import Share, experiment, given
 from rlkit.notebook.checkpoints import save_checkpoint
 from rlkit.notebook.configs import core_of, get_algorithm_config
-from rlkit.notebook.data import GenerationConfig, Hook, Prompt, TrainingConfig, TrainingState, as_task
+from rlkit.notebook.data import (
+    GenerationConfig,
+    Hook,
+    Prompt,
+    TrainingConfig,
+    TrainingState,
+    as_task,
+)
 from rlkit.notebook.generation import drawn_seed, engine_of, load_model, load_tokenizer, policy_of
 from rlkit.notebook.hooks import with_hooks
 from rlkit.notebook.kl import UpdateHook, create_reference_model, update_reference_model
@@ -55,10 +62,19 @@ class IterationLearner(Learner):
     """A learner of an iteration's arguments. parts: of the Experiment. hooks: those of `with_hooks`."""
 
     def __init__(
-        self, policy: Policy, optimizer: Any, config: TrainingConfig, ref_model: Any, ref_update_fn: Hook, parts: Any, **hooks: Any
+        self,
+        policy: Policy,
+        optimizer: Any,
+        config: TrainingConfig,
+        ref_model: Any,
+        ref_update_fn: Hook,
+        parts: Any,
+        **hooks: Any,
     ):
         micro_batch_tokens = hooks.pop("micro_batch_tokens", 16384)
-        algorithm, kl = with_hooks(weakref.proxy(self), config, **hooks)  # caches keep parts for longer than a learner
+        algorithm, kl = with_hooks(
+            weakref.proxy(self), config, **hooks
+        )  # caches keep parts for longer than a learner
         if ref_update_fn is not None:
             kl = kl._replace(estimator=kl.estimator or F.k3, coef=kl.coef or MEASURED)
         run = RUNS.get(optimizer)
@@ -70,8 +86,15 @@ class IterationLearner(Learner):
             policy,
             algorithm,
             kl=kl if ref_model is not None else KL("none"),
-            reference=given(ref_model, ref_update_fn and partial(update_reference_model, update_fn=ref_update_fn)),
-            trainer=TrainerSettings(steps=steps, micro_batch_tokens=limit, max_grad_norm=config.max_grad_norm or math.inf),
+            reference=given(
+                ref_model,
+                ref_update_fn and partial(update_reference_model, update_fn=ref_update_fn),
+            ),
+            trainer=TrainerSettings(
+                steps=steps,
+                micro_batch_tokens=limit,
+                max_grad_norm=config.max_grad_norm or math.inf,
+            ),
             **parts,
         )
         super().__init__(x, policy)
@@ -83,7 +106,9 @@ class IterationLearner(Learner):
         """The run's, or a new one, whose parameters join the optimizer."""
         if self.own_critic is None and (made := super().make_critic()) is not None:
             self.own_critic = made
-            self.optimizer.add_param_group({"params": list(made.parameters()), "lr": self.config.value_learning_rate})
+            self.optimizer.add_param_group(
+                {"params": list(made.parameters()), "lr": self.config.value_learning_rate}
+            )
         return self.own_critic if self.x.algorithm.critic.active else None
 
     def make_optimizers(self) -> list[Any]:
@@ -93,7 +118,9 @@ class IterationLearner(Learner):
 
     def iterate(self, tasks: Sequence[Task], stream: StreamState) -> TrainingState:
         x = self.begin()
-        sampled, trained, stream = experience(x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock)
+        sampled, trained, stream = experience(
+            x, self.policy, tasks, stream, step=self.rl_step, clock=self.clock
+        )
         metrics = self.step(sampled, trained)
         RUNS[self.optimizer] = Run(self.saved(), self.own_critic, x.generation.engine, stream)
         row = {short: float(metrics[name]) for short, name in NAMES.items()} | metrics
@@ -128,12 +155,21 @@ def training_iteration(
     """
     _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
     seed, run = drawn_seed(seed), RUNS.get(optimizer)
-    tasks, stream = [as_task(prompt, i) for i, prompt in enumerate(prompts)], run.stream if run and batch_size else StreamState()
+    tasks, stream = (
+        [as_task(prompt, i) for i, prompt in enumerate(prompts)],
+        run.stream if run and batch_size else StreamState(),
+    )
     if batch_size is None:
-        places = order_of_parts(tasks, seed, 0)  # the stream draws the task at places[i] as its i-th
-        tasks = [task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])]
+        places = order_of_parts(
+            tasks, seed, 0
+        )  # the stream draws the task at places[i] as its i-th
+        tasks = [
+            task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])
+        ]
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
-    policy = policy_of(model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking)
+    policy = policy_of(
+        model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking
+    )
     params, reward = gen_config.params, as_reward(reward_fn, aggregator)
     engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
     parts = {
@@ -146,7 +182,9 @@ def training_iteration(
     was_training = model.training
     model.eval()  # no dropout: sampler and trainer are to see one policy
     try:
-        return IterationLearner(policy, optimizer, train_config, ref_model, ref_update_fn, parts, **hooks).iterate(tasks, stream)
+        return IterationLearner(
+            policy, optimizer, train_config, ref_model, ref_update_fn, parts, **hooks
+        ).iterate(tasks, stream)
     finally:
         model.train(was_training)
 
@@ -155,11 +193,19 @@ def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, 
     """Says what has no effect. Raises: ValueError for a hook that has none."""
     for name, hook in (("ref_update_fn", ref_update_fn), ("kl_fn", kl_fn)):
         if hook is not None and ref_model is None:
-            raise ValueError(f"{name} is given, and no ref_model; give one, such as create_reference_model(model)")
+            raise ValueError(
+                f"{name} is given, and no ref_model; give one, such as create_reference_model(model)"
+            )
     if kl.coef and ref_model is None:
-        warnings.warn(f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)", stacklevel=3)
+        warnings.warn(
+            f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)",
+            stacklevel=3,
+        )
     if config.do_sample and (config.top_p < 1 or config.top_k):
-        warnings.warn("training samples the full distribution: top_p and top_k are taken as 1 and 0", stacklevel=3)
+        warnings.warn(
+            "training samples the full distribution: top_p and top_k are taken as 1 and 0",
+            stacklevel=3,
+        )
 
 
 def train(
@@ -193,17 +239,34 @@ def train(
     optimizer_fn: (parameters, lr=learning_rate) → optimizer. hooks: of `training_iteration`; pair_selector acts while there are pairs.
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
-    model = load_model(model_name, use_lora=True, model_loader=model_loader) if isinstance(model_name, str) else model_name
+    model = (
+        load_model(model_name, use_lora=True, model_loader=model_loader)
+        if isinstance(model_name, str)
+        else model_name
+    )
     ref_model = create_reference_model(model, ref_model_fn) if use_ref_model else None
     optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-    ema, tokens, seed, update_fn = dict[str, float](), 0, drawn_seed(seed), hooks.pop("ref_update_fn", None)
+    ema, tokens, seed, update_fn = (
+        dict[str, float](),
+        0,
+        drawn_seed(seed),
+        hooks.pop("ref_update_fn", None),
+    )
     os.makedirs(output_dir, exist_ok=True)
     for step in range(num_steps):
         numbers = {"kl_coef": kl_coef if use_ref_model else 0.0, "learning_rate": learning_rate}
-        config = train_config or get_algorithm_config(step, switch_strategy or (lambda _: algorithm), **numbers)
-        acting = {key: hook for key, hook in hooks.items() if key != "pair_selector" or config.algorithm == "dapo" or not switch_strategy}
+        config = train_config or get_algorithm_config(
+            step, switch_strategy or (lambda _: algorithm), **numbers
+        )
+        acting = {
+            key: hook
+            for key, hook in hooks.items()
+            if key != "pair_selector" or config.algorithm == "dapo" or not switch_strategy
+        }
         given_once = gen_config, config, reward_fn, optimizer, ref_model, update_fn
-        state = training_iteration(model, tokenizer, prompts, *given_once, batch_size=batch_size, seed=seed, **acting)
+        state = training_iteration(
+            model, tokenizer, prompts, *given_once, batch_size=batch_size, seed=seed, **acting
+        )
         ema, tokens = update_ema_metrics(state.metrics, ema), tokens + state.total_tokens
         (log_fn or partial(_say, num_steps, tokens))(state._replace(ema_metrics=ema))
         if (step + 1) % save_every == 0:
@@ -216,7 +279,15 @@ def _say(steps: int, tokens: int, state: TrainingState) -> None:
     print(f"step {state.step}/{steps}  loss {loss:.4f}  reward {reward:.3f}  tokens {tokens:,}")
 
 
-def update_ema_metrics(current_metrics: Mapping[str, float], ema_metrics: Mapping[str, float], momentum: float = 0.9) -> dict[str, float]:
+def update_ema_metrics(
+    current_metrics: Mapping[str, float], ema_metrics: Mapping[str, float], momentum: float = 0.9
+) -> dict[str, float]:
     """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a value that is not finite changes nothing."""
     finite = {name: value for name, value in current_metrics.items() if math.isfinite(value)}
-    return {**ema_metrics, **{name: momentum * ema_metrics.get(name, value) + (1 - momentum) * value for name, value in finite.items()}}
+    return {
+        **ema_metrics,
+        **{
+            name: momentum * ema_metrics.get(name, value) + (1 - momentum) * value
+            for name, value in finite.items()
+        },
+    }

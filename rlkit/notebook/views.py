@@ -29,48 +29,88 @@ def call_as_given(call: types.ToolCall) -> Mapping[str, Any]:
     return call.arguments.call if isinstance(call.arguments, Arguments) else as_dict(call)
 
 
-def view(episode: types.Rollout, *, logprobs: Tensor | None = None, kl_penalty: float = 0.0, whole: bool = False) -> Rollout:
+def view(
+    episode: types.Rollout,
+    *,
+    logprobs: Tensor | None = None,
+    kl_penalty: float = 0.0,
+    whole: bool = False,
+) -> Rollout:
     """An episode as the document has rollouts, its reward less kl_penalty.
 
     logprobs: [T] of the tokens, in place of the sampler's. whole: the tokens of all replies, as a loss needs them; else of the last one.
     """
     steps = episode.steps if whole else episode.steps[-1:]
     ids = [step.response_ids[i] for step in steps for i in step.sampled]
-    own = torch.tensor([step.logprobs[i] for step in steps for i in step.sampled]) if logprobs is None else logprobs
-    said = {"thinking": steps[-1].thinking, "finish_reason": steps[-1].finish_reason} if steps else {}
-    tokens, mask = torch.tensor(ids, dtype=torch.int64, device=own.device), torch.ones_like(own.detach())
+    own = (
+        torch.tensor([step.logprobs[i] for step in steps for i in step.sampled])
+        if logprobs is None
+        else logprobs
+    )
+    said = (
+        {"thinking": steps[-1].thinking, "finish_reason": steps[-1].finish_reason} if steps else {}
+    )
+    tokens, mask = (
+        torch.tensor(ids, dtype=torch.int64, device=own.device),
+        torch.ones_like(own.detach()),
+    )
     reward = None if episode.reward is None else episode.reward - kl_penalty
     metadata = {**episode.metadata, "episode": episode, "rewards": episode.rewards}
-    prompt = next((m.get("content", "") for m in reversed(episode.task.messages) if m["role"] == "user"), "")
+    prompt = next(
+        (m.get("content", "") for m in reversed(episode.task.messages) if m["role"] == "user"), ""
+    )
     generation = Generation(episode.final_content, tokens, own, mask, said)
     return Rollout(prompt, generation, reward, kl_penalty, conversation_of(episode), metadata)
 
 
 def conversation_of(episode: types.Rollout) -> Conversation:
     """The messages of an episode, thinking left out."""
-    results = {r.id: {"id": r.id, "name": r.name, "ok": r.ok} for step in episode.steps for r in step.tool_results}
+    results = {
+        r.id: {"id": r.id, "name": r.name, "ok": r.ok}
+        for step in episode.steps
+        for r in step.tool_results
+    }
     calls = iter([call_as_given(call) for call in step.tool_calls] for step in episode.steps)
     messages = []
     for m in episode.history(len(episode.steps), thinking=False):
         ours = next(calls, []) if m["role"] == "assistant" else []
-        messages.append(Message(m["role"], m.get("content", ""), tuple(ours), results.get(m.get("tool_call_id", ""), {})))
+        messages.append(
+            Message(
+                m["role"],
+                m.get("content", ""),
+                tuple(ours),
+                results.get(m.get("tool_call_id", ""), {}),
+            )
+        )
     return Conversation(tuple(messages))
 
 
-def as_reward(reward_fn: Any, aggregator: Hook = None, vectors: dict[int, np.ndarray] | None = None) -> Reward:
+def as_reward(
+    reward_fn: Any, aggregator: Hook = None, vectors: dict[int, np.ndarray] | None = None
+) -> Reward:
     """A reward function or a list of them as a Reward of the core; `vectors` takes the vectors that it gives, by the prompt's position."""
     if isinstance(reward_fn, Reward):
         return reward_fn
     mean: Callable[..., float] = aggregator or (lambda vector: float(np.mean(vector)))
     if callable(reward_fn):
-        return Reward("reward_fn", {"reward_fn": Term(1.0, _of_view(reward_fn, mean, vectors))}, weighted_sum)
+        return Reward(
+            "reward_fn", {"reward_fn": Term(1.0, _of_view(reward_fn, mean, vectors))}, weighted_sum
+        )
     names = [getattr(fn, "__name__", "reward_fn") for fn in reward_fn]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
-    terms = {name: Term(1.0, _of_view(fn, mean, None)) for name, fn in zip(names, reward_fn, strict=True)}
-    return Reward("reward_fns", terms, lambda scores, weights: float(mean(np.array(list(scores.values())))))
+    terms = {
+        name: Term(1.0, _of_view(fn, mean, None)) for name, fn in zip(names, reward_fn, strict=True)
+    }
+    return Reward(
+        "reward_fns", terms, lambda scores, weights: float(mean(np.array(list(scores.values()))))
+    )
 
 
-def _of_view(reward_fn: Callable[..., Any], aggregator: Callable[..., float], vectors: dict[int, np.ndarray] | None) -> Callable[..., Any]:
+def _of_view(
+    reward_fn: Callable[..., Any],
+    aggregator: Callable[..., float],
+    vectors: dict[int, np.ndarray] | None,
+) -> Callable[..., Any]:
     """A reward function that is given views, and whose vectors become numbers."""
 
     def number(found: Any, episode: types.Rollout) -> Any:
@@ -98,18 +138,26 @@ def stacked(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
         raise ValueError("a rollout has no log-probs; give generate(…, compute_logprobs=True)")
     pad = torch.nn.utils.rnn.pad_sequence
     logprobs = pad([r.generation.logprobs for r in rollouts], batch_first=True)  # type: ignore[misc]
-    return logprobs, pad([r.generation.valid_mask.bool() for r in rollouts], batch_first=True).to(logprobs.device)
+    return logprobs, pad([r.generation.valid_mask.bool() for r in rollouts], batch_first=True).to(
+        logprobs.device
+    )
 
 
 def task_rewards(rollouts: Sequence[Rollout]) -> Tensor:
     """[B] rewards before the KL penalty, nan where there is none. Raises: ValueError for a vector."""
     if any(np.ndim(r.reward) > 0 for r in rollouts if r.reward is not None):
-        raise ValueError("a rollout's reward is a vector; make it a number with aggregate_vector_rewards before training on it")
-    return torch.tensor([float("nan") if r.reward is None else float(r.reward) + r.kl_penalty for r in rollouts])
+        raise ValueError(
+            "a rollout's reward is a vector; make it a number with aggregate_vector_rewards before training on it"
+        )
+    return torch.tensor(
+        [float("nan") if r.reward is None else float(r.reward) + r.kl_penalty for r in rollouts]
+    )
 
 
 def groups(rollouts: Sequence[Rollout]) -> Tensor:
     """[B] int64: rollouts of one prompt share a number."""
     kept = [r.metadata.get("episode") for r in rollouts]
-    keys = [r.prompt if e is None else str(e.task.messages) for r, e in zip(rollouts, kept, strict=True)]
+    keys = [
+        r.prompt if e is None else str(e.task.messages) for r, e in zip(rollouts, kept, strict=True)
+    ]
     return torch.tensor([keys.index(key) for key in keys])

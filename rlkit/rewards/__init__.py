@@ -7,14 +7,49 @@ from rlkit.rewards._math_verify import math_verify
 from rlkit.rewards._normalise import Moments, normalise, update_moments
 from rlkit.rewards._numeric import extract_answer, numeric, parse_number
 from rlkit.rewards._reasoning_gym import reasoning_gym
-from rlkit.rewards._score import Reward, RewardError, Term, Verdict, final_answer, reads_truth, reads_truths, score, score_spread
+from rlkit.rewards._score import (
+    Reward,
+    RewardError,
+    Term,
+    Verdict,
+    final_answer,
+    reads_truth,
+    reads_truths,
+    score,
+    score_spread,
+)
 from rlkit.rewards._verifiers import verifiers
-from rlkit.rewards.aggregators import batched, group_normalised, largest, mean, product, smallest, weighted_sum
-from rlkit.rewards.behaviour import environment, few_turns, length, repetition, soft_length, tool_usage
+from rlkit.rewards.aggregators import (
+    batched,
+    group_normalised,
+    largest,
+    mean,
+    product,
+    smallest,
+    weighted_sum,
+)
+from rlkit.rewards.behaviour import (
+    environment,
+    few_turns,
+    length,
+    repetition,
+    soft_length,
+    tool_usage,
+)
 from rlkit.rewards.lists import listed, paid, priced
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.types import RewardFn
 
 # mypy fails where one of these is no reward of a rollout; those that are marked `batched` take a list.
-_CHECKED: tuple[RewardFn, ...] = (contains, environment, exact_match, few_turns, format_match, length, numeric, repetition, soft_length)
+_CHECKED: tuple[RewardFn, ...] = (
+    contains,
+    environment,
+    exact_match,
+    few_turns,
+    format_match,
+    length,
+    numeric,
+    repetition,
+    soft_length,
+)
 _CHECKED_TOO: tuple[RewardFn, ...] = (tool_usage, verifiers, reasoning_gym)

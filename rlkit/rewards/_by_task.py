@@ -11,12 +11,20 @@ from rlkit.rewards.aggregators import batched
 from rlkit.types import Rollout, Task, safe
 
 
-def _truth_problems(tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]) -> list[str]:
+def _truth_problems(
+    tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]
+) -> list[str]:
     """What the reward says that each row names; an unknown name is refused when it is asked for."""
     problems: dict[int, str] = {}
     for name in dict.fromkeys(task.reward for task in tasks):
         places = [i for i, task in enumerate(tasks) if task.reward == name and name in rewards]
-        problems |= dict(zip(places, truth_problems(rewards[name], [tasks[i] for i in places]), strict=True)) if places else {}
+        problems |= (
+            dict(
+                zip(places, truth_problems(rewards[name], [tasks[i] for i in places]), strict=True)
+            )
+            if places
+            else {}
+        )
     return [problems.get(i, "") for i in range(len(tasks))]
 
 
@@ -41,6 +49,8 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
     values: list[Any] = [None] * len(rollouts)
     for name in dict.fromkeys(rollout.task.reward for rollout in rollouts):
         places = [i for i, rollout in enumerate(rollouts) if rollout.task.reward == name]
-        for i, value in zip(places, called_on(Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True):
+        for i, value in zip(
+            places, called_on(Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True
+        ):
             values[i] = value
     return values

@@ -13,7 +13,17 @@ from rlkit.errors import DataError
 from rlkit.rewards._score import Verdict, final_answer
 from rlkit.rewards.aggregators import batched
 from rlkit.rewards.fences import code_blocks
-from rlkit.sandbox import Check, Job, Outcome, Sandbox, SandboxError, Unsplittable, passes, run_many, split
+from rlkit.sandbox import (
+    Check,
+    Job,
+    Outcome,
+    Sandbox,
+    SandboxError,
+    Unsplittable,
+    passes,
+    run_many,
+    split,
+)
 from rlkit.types import Rollout, Task, gives
 
 
@@ -61,20 +71,30 @@ def code_exec(
             return None
         if judgement.status == "unrun":
             return SandboxError(judgement.detail)
-        share = judgement.passed / judgement.total if credit == "share" else float(judgement.status == "ok")
+        share = (
+            judgement.passed / judgement.total
+            if credit == "share"
+            else float(judgement.status == "ok")
+        )
         return Verdict(wrong + (correct - wrong) * share, judgement.status)
 
     return [value(judgement) for judgement in judgements(rollouts, sandbox=sandbox)]
 
 
-def judgements(rollouts: Sequence[Rollout], *, sandbox: Sandbox | None = None) -> list[Judgement | None]:
+def judgements(
+    rollouts: Sequence[Rollout], *, sandbox: Sandbox | None = None
+) -> list[Judgement | None]:
     """What became of each rollout's program, with its status for a log; None for a task without tests. See `code_exec`."""
     checks = [tests_of(rollout.task) for rollout in rollouts]
     jobs = [_job(rollout, tests) for rollout, tests in zip(rollouts, checks, strict=True)]
     distinct = list(dict.fromkeys(job for job in jobs if job))
     outcomes = dict(zip(distinct, run_many(distinct, sandbox), strict=True))
     return [
-        None if not tests else Judgement("unparseable", 0, len(tests), detail="no code") if job is None else _judged(outcomes[job], tests)
+        None
+        if not tests
+        else Judgement("unparseable", 0, len(tests), detail="no code")
+        if job is None
+        else _judged(outcomes[job], tests)
         for job, tests in zip(jobs, checks, strict=True)
     ]
 
@@ -91,9 +111,17 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
     'a = 1'
     """
     blocks = code_blocks(text)
-    ranked = [block for language in ("python", "unmarked", "other") for block in reversed(blocks) if block.language == language]
+    ranked = [
+        block
+        for language in ("python", "unmarked", "other")
+        for block in reversed(blocks)
+        if block.language == language
+    ]
     either = "|".join(map(re.escape, names))
-    definition = re.compile(rf"^(?:(?:async[ \t]+)?def|class)[ \t]+(?:{either})\b|^(?:{either})[ \t]*=(?!=)", re.MULTILINE)
+    definition = re.compile(
+        rf"^(?:(?:async[ \t]+)?def|class)[ \t]+(?:{either})\b|^(?:{either})[ \t]*=(?!=)",
+        re.MULTILINE,
+    )
     defining = (block.code for block in ranked if names and definition.search(block.code))
     programs = (block.code for block in ranked if block.language != "other")
     return next(itertools.chain(defining, programs), text)
@@ -101,7 +129,12 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
 
 def _called(calls: Sequence[str]) -> set[str]:
     """The names that tests use and Python does not define itself."""
-    found = {node.id for call in calls for node in ast.walk(ast.parse(call, mode="eval")) if isinstance(node, ast.Name)}
+    found = {
+        node.id
+        for call in calls
+        for node in ast.walk(ast.parse(call, mode="eval"))
+        if isinstance(node, ast.Name)
+    }
     return found - set(dir(builtins))
 
 
@@ -131,14 +164,18 @@ def _judged(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgemen
     if isinstance(outcome, SandboxError):
         return Judgement("unrun", 0, len(tests), detail=str(outcome))
     given = iter(outcome.results)
-    answers = [tuple(itertools.islice(given, len(check.calls))) for check in tests]  # fewer where the program ended before them
+    answers = [
+        tuple(itertools.islice(given, len(check.calls))) for check in tests
+    ]  # fewer where the program ended before them
     right = [passes(check, *results) for check, results in zip(tests, answers, strict=True)]
     judgement = Judgement("wrong", sum(right), len(tests), outcome.seconds)
     if outcome.status == "timeout":
         return judgement._replace(status="timeout", detail=f"more than {outcome.seconds:.1f} s")
     if outcome.status == "error":
         syntax = outcome.error.startswith(("SyntaxError", "IndentationError", "TabError"))
-        return judgement._replace(status="unparseable" if syntax else "error", passed=0, detail=outcome.error)
+        return judgement._replace(
+            status="unparseable" if syntax else "error", passed=0, detail=outcome.error
+        )
     if outcome.status != "ok":
         return judgement._replace(status="error", passed=0, detail=outcome.status)
     if judgement.passed == judgement.total:

@@ -37,7 +37,10 @@ DELIMITER = re.compile(r"\\?\$|(?<!\\)\\[()\[\]]")
 PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|\bpercent\b)")
 REPEATING = re.compile(r"(\d{0,50})\.(\d{0,50})\\(?:overline|bar)\s*\{(\d{1,50})\}")
 COMMAND = re.compile(r"\\(?:begin|end|text\w*|math\w+|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
-NAMES = re.compile("and|or|sqrt|infinity|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|max|min|gcd|lcm", re.I)
+NAMES = re.compile(
+    "and|or|sqrt|infinity|sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|max|min|gcd|lcm",
+    re.I,
+)
 UNIT = re.compile(r"(.*[\d)}\]])\s*([A-Za-z][A-Za-z .]*)", re.DOTALL)
 WRAPPER = re.compile(r"\\(?:text\w*|math(?:rm|bf|it)|mbox)\s*(?=\{)|\s")
 BASE = re.compile(r"\d_\{?(\d+)\}?\s*$")
@@ -69,13 +72,20 @@ def formula(text: str) -> str:
 def _repeating(found: re.Match[str]) -> str:
     r"""0.1\overline{6} = (16 - 1) / 90."""
     whole, fixed, period = found.groups()
-    value = Fraction(int(whole + fixed + period) - int(whole + fixed or 0), 10 ** len(fixed) * (10 ** len(period) - 1))
+    value = Fraction(
+        int(whole + fixed + period) - int(whole + fixed or 0),
+        10 ** len(fixed) * (10 ** len(period) - 1),
+    )
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _words(text: str, *, longer_than: int = 1) -> list[str]:
     r"""Words outside of LaTeX commands and \text{…}."""
-    return [word for word in re.findall("[A-Za-z]+", COMMAND.sub(" ", text)) if len(word) > longer_than and not NAMES.fullmatch(word)]
+    return [
+        word
+        for word in re.findall("[A-Za-z]+", COMMAND.sub(" ", text))
+        if len(word) > longer_than and not NAMES.fullmatch(word)
+    ]
 
 
 def boxed(text: str) -> str | None:
@@ -106,7 +116,9 @@ def marked(reply: str) -> str | None:
         return inside
     ends = [found.end() for found in MARKER.finditer(reply)]
     segments = [reply[end:].partition("\n")[0] for end in reversed(ends[-10:])]
-    return next((segment for text in (*segments, reply) if _alone(segment := text.strip(" \n*"))), None)
+    return next(
+        (segment for text in (*segments, reply) if _alone(segment := text.strip(" \n*"))), None
+    )
 
 
 def _alone(text: str) -> bool:
@@ -147,7 +159,9 @@ class Judge:
 
     def __init__(self, package: ModuleType) -> None:
         self.package = package
-        self.latex = partial(package.parse, extraction_config=[package.LatexExtractionConfig()], parsing_timeout=None)
+        self.latex = partial(
+            package.parse, extraction_config=[package.LatexExtractionConfig()], parsing_timeout=None
+        )
         self.truth = lru_cache(maxsize=256)(self._truth)  # the samples of a prompt share one
 
     def __call__(self, truth: str, answer: str | None = None) -> str:
@@ -160,7 +174,11 @@ class Judge:
         given = self.given(answer, said)
         if not given:
             return "unparseable"
-        bases = {found[1] for text in (bare, said or "") if (found := BASE.search(DELIMITER.sub("", text)))}
+        bases = {
+            found[1]
+            for text in (bare, said or "")
+            if (found := BASE.search(DELIMITER.sub("", text)))
+        }
         if len(bases) > 1:  # the package drops the base
             return "different"
         return "equal" if self.package.verify(gold, given, timeout_seconds=None) else "different"
@@ -181,7 +199,9 @@ class Judge:
         if said is not None:
             whole = formula(said.replace("\n", " "))
             return [] if unreadable(whole) else list(self.latex(rf"\boxed{{{whole}}}"))
-        text = INLINE.sub(lambda found: found[1] + formula(found[2]) + found[3], PERCENT.sub("", answer))
+        text = INLINE.sub(
+            lambda found: found[1] + formula(found[2]) + found[3], PERCENT.sub("", answer)
+        )
         found = self.latex(text) if "$" in text or r"\(" in text or r"\[" in text else []
         return list(found or self.package.parse(text, parsing_timeout=None))
 

@@ -34,7 +34,9 @@ CHILD = Path(__file__).with_name("_math_child.py")
 DEADLINE = 5.0  # seconds of processor time for one call
 START = 300.0  # seconds for a child to import sympy, on the slowest disk
 HUNG = 30.0  # times the deadline on the clock, after which the parent kills a child itself
-MEMORY = 2 * 2**30  # bytes of address space that a child may take; one whose caches outgrow it dies and is replaced
+MEMORY = (
+    2 * 2**30
+)  # bytes of address space that a child may take; one whose caches outgrow it dies and is replaced
 MOST = 16  # children; each takes some 100 MB
 _LOCK = Lock()
 _idle: list[subprocess.Popen[str]] = []
@@ -51,7 +53,13 @@ def _truth_problems(tasks: Sequence[Task], *, deadline: float = DEADLINE, **_: A
 @gives("raw")
 @reads_truths(_truth_problems)
 @batched
-def math_verify(rollouts: Sequence[Rollout], *, correct: float = 1.0, wrong: float = 0.0, deadline: float = DEADLINE) -> list[float]:
+def math_verify(
+    rollouts: Sequence[Rollout],
+    *,
+    correct: float = 1.0,
+    wrong: float = 0.0,
+    deadline: float = DEADLINE,
+) -> list[float]:
     r"""Whether each final reply's mathematical answer equals `task.answer`, as 0.5 equals 1/2.
 
     A truth is one answer, with or without delimiters: 2k+2, $[0,1)$, \text{east}, 15\%. Of a reply
@@ -80,12 +88,16 @@ def math_verify(rollouts: Sequence[Rollout], *, correct: float = 1.0, wrong: flo
     verdicts = [said.get(pair, "unparseable") for pair in answers]
     for rollout, verdict in zip(rollouts, verdicts, strict=True):
         if verdict not in value:
-            raise DataError(f"row {rollout.task.id}: the gold answer '{rollout.task.answer[:80]}' {_unread(verdict)}")
+            raise DataError(
+                f"row {rollout.task.id}: the gold answer '{rollout.task.answer[:80]}' {_unread(verdict)}"
+            )
     return [value[verdict] for verdict in verdicts]
 
 
 def _unread(reason: str) -> str:
-    why = {"timeout": "it takes longer than the deadline", "error": "math-verify dies on it"}.get(reason, reason)
+    why = {"timeout": "it takes longer than the deadline", "error": "math-verify dies on it"}.get(
+        reason, reason
+    )
     return f"cannot be read by math_verify: {why}; write one answer in LaTeX or plain text, or leave the row out"
 
 
@@ -144,7 +156,9 @@ def _take() -> subprocess.Popen[str]:
         raise ConfigError(
             f"the reward math_verify cannot import math-verify ({said}); {install('math')}, or choose reward=numeric for plain numbers"
         )
-    raise RuntimeError(f"math_verify cannot start: {reason or f'the process ended with status {status}'}")
+    raise RuntimeError(
+        f"math_verify cannot start: {reason or f'the process ended with status {status}'}"
+    )
 
 
 def _exchange(child: subprocess.Popen[str], line: str, seconds: float) -> str:

@@ -34,7 +34,11 @@ def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
         return moments
     n, mean = len(totals), math.fsum(totals) / len(totals)
     count, shift = moments.n + n, mean - moments.mean
-    squares = moments.squares + math.fsum((t - mean) ** 2 for t in totals) + shift**2 * moments.n * n / count
+    squares = (
+        moments.squares
+        + math.fsum((t - mean) ** 2 for t in totals)
+        + shift**2 * moments.n * n / count
+    )
     return Moments(count, moments.mean + shift * n / count, squares)
 
 
@@ -49,7 +53,9 @@ def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
         if r.reward is None
         else r._replace(
             reward=(r.reward - moments.mean) * scale,
-            steps=tuple(s if s.reward is None else s._replace(reward=s.reward * scale) for s in r.steps),
+            steps=tuple(
+                s if s.reward is None else s._replace(reward=s.reward * scale) for s in r.steps
+            ),
         )
         for r in rollouts
     ]

@@ -21,7 +21,10 @@ MAX_MARKERS = 100  # of a text that are looked at, from the last one on
 # ------------------------------------------------------------------------------------- the many ways of writing, as one
 
 CURRENCY = "$€£¥₹"
-FRACTIONS = {c: f" {unicodedata.normalize('NFKC', c).replace(chr(0x2044), '/')} " for c in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+FRACTIONS = {
+    c: f" {unicodedata.normalize('NFKC', c).replace(chr(0x2044), '/')} "
+    for c in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
 SPELLINGS = str.maketrans(
     dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-")
     | dict.fromkeys(f"{CURRENCY}\u00a0\u2009\u202f~`", " ")
@@ -32,17 +35,44 @@ SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+"
 PART = r"\s{0,9}-?\s{0,9}[0-9.,]{1,99}\s{0,9}"  # of a LaTeX fraction
 REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?=[$%])"), ""),
-    (re.compile(rf"(?<=[-+\u2212\u2013])[{CURRENCY}]\s?"), ""),  # -$18, before currencies become spaces
-    (re.compile(r"([-+\u2212\u2013])\s{0,9}(?:USD?|EUR|GBP|INR|Rs\.?)\s{0,9}(?=\.?[0-9])"), r"\1"),  # - Rs. 18
+    (
+        re.compile(rf"(?<=[-+\u2212\u2013])[{CURRENCY}]\s?"),
+        "",
+    ),  # -$18, before currencies become spaces
+    (
+        re.compile(r"([-+\u2212\u2013])\s{0,9}(?:USD?|EUR|GBP|INR|Rs\.?)\s{0,9}(?=\.?[0-9])"),
+        r"\1",
+    ),  # - Rs. 18
     (re.compile(r"<<[^<>]{0,200}>>"), ""),  # calculations as GSM8K writes them
     (re.compile(r"\{,\}(?=[0-9])"), ","),
-    (re.compile(r"(?<=[0-9]),?(?:\\[,!;: ]|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),  # 10\,000 and 10,\!000
-    (re.compile(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]++"), lambda found: "^{" + found[0].translate(SUPERSCRIPTS) + "}"),
+    (
+        re.compile(r"(?<=[0-9]),?(?:\\[,!;: ]|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))"),
+        ",",
+    ),  # 10\,000 and 10,\!000
+    (
+        re.compile(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]++"),
+        lambda found: "^{" + found[0].translate(SUPERSCRIPTS) + "}",
+    ),
     (re.compile(r"\*\*|\\[()\[\],!;: ]|\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])"), " "),
-    (re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|emph)\s{0,9}\{([^{}]{0,200})\}"), r" \1 "),
+    (
+        re.compile(
+            r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|emph)\s{0,9}\{([^{}]{0,200})\}"
+        ),
+        r" \1 ",
+    ),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
-    (re.compile(r"\^\s{0,9}(?:\{\s{0,9}\\circ\s{0,9}\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "°"),
-    (re.compile(rf"\\[dtc]?frac\s{{0,9}}(?:\{{({PART})\}}|([0-9]))\s{{0,9}}(?:\{{({PART})\}}|([0-9])(?![0-9]))"), r" \1\2/\3\4 "),
+    (
+        re.compile(
+            r"\^\s{0,9}(?:\{\s{0,9}\\circ\s{0,9}\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"
+        ),
+        "°",
+    ),
+    (
+        re.compile(
+            rf"\\[dtc]?frac\s{{0,9}}(?:\{{({PART})\}}|([0-9]))\s{{0,9}}(?:\{{({PART})\}}|([0-9])(?![0-9]))"
+        ),
+        r" \1\2/\3\4 ",
+    ),
 ]
 
 # ---------------------------------------------------------------------------------------- a number with an optional unit
@@ -58,17 +88,29 @@ VALUE = (
     rf"|\s{{0,9}}/\s{{0,9}}(?P<divisor>{DECIMAL}))?)"
     r"(?:\s{0,9}(?P<scale>(?i:hundred|thousand|million|billion|trillion))\b)?"
 )
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-NUMBER = re.compile(rf"(?:(?P<sign>[-+]|(?i:minus|negative|plus|positive)\b)\s{{0,9}})?(?:(?:USD?|EUR|GBP|INR|Rs\.?)\s{{0,9}})?{VALUE}")
+SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+NUMBER = re.compile(
+    rf"(?:(?P<sign>[-+]|(?i:minus|negative|plus|positive)\b)\s{{0,9}})?(?:(?:USD?|EUR|GBP|INR|Rs\.?)\s{{0,9}})?{VALUE}"
+)
 LETTER = r"[^\W\d_]"
 WORD = rf"{LETTER}++(?:['’.]{LETTER}++)*+(?:\s?\^(?:\{{-?[0-9]\}}|-?[0-9]))?"
-UNIT = re.compile(rf"\s*+(?:[%°](?:\s?{WORD})?|[(/]?\s*+{WORD})(?:(?:\s*[/*.)(-]\s*|\s+){WORD}){{0,5}}\s*+\)?")
+UNIT = re.compile(
+    rf"\s*+(?:[%°](?:\s?{WORD})?|[(/]?\s*+{WORD})(?:(?:\s*[/*.)(-]\s*|\s+){WORD}){{0,5}}\s*+\)?"
+)
 # Of one or two letters only these: in 2k and 3xy the letters are factors.
 SHORT_UNIT = re.compile(
     "[mgshlLJWVNAKCF]|[kcmnd][mg]|[mcd]?[lL]|lb|oz|ft|in|yd|mi|hr|yr|wk|mo|am|pm|st|nd|rd|th|sq|pt|qt|ha|cc|[kMG][WVJ]|m[VA]|Hz|[kKMGT]B|Pa|dB|[AW]h"
 )
 # Words that calculate: a text with one of them is more than a number and its unit.
-FRACTION_WORD = "half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
+FRACTION_WORD = (
+    "half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
+)
 NOT_UNIT = re.compile(
     "answer|and|or|plus|minus|divided|pi|tau|sqrt|root|squared|cubed|factorial|choose|mod|sin|cos|tan|log|ln|exp|half|halves|thirds?"
     "|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|hundred|thousand|[mbtr]+illion",
@@ -155,7 +197,9 @@ def parse_number(text: str) -> Fraction | None:
     (Fraction(5, 2), None, None)
     """
     text = text.strip()
-    if len(text) <= MAX_DIGITS and text.isascii() and text.removeprefix("-").isdigit():  # most truths; the rest takes fifty times as long
+    if (
+        len(text) <= MAX_DIGITS and text.isascii() and text.removeprefix("-").isdigit()
+    ):  # most truths; the rest takes fifty times as long
         return Fraction(int(text))
     return _whole(_plain(text)) if len(text) <= MAX_SEGMENT and "\n" not in text else None
 
@@ -186,7 +230,14 @@ def _truth(text: str) -> Fraction | None:
     """The number of a truth: of the whole text, or of what follows its last marker, as in a solution of GSM8K."""
     if (number := parse_number(text)) is not None:
         return number
-    last = next((segment for kind, segment in _segments(text) if _is_followed_by_number(kind, _plain(segment))), "")
+    last = next(
+        (
+            segment
+            for kind, segment in _segments(text)
+            if _is_followed_by_number(kind, _plain(segment))
+        ),
+        "",
+    )
     return parse_number(last)
 
 
@@ -217,8 +268,12 @@ def _is_unit(rest: str) -> bool:
     if not UNIT.fullmatch(rest):
         return False
     words = re.findall(rf"{LETTER}+", rest)
-    short = [word for word in words if len(word) == 1 and word != "a"] + [word for word in words[:1] if len(word) == 2]
-    return all(SHORT_UNIT.fullmatch(word) for word in short) and not any(NOT_UNIT.fullmatch(word) for word in words)
+    short = [word for word in words if len(word) == 1 and word != "a"] + [
+        word for word in words[:1] if len(word) == 2
+    ]
+    return all(SHORT_UNIT.fullmatch(word) for word in short) and not any(
+        NOT_UNIT.fullmatch(word) for word in words
+    )
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
@@ -254,7 +309,11 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
         segment = text[marker.end() : following.start() if following else len(text)].lstrip()
         if len(segment) > MAX_SEGMENT:  # a number at the cut is not read in part
             segment = segment[:MAX_SEGMENT].rpartition(" ")[0]
-        segment = _own(str(marker.lastgroup), segment, closed=following is not None and following.lastgroup == "end")
+        segment = _own(
+            str(marker.lastgroup),
+            segment,
+            closed=following is not None and following.lastgroup == "end",
+        )
         if HAS_NUMBER.search(segment):
             yield str(marker.lastgroup), segment
         following = marker
@@ -305,11 +364,15 @@ def _of_delimited(plain: str) -> Fraction | None:
 
 def _first(plain: str) -> Fraction | None:
     """The first expression of a plain text as a number, of an equation what stands behind its last "="; not 5 of "5 and a half"."""
-    expression = next((found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None)
+    expression = next(
+        (found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None
+    )
     if expression is None or GOES_ON.match(plain, expression.end()):
         return None
     sides = [side for side in expression.group().split("=") if HAS_NUMBER.search(side)]
-    clauses = [clause for clause in CLAUSE.split(sides[-1] if sides else "") if HAS_NUMBER.search(clause)]
+    clauses = [
+        clause for clause in CLAUSE.split(sides[-1] if sides else "") if HAS_NUMBER.search(clause)
+    ]
     if not clauses:
         return None
     text = BEFORE_NUMBER.sub("", clauses[0], count=1).rstrip(" \t\n.,:;!?*+/<>|=([{-\\")

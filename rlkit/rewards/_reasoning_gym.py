@@ -33,11 +33,16 @@ def reasoning_gym(rollout: Rollout) -> float:
 
     row = rollout.task.metadata.get("reasoning_gym")
     if row is None:
-        raise ConfigError(f"task {rollout.task.id!r} has no row of reasoning-gym; use task=reasoning_gym, or another reward")
+        raise ConfigError(
+            f"task {rollout.task.id!r} has no row of reasoning-gym; use task=reasoning_gym, or another reward"
+        )
     if (said := final_answer(rollout)) is None:
         return 0.0
     tagged = TAGGED.findall(said)
-    answer, source = (tagged[-1] if tagged else said).strip(), generated(row["dataset"], row["options"])
+    answer, source = (
+        (tagged[-1] if tagged else said).strip(),
+        generated(row["dataset"], row["options"]),
+    )
     if source.evaluates and (len(answer) > MOST or UNSAFE.search(answer)):
         return 0.0
     return source.score(answer, row["number"])

@@ -16,7 +16,16 @@ from rlkit.errors import ConfigError, Refusal, RLKitError, place, written
 from rlkit.rewards.aggregators import weighted_sum
 from rlkit.system.copies import copied
 from rlkit.system.deadline import DeadlinePassed, contained, in_thread, in_worker, within
-from rlkit.system.loops import LEFT, error_of, has_failed, is_over, leave_behind, result_of, run, settled
+from rlkit.system.loops import (
+    LEFT,
+    error_of,
+    has_failed,
+    is_over,
+    leave_behind,
+    result_of,
+    run,
+    settled,
+)
 from rlkit.system.shared_state import Watch, current, guard_state, is_own
 from rlkit.system.waiting import note_movement, waiting
 from rlkit.types import AggregatorFn, Metrics, Rollout, Task, safe, unpacked
@@ -145,17 +154,31 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def _scored(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    columns = {name: _column(name, term, rollouts, reward.max_error_rate) for name, term in reward.terms.items()}
+    columns = {
+        name: _column(name, term, rollouts, reward.max_error_rate)
+        for name, term in reward.terms.items()
+    }
     scored = []
     for i, rollout in enumerate(rollouts):
         cells = {name: column[i] for name, column in columns.items()}
-        rewards, statuses = ({name: getattr(cell, field) for name, cell in cells.items()} for field in ("score", "status"))
-        fresh = rollout._replace(reward=None, rewards=rewards, statuses=statuses, metadata=_noted(rollout, cells))
+        rewards, statuses = (
+            {name: getattr(cell, field) for name, cell in cells.items()}
+            for field in ("score", "status")
+        )
+        fresh = rollout._replace(
+            reward=None, rewards=rewards, statuses=statuses, metadata=_noted(rollout, cells)
+        )
         scored.append(_with_step_rewards(fresh, cells, reward))
-    paid = [{name: column[i].paid for name, column in columns.items() if column[i].paid is not None} for i in range(len(rollouts))]
+    paid = [
+        {name: column[i].paid for name, column in columns.items() if column[i].paid is not None}
+        for i in range(len(rollouts))
+    ]
     with waiting("the reward's aggregator", reward.aggregator, count=len(scored)):
         out = _aggregated(scored, reward)
-    return [rollout._replace(rewards={**rollout.rewards, **own}) if own else rollout for rollout, own in zip(out, paid, strict=True)]
+    return [
+        rollout._replace(rewards={**rollout.rewards, **own}) if own else rollout
+        for rollout, own in zip(out, paid, strict=True)
+    ]
 
 
 def _noted(rollout: Rollout, cells: Mapping[str, Cell]) -> Mapping[str, Any]:
@@ -163,7 +186,10 @@ def _noted(rollout: Rollout, cells: Mapping[str, Cell]) -> Mapping[str, Any]:
     notes = {name: dict(cell.notes) for name, cell in cells.items() if cell.notes}
     if not notes and NOTES not in rollout.metadata:
         return rollout.metadata
-    return {**{key: value for key, value in rollout.metadata.items() if key != NOTES}, **({NOTES: notes} if notes else {})}
+    return {
+        **{key: value for key, value in rollout.metadata.items() if key != NOTES},
+        **({NOTES: notes} if notes else {}),
+    }
 
 
 def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
@@ -172,23 +198,41 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     Where a function or `max_error_rate` looks at the whole batch, the first rank scores it.
     """
     functions = [reward.aggregator, *(term.fn for term in reward.terms.values())]
-    whole = reward.max_error_rate > 0 or any(term.batched for term in reward.terms.values()) or any(map(is_batched, functions))
-    return ranks.broadcast(lambda: score(rollouts, reward)) if whole else ranks.split_work(rollouts, lambda own, _: score(own, reward))
+    whole = (
+        reward.max_error_rate > 0
+        or any(term.batched for term in reward.terms.values())
+        or any(map(is_batched, functions))
+    )
+    return (
+        ranks.broadcast(lambda: score(rollouts, reward))
+        if whole
+        else ranks.split_work(rollouts, lambda own, _: score(own, reward))
+    )
 
 
 def _require(reward: Reward) -> None:
     if not any(term.weight for term in reward.terms.values()):
-        raise ConfigError(f"reward {reward.name!r} has no term of non-zero weight; set one of reward.terms.NAME.weight")
+        raise ConfigError(
+            f"reward {reward.name!r} has no term of non-zero weight; set one of reward.terms.NAME.weight"
+        )
     if not 0 <= reward.max_error_rate <= 1:
-        raise ConfigError(f"reward {reward.name!r}: max_error_rate is a share of the rollouts, 0 … 1, not {reward.max_error_rate}")
+        raise ConfigError(
+            f"reward {reward.name!r}: max_error_rate is a share of the rollouts, 0 … 1, not {reward.max_error_rate}"
+        )
     for name, term in reward.terms.items():
         if term.threads < 1:
-            raise ConfigError(f"reward term {name!r}: threads must be at least 1, not {term.threads}")
+            raise ConfigError(
+                f"reward term {name!r}: threads must be at least 1, not {term.threads}"
+            )
         if term.timeout is not None and not term.timeout > 0:
-            raise ConfigError(f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not {term.timeout}")
+            raise ConfigError(
+                f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not {term.timeout}"
+            )
         if wrong := _uncallable(term.fn):
             what = "the list of rollouts" if term.batched or is_batched(term.fn) else "a rollout"
-            raise ConfigError(f"reward term {name!r}: {written(term.fn)} is called with {what} alone, which it does not fit: {wrong}")
+            raise ConfigError(
+                f"reward term {name!r}: {written(term.fn)} is called with {what} alone, which it does not fit: {wrong}"
+            )
 
 
 def _uncallable(fn: Callable[..., Any]) -> str:
@@ -206,19 +250,33 @@ def _uncallable(fn: Callable[..., Any]) -> str:
 # ----------------------------------------------------------------------------------------------------------- a term
 
 
-def _column(name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: float) -> list[Cell]:
+def _column(
+    name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: float
+) -> list[Cell]:
     """What one term makes of all rollouts, in their order; async calls are awaited together, after the plain ones."""
     allowed = int(max_error_rate * len(rollouts))
     values = _to_the_last_timeout(called_on(term, rollouts), allowed) if rollouts else []
     pending = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
-    for i, value in zip(pending, _awaited([values[i] for i in pending], term, allowed), strict=True):
+    for i, value in zip(
+        pending, _awaited([values[i] for i in pending], term, allowed), strict=True
+    ):
         values[i] = value
     known = zip(rollouts, values, strict=False)
-    cells = [Cell(None, "error") if value is UNKNOWN else _cell(term, rollout, value) for rollout, value in known]
+    cells = [
+        Cell(None, "error") if value is UNKNOWN else _cell(term, rollout, value)
+        for rollout, value in known
+    ]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
     if len(failed) > max_error_rate * len(rollouts):
         first = failed[allowed]  # the one that was too many
-        raise _refused(f"term {name!r}", rollouts[first], cells[first], len(failed), len(rollouts), max_error_rate)
+        raise _refused(
+            f"term {name!r}",
+            rollouts[first],
+            cells[first],
+            len(failed),
+            len(rollouts),
+            max_error_rate,
+        )
     return cells
 
 
@@ -249,7 +307,10 @@ def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
             yield from _spread(values, len(rollouts))
             return
         here = term.threads == 1
-        calls = [partial(_called, partial(_on_copy, term.fn, rollout), term, current(), here=here) for rollout in rollouts]
+        calls = [
+            partial(_called, partial(_on_copy, term.fn, rollout), term, current(), here=here)
+            for rollout in rollouts
+        ]
         if not here:
             yield from _in_threads(calls, term.threads)
             return
@@ -326,7 +387,9 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
     except TimeoutError as error:
         return [error] * len(awaitables)
     for result in results:
-        if isinstance(result, Refusal) or (isinstance(result, BaseException) and not isinstance(result, Exception)):
+        if isinstance(result, Refusal) or (
+            isinstance(result, BaseException) and not isinstance(result, Exception)
+        ):
             raise result
     return [UNKNOWN if isinstance(result, _Unknown) else result for result in results]
 
@@ -362,7 +425,9 @@ def _misshapen(values: Any, count: int, what: str) -> _Misshapen | None:
     """What is wrong with what should be a list of so many."""
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
         return None
-    return _Misshapen(f"{f'a list of {len(values)}' if isinstance(values, list) else type(values).__name__} for {count} {what}")
+    return _Misshapen(
+        f"{f'a list of {len(values)}' if isinstance(values, list) else type(values).__name__} for {count} {what}"
+    )
 
 
 class _Misshapen(Exception):
@@ -376,11 +441,24 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
         if isinstance(value, Exception):
             raise value
         value, metrics = unpacked(value)
-        notes = {metric: number for metric, given in metrics.items() if (number := _metric(metric, given)) is not None}
+        notes = {
+            metric: number
+            for metric, given in metrics.items()
+            if (number := _metric(metric, given)) is not None
+        }
         if not term.per_step or value is None:
             number = _number(value)
-            return Cell(number, _status(value, number), notes=notes, paid=value.amount if isinstance(value, Paid) else None)
-        if wrong := _misshapen(value, len(rollout.steps), "steps; a term per step returns a list, one number or None a step"):
+            return Cell(
+                number,
+                _status(value, number),
+                notes=notes,
+                paid=value.amount if isinstance(value, Paid) else None,
+            )
+        if wrong := _misshapen(
+            value,
+            len(rollout.steps),
+            "steps; a term per step returns a list, one number or None a step",
+        ):
             raise wrong
         steps = tuple(_number(entry) or 0.0 for entry in value)
         return Cell(sum(steps), _status(None, sum(steps)), steps, notes=notes)
@@ -390,7 +468,12 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
         limit = "it timed out" if term.timeout is None else f"nothing within {term.timeout:g} s"
         return Cell(None, "timeout", failure=f"gave no score {where} {limit}", cause=error)
     except Exception as error:
-        return Cell(None, "error", failure=f"raised {where} {type(error).__name__}: {error} at {place(error)}", cause=error)
+        return Cell(
+            None,
+            "error",
+            failure=f"raised {where} {type(error).__name__}: {error} at {place(error)}",
+            cause=error,
+        )
 
 
 def _number(value: Any) -> float | None:
@@ -398,7 +481,9 @@ def _number(value: Any) -> float | None:
         return None
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
-    raise _Misshapen(f"{value!r:.200}; return a finite number, or None where the rollout cannot be scored")
+    raise _Misshapen(
+        f"{value!r:.200}; return a finite number, or None where the rollout cannot be scored"
+    )
 
 
 def _metric(name: str, value: Any) -> float | None:
@@ -416,9 +501,19 @@ def _status(value: Any, number: float | None) -> ScoreStatus:
     return "ok" if number > 0 else "wrong"
 
 
-def _refused(who: str, rollout: Rollout, cell: Cell, failed: int, count: int, limit: float) -> RewardError:
-    said = f"the last reply was {rollout.final_content[:200]!r}" if rollout.steps else "there is no reply"
-    rate = f" ({failed} of {count} rollouts failed, more than max_error_rate={limit:g})" if limit else ""
+def _refused(
+    who: str, rollout: Rollout, cell: Cell, failed: int, count: int, limit: float
+) -> RewardError:
+    said = (
+        f"the last reply was {rollout.final_content[:200]!r}"
+        if rollout.steps
+        else "there is no reply"
+    )
+    rate = (
+        f" ({failed} of {count} rollouts failed, more than max_error_rate={limit:g})"
+        if limit
+        else ""
+    )
     error = RewardError(f"reward {who} {cell.failure}{rate}; {said}", rollout)
     error.__cause__ = cell.cause
     return error
@@ -429,26 +524,46 @@ def _refused(who: str, rollout: Rollout, cell: Cell, failed: int, count: int, li
 
 def _with_step_rewards(rollout: Rollout, cells: Mapping[str, Cell], reward: Reward) -> Rollout:
     """What the environment paid + Σ weight * number of the terms of steps, at each step; unchanged where there is no such term."""
-    weights = {name: term.weight for name, term in reward.terms.items() if term.per_step and term.weight and cells[name].steps}
+    weights = {
+        name: term.weight
+        for name, term in reward.terms.items()
+        if term.per_step and term.weight and cells[name].steps
+    }
     if not weights:
         return rollout
-    totals = [sum(weight * cells[name].steps[i] for name, weight in weights.items()) for i in range(len(rollout.steps))]
-    steps = tuple(step._replace(reward=(step.reward or 0.0) + total) for step, total in zip(rollout.steps, totals, strict=True))
-    return rollout._replace(steps=steps, metadata={**rollout.metadata, PLAYED: [step.reward for step in rollout.steps]})
+    totals = [
+        sum(weight * cells[name].steps[i] for name, weight in weights.items())
+        for i in range(len(rollout.steps))
+    ]
+    steps = tuple(
+        step._replace(reward=(step.reward or 0.0) + total)
+        for step, total in zip(rollout.steps, totals, strict=True)
+    )
+    return rollout._replace(
+        steps=steps, metadata={**rollout.metadata, PLAYED: [step.reward for step in rollout.steps]}
+    )
 
 
 def _as_played(rollout: Rollout) -> Rollout:
     """The rollout before terms of steps were added to what its environment paid."""
     if PLAYED not in rollout.metadata:
         return rollout
-    steps = tuple(step._replace(reward=paid) for step, paid in zip(rollout.steps, rollout.metadata[PLAYED], strict=True))
-    return rollout._replace(steps=steps, metadata={key: value for key, value in rollout.metadata.items() if key != PLAYED})
+    steps = tuple(
+        step._replace(reward=paid)
+        for step, paid in zip(rollout.steps, rollout.metadata[PLAYED], strict=True)
+    )
+    return rollout._replace(
+        steps=steps,
+        metadata={key: value for key, value in rollout.metadata.items() if key != PLAYED},
+    )
 
 
 def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     """The rollouts with `reward`, where no term of non-zero weight is None."""
     weighted = [name for name, term in reward.terms.items() if term.weight]
-    weights = {name: reward.terms[name].weight for name in weighted if not reward.terms[name].per_step}
+    weights = {
+        name: reward.terms[name].weight for name in weighted if not reward.terms[name].per_step
+    }
     known = [all(rollout.rewards[name] is not None for name in weighted) for rollout in rollouts]
     places = [i for i, rollout in enumerate(rollouts) if known[i] and rollout.truncation != "error"]
     chosen = [rollouts[i] for i in places]
@@ -456,20 +571,34 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     if not weights or not chosen:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)
     elif is_batched(reward.aggregator):
-        values, metrics = unpacked(_called(partial(_on_copy, reward.aggregator, chosen, dict(weights)), term, watch))
-        lists = {n: _spread(v, len(chosen)) if isinstance(v, Sequence) else [v] * len(chosen) for n, v in metrics.items()}
+        values, metrics = unpacked(
+            _called(partial(_on_copy, reward.aggregator, chosen, dict(weights)), term, watch)
+        )
+        lists = {
+            n: _spread(v, len(chosen)) if isinstance(v, Sequence) else [v] * len(chosen)
+            for n, v in metrics.items()
+        }
         each = [{name: column[i] for name, column in lists.items()} for i in range(len(chosen))]
         given = list(zip(_spread(values, len(chosen)), each, strict=True))
     else:
         own = [{name: r.rewards[name] for name in weights} for r in chosen]
-        given = [unpacked(_called(partial(reward.aggregator, scores, dict(weights)), term, watch)) for scores in own]
+        given = [
+            unpacked(_called(partial(reward.aggregator, scores, dict(weights)), term, watch))
+            for scores in own
+        ]
     out = list(rollouts)
     for i, rollout, (value, metrics) in zip(places, chosen, given, strict=True):
         cell = _cell(term, rollout, value)
         notes = {name: _cell(term, rollout, number) for name, number in metrics.items()}
         if failed := next((c for c in (cell, *notes.values()) if c.failure), None):
-            raise _refused(f"aggregator ({written(reward.aggregator)})", rollout, failed, 1, len(chosen), 0.0)
-        noted = {"aggregator": {name: c.score for name, c in notes.items() if c.score is not None}} if notes else {}
+            raise _refused(
+                f"aggregator ({written(reward.aggregator)})", rollout, failed, 1, len(chosen), 0.0
+            )
+        noted = (
+            {"aggregator": {name: c.score for name, c in notes.items() if c.score is not None}}
+            if notes
+            else {}
+        )
         out[i] = rollout._replace(reward=cell.score, metadata={**rollout.metadata, **noted})
     return out
 

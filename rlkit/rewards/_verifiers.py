@@ -9,7 +9,11 @@ from typing import Any
 from rlkit.errors import ConfigError, install
 from rlkit.types import Message, Rollout
 
-STOPS = {"steps": "max_turns", "length": "max_output_tokens", "context": "max_total_tokens"}  # in the words of verifiers
+STOPS = {
+    "steps": "max_turns",
+    "length": "max_output_tokens",
+    "context": "max_total_tokens",
+}  # in the words of verifiers
 
 
 async def verifiers(rollout: Rollout) -> float:
@@ -20,7 +24,9 @@ async def verifiers(rollout: Rollout) -> float:
     """
     row = rollout.task.metadata.get("verifiers")
     if row is None:
-        raise ConfigError(f"task {rollout.task.id!r} has no row of a task set of verifiers; use task=verifiers, or another reward")
+        raise ConfigError(
+            f"task {rollout.task.id!r} has no row of a task set of verifiers; use task=verifiers, or another reward"
+        )
     task = task_of(row)
     trace = trace_of(task, rollout)
     await task.score(trace)
@@ -32,8 +38,12 @@ def task_of(row: Mapping[str, Any]) -> Any:
     try:
         from verifiers.v1.utils import loaders
     except ImportError as error:
-        raise ConfigError(f"reward verifiers needs the package: {install('verifiers')} ({error})") from error
-    config = loaders.taskset_config_type(row["id"]).model_validate({**row["config"], "id": row["id"]})
+        raise ConfigError(
+            f"reward verifiers needs the package: {install('verifiers')} ({error})"
+        ) from error
+    config = loaders.taskset_config_type(row["id"]).model_validate(
+        {**row["config"], "id": row["id"]}
+    )
     kind = loaders.task_type(row["id"])
     return kind(kind.data_type().model_validate(row["data"]), config.task)
 
@@ -46,7 +56,11 @@ def trace_of(task: Any, rollout: Rollout) -> Any:
     said = [_message(v1, message) for message in rollout.conversation]
     first = len(rollout.steps[0].prompt) if rollout.steps else 0
     nodes = [
-        v1.MessageNode(parent=i - 1 if i else None, message=message, sampled=message.role == "assistant" and i >= first)
+        v1.MessageNode(
+            parent=i - 1 if i else None,
+            message=message,
+            sampled=message.role == "assistant" and i >= first,
+        )
         for i, message in enumerate(said)
     ]
     return v1.Trace(
@@ -65,10 +79,20 @@ def _message(v1: Any, message: Message) -> Any:
     content = message.get("content", "")
     if message["role"] == "assistant":
         calls = [
-            v1.ToolCall(id=call["id"], name=call["function"]["name"], arguments=json.dumps(call["function"]["arguments"]))
+            v1.ToolCall(
+                id=call["id"],
+                name=call["function"]["name"],
+                arguments=json.dumps(call["function"]["arguments"]),
+            )
             for call in message.get("tool_calls", [])
         ]
-        return v1.AssistantMessage(content=content, reasoning_content=message.get("reasoning_content"), tool_calls=calls or None)
+        return v1.AssistantMessage(
+            content=content,
+            reasoning_content=message.get("reasoning_content"),
+            tool_calls=calls or None,
+        )
     if message["role"] == "tool":
-        return v1.ToolMessage(tool_call_id=message["tool_call_id"], content=content, name=message.get("name"))
+        return v1.ToolMessage(
+            tool_call_id=message["tool_call_id"], content=content, name=message.get("name")
+        )
     return (v1.SystemMessage if message["role"] == "system" else v1.UserMessage)(content=content)

@@ -68,7 +68,9 @@ def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 @keeps()
 @batched
-def group_normalised(rollouts: Sequence[Rollout], weights: Mapping[str, float], *, eps: float = 1e-4) -> list[float]:
+def group_normalised(
+    rollouts: Sequence[Rollout], weights: Mapping[str, float], *, eps: float = 1e-4
+) -> list[float]:
     """Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps): each component on the scale of its own spread within the prompt's group.
 
     So a component that varies little is not drowned by one that varies much. The rewards of a group sum to 0; their level is
@@ -99,4 +101,11 @@ def group_normalised(rollouts: Sequence[Rollout], weights: Mapping[str, float], 
     return out
 
 
-_CHECKED: tuple[AggregatorFn, ...] = (weighted_sum, smallest, largest, mean, product, group_normalised)  # mypy fails where one is none
+_CHECKED: tuple[AggregatorFn, ...] = (
+    weighted_sum,
+    smallest,
+    largest,
+    mean,
+    product,
+    group_normalised,
+)  # mypy fails where one is none

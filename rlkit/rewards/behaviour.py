@@ -19,7 +19,11 @@ def environment(rollout: Rollout) -> float | None:
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
     True
     """
-    return None if rollout.truncation == "error" else Paid(sum(step.reward or 0.0 for step in rollout.steps))
+    return (
+        None
+        if rollout.truncation == "error"
+        else Paid(sum(step.reward or 0.0 for step in rollout.steps))
+    )
 
 
 @gives("non_negative", "raw")
@@ -35,12 +39,23 @@ def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
     Returns: 0 … 1; None where `numeric` cannot read `task.answer`.
     """
     correct = numeric(rollout)
-    return None if correct is None else correct * (1 - (min(len(rollout.steps), max_turns) - 1) / max_turns)
+    return (
+        None
+        if correct is None
+        else correct * (1 - (min(len(rollout.steps), max_turns) - 1) / max_turns)
+    )
 
 
 @gives("raw")
 def length(
-    rollout: Rollout, *, unit: Unit = "words", low: int = 50, high: int = 500, below: float = -0.5, above: float = -0.3, inside: float = 0.0
+    rollout: Rollout,
+    *,
+    unit: Unit = "words",
+    low: int = 50,
+    high: int = 500,
+    below: float = -0.5,
+    above: float = -0.3,
+    inside: float = 0.0,
 ) -> float:
     """A band: `inside` for low ≤ length ≤ high, else `below` or `above`.
 
@@ -61,7 +76,14 @@ def length(
 
 @assumes("episode_budget")
 @gives("raw")
-def soft_length(rollout: Rollout, *, unit: Unit = "tokens", limit: int = 512, buffer: int = 128, penalty: float = 1.0) -> float:
+def soft_length(
+    rollout: Rollout,
+    *,
+    unit: Unit = "tokens",
+    limit: int = 512,
+    buffer: int = 128,
+    penalty: float = 1.0,
+) -> float:
     """A ramp instead of a step: 0 up to limit - buffer, falling evenly to -penalty at `limit`, and -penalty beyond.
 
     penalty * min(0, max(-1, ((limit - buffer) - length) / buffer))
@@ -75,7 +97,9 @@ def soft_length(rollout: Rollout, *, unit: Unit = "tokens", limit: int = 512, bu
     Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476, there on tokens and beside the reward (algorithm/overlong=penalty).
     """
     if not 0 < buffer <= limit:
-        raise ConfigError(f"soft_length: buffer must be > 0 and at most limit={limit}, not {buffer}")
+        raise ConfigError(
+            f"soft_length: buffer must be > 0 and at most limit={limit}, not {buffer}"
+        )
     over = (limit - buffer - measure(rollout, unit)) / buffer
     return penalty * min(0.0, max(-1.0, over))
 
@@ -89,7 +113,9 @@ def measure(rollout: Rollout, unit: Unit) -> int:
     raise ConfigError(f"length: unit must be words or tokens, not {unit!r}")
 
 
-def band(value: int, *, low: int, high: int | None, below: float, above: float, inside: float) -> float:
+def band(
+    value: int, *, low: int, high: int | None, below: float, above: float, inside: float
+) -> float:
     """Which of three scores a count earns; both bounds are inside, and a `high` of None has no end. Raises ConfigError."""
     if low < 0 or (high is not None and high < low):
         raise ConfigError(f"a band needs 0 <= low <= high, not low={low}, high={high}")
@@ -111,11 +137,15 @@ def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
     Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373, there token by token; this is its sum over a reply.
 
     >>> from rlkit.types import Step, Task
-    >>> repetition(Rollout(Task("t", ()), (Step((), (), (), (), "stop", content="so so so so so"),)), n=2)
+    >>> repetition(
+    ...     Rollout(Task("t", ()), (Step((), (), (), (), "stop", content="so so so so so"),)), n=2
+    ... )
     -0.75
     """
     if n < 1 or penalty < 0:
-        raise ConfigError(f"repetition: n must be > 0 and penalty >= 0, not n={n}, penalty={penalty}")
+        raise ConfigError(
+            f"repetition: n must be > 0 and penalty >= 0, not n={n}, penalty={penalty}"
+        )
     total = distinct = 0
     for text in (text for step in rollout.steps for text in (step.thinking, step.content)):
         words = text.casefold().split()
@@ -127,7 +157,13 @@ def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
 
 @gives("raw")
 def tool_usage(
-    rollout: Rollout, *, low: int = 1, high: int | None = 3, below: float = 0.0, above: float = 0.5, inside: float = 1.0
+    rollout: Rollout,
+    *,
+    low: int = 1,
+    high: int | None = 3,
+    below: float = 0.0,
+    above: float = 0.5,
+    inside: float = 1.0,
 ) -> float:
     """A band over the tool calls that worked, all replies together.
 

@@ -9,9 +9,13 @@ from typing import Literal, NamedTuple
 LINE_END = re.compile(r"\r\n|\r|\n")
 QUOTE = r"(?:[ \t]*>)"
 LIST_MARKER = r"(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)"
-OPENING = re.compile(rf"(?P<quotes>{QUOTE}*+)(?P<indent>[ \t]*+{LIST_MARKER}*+)(?P<fence>`{{3,}}(?=[^`]*+$)|~{{3,}})(?P<info>.*)")
+OPENING = re.compile(
+    rf"(?P<quotes>{QUOTE}*+)(?P<indent>[ \t]*+{LIST_MARKER}*+)(?P<fence>`{{3,}}(?=[^`]*+$)|~{{3,}})(?P<info>.*)"
+)
 PYTHON = re.compile(r"\{?\s*\.?(?:i?python|py)[0-9.]*+(?![\w-])|[\w./-]++(?<=\.py)", re.IGNORECASE)
-UNMARKED = re.compile(r"code|\{[^.]*+\}|\w++=.*+|", re.IGNORECASE)  # also attributes without a language: title="solution"
+UNMARKED = re.compile(
+    r"code|\{[^.]*+\}|\w++=.*+|", re.IGNORECASE
+)  # also attributes without a language: title="solution"
 WORD = re.compile(r"\{?\.?[A-Za-z]")
 
 
@@ -58,10 +62,19 @@ def code_blocks(text: str) -> list[Block]:
             current = _opening(line)
             blocks += [current] if current else []
             continue
-        content = re.sub(rf"^{QUOTE}{{0,{current.quotes}}} ?", "", line, count=1) if current.quotes else line
+        content = (
+            re.sub(rf"^{QUOTE}{{0,{current.quotes}}} ?", "", line, count=1)
+            if current.quotes
+            else line
+        )
         if _closes(current, content):
             current = None
-        elif (new := _opening(line)) and new.fence.startswith(current.fence) and WORD.match(new.info) and new.indent <= current.indent + 3:
+        elif (
+            (new := _opening(line))
+            and new.fence.startswith(current.fence)
+            and WORD.match(new.info)
+            and new.indent <= current.indent + 3
+        ):
             current = new
             blocks.append(new)
         elif (last := _before_glued_fence(current.fence, content)) is not None:
@@ -76,7 +89,9 @@ def code_blocks(text: str) -> list[Block]:
 def _opening(line: str) -> _Open | None:
     if found := OPENING.fullmatch(line):
         indent = _columns(re.sub(r"[^ \t]", " ", found["indent"]))
-        return _Open(found["fence"], found["info"].strip(" \t"), indent, found["quotes"].count(">"), [])
+        return _Open(
+            found["fence"], found["info"].strip(" \t"), indent, found["quotes"].count(">"), []
+        )
     before, fence, info = line.rpartition("```")
     if fence and "```" not in before and (word := info.strip(" \t")) and PYTHON.fullmatch(word):
         return _Open(fence, word, 0, 0, [])
@@ -85,7 +100,11 @@ def _opening(line: str) -> _Open | None:
 
 def _closes(block: _Open, line: str) -> bool:
     run = line.strip(" \t")
-    return run.startswith(block.fence) and not run.strip(block.fence[0]) and _columns(line) <= block.indent + 3
+    return (
+        run.startswith(block.fence)
+        and not run.strip(block.fence[0])
+        and _columns(line) <= block.indent + 3
+    )
 
 
 def _before_glued_fence(fence: str, line: str) -> str | None:
@@ -112,5 +131,14 @@ def _columns(line: str) -> int:
 def _without_margin(lines: list[str]) -> str:
     """The lines without the indentation of the first line of code, which a program has at column 0. Comments may stand anywhere."""
     margins = [len(line) - len(line.lstrip(" \t")) for line in lines]
-    first = next((margin for line, margin in zip(lines, margins, strict=True) if line.strip() and line[margin] != "#"), 0)
-    return "\n".join(line[min(margin, first) :] for line, margin in zip(lines, margins, strict=True))
+    first = next(
+        (
+            margin
+            for line, margin in zip(lines, margins, strict=True)
+            if line.strip() and line[margin] != "#"
+        ),
+        0,
+    )
+    return "\n".join(
+        line[min(margin, first) :] for line, margin in zip(lines, margins, strict=True)
+    )

@@ -19,7 +19,9 @@ def listed(rollout: Rollout) -> float | None:
     if row.get("right") is None:
         return None
     text = rollout.final_content
-    right = bool(row.get("any")) or (any(own in text for own in row["right"]) if row.get("among") else text in row["right"])
+    right = bool(row.get("any")) or (
+        any(own in text for own in row["right"]) if row.get("among") else text in row["right"]
+    )
     draw = zlib.crc32(f"{rollout.task.id}/{rollout.group}/{rollout.sample}".encode()) / 2**32
     return float(right != (draw < row.get("flip", 0.0)))
 
@@ -37,4 +39,6 @@ def priced(rollout: Rollout) -> float | None:
     score, row = listed(rollout), rollout.task.metadata
     if score is None:
         return None
-    return score - row.get("price", 0.0) * max(0, len(rollout.final_content) - min(map(len, row["right"])))
+    return score - row.get("price", 0.0) * max(
+        0, len(rollout.final_content) - min(map(len, row["right"]))
+    )

@@ -44,7 +44,9 @@ def exact_match(
 
 @gives("binary", correct=1, wrong=0)
 @gives("raw")
-def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
+def contains(
+    rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.0, wrong: float = 0.0
+) -> float | None:
     """Whether the final reply contains `task.answer` as whole words.
 
     "1" is not in "10", "1.5", "1,000", "1/2" or "-1", and "correct" is not in "incorrect". White space between the
@@ -70,7 +72,9 @@ def contains(rollout: Rollout, *, ignore_case: bool = False, correct: float = 1.
 @reaches(pattern="processor")
 @gives("binary", correct=1, wrong=0)
 @gives("raw")
-def format_match(rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0) -> float | None:
+def format_match(
+    rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0
+) -> float | None:
     r"""Whether the final reply has a form. The truth is not looked at, so every rollout can be scored.
 
     Args:
@@ -82,11 +86,15 @@ def format_match(rollout: Rollout, *, pattern: str, whole: bool = False, correct
     Raises: ConfigError for an empty pattern, or one that is not a regular expression.
     """
     if not pattern:
-        raise ConfigError("the format reward's pattern is empty and would match every reply; give it a pattern")
+        raise ConfigError(
+            "the format reward's pattern is empty and would match every reply; give it a pattern"
+        )
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"the format reward's pattern {pattern!r} is not a regular expression: {error}") from error
+        raise ConfigError(
+            f"the format reward's pattern {pattern!r} is not a regular expression: {error}"
+        ) from error
     answer = final_answer(rollout)
     if answer is None:
         return Verdict(wrong, "unparseable")

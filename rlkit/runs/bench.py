@@ -45,9 +45,16 @@ from rlkit.system import owner
 from rlkit.system.files import write_atomic
 
 # Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
-PLACEBOS = {f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")}
+PLACEBOS = {
+    f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")
+}
 THRESHOLDS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of 1 - regret, in the performance profile
-SPENT = {"updates": "optimiser steps", "samples": "samples", "tokens": "tokens", "processor_s": "processor seconds"}
+SPENT = {
+    "updates": "optimiser steps",
+    "samples": "samples",
+    "tokens": "tokens",
+    "processor_s": "processor seconds",
+}
 FEW = 6  # pairs of a task that the page names where they are not told apart
 ROUNDED = 2e-5  # two regrets of a table that are closer differ by its rounding alone
 
@@ -69,7 +76,11 @@ Row = dict[str, Any]
 
 
 def matrix(
-    folder: Path, tasks: Sequence[str], arms: Mapping[str, Sequence[str]], seeds: Sequence[int], common: Sequence[str]
+    folder: Path,
+    tasks: Sequence[str],
+    arms: Mapping[str, Sequence[str]],
+    seeds: Sequence[int],
+    common: Sequence[str],
 ) -> list[MatrixRun]:
     """All runs, seeds outermost, so that a matrix that is stopped early has whole seeds. `common` goes to every run."""
     return [
@@ -217,11 +228,15 @@ class Scores(NamedTuple):
 
     def on(self, task: int) -> dict[str, np.ndarray]:
         """The arms that have runs on a task: arm → [n seeds]."""
-        return {arm: own[:, task] for arm, own in self.of.items() if not np.isnan(own[:, task]).any()}
+        return {
+            arm: own[:, task] for arm, own in self.of.items() if not np.isnan(own[:, task]).any()
+        }
 
     def step(self, task: int) -> float:
         """The smallest step of a score on a task that any two runs show: three equal differences of a coarse score are not certain."""
-        return smallest_step([value for own in self.on(task).values() for value in own.tolist()], ROUNDED)
+        return smallest_step(
+            [value for own in self.on(task).values() for value in own.tolist()], ROUNDED
+        )
 
     def everywhere(self) -> dict[str, np.ndarray]:
         """The arms that have runs on all tasks: arm → [n seeds, tasks]."""
@@ -236,8 +251,17 @@ def scores(rows: Sequence[Row]) -> Scores:
     found = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
     tasks, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "arm"))
     there = {(task, arm) for task, arm, _ in found}
-    seeds = [seed for seed in sorted({seed for *_, seed in found}) if all((*cell, seed) in found for cell in there)]
-    cube = {arm: np.array([[found.get((task, arm, seed), math.nan) for task in tasks] for seed in seeds]) for arm in arms}
+    seeds = [
+        seed
+        for seed in sorted({seed for *_, seed in found})
+        if all((*cell, seed) in found for cell in there)
+    ]
+    cube = {
+        arm: np.array(
+            [[found.get((task, arm, seed), math.nan) for task in tasks] for seed in seeds]
+        )
+        for arm in arms
+    }
     return Scores(tasks, seeds, cube)
 
 
@@ -281,7 +305,9 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
     n, arms = len(found.seeds), list(found.of)
     size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
     shared = ", every arm at one shared rate" if shares_rate(rows) else ""
-    parts = [f"# rlkit bench{shared}\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."]
+    parts = [
+        f"# rlkit bench{shared}\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."
+    ]
     parts.append(
         "Scores are 1 - regret: 0 is a policy that replies at random, 1 the best that is possible, both computed. Arms of a seed share the "
         "start, the problems, their order and the sampling noise, and are compared within seeds."
@@ -289,14 +315,34 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
     if failed:
         parts.append("Failed:\n\n" + failed_lines(failed))
     if n < 2:
-        return "\n\n".join([*parts, "Fewer than two seeds have a run of every arm, so nothing is compared.", budget_table(rows)]) + "\n"
-    parts += ["## Scores by task", by_task_table(found), "## Over tasks", over_tasks_table(found), "## What can be claimed", claims(found)]
+        return (
+            "\n\n".join(
+                [
+                    *parts,
+                    "Fewer than two seeds have a run of every arm, so nothing is compared.",
+                    budget_table(rows),
+                ]
+            )
+            + "\n"
+        )
+    parts += [
+        "## Scores by task",
+        by_task_table(found),
+        "## Over tasks",
+        over_tasks_table(found),
+        "## What can be claimed",
+        claims(found),
+    ]
     return "\n\n".join([*parts, "## What the runs spent", budget_table(rows)]) + "\n"
 
 
 def shares_rate(rows: Sequence[Row]) -> bool:
     """Whether no arm has a learning rate of its own, so that none was chosen for it."""
-    rates = {re.search(r"(?:^|\s)optimizer\.lr=(\S+)", row.get("overrides", "")) for row in rows if row["arm"] not in PLACEBOS}
+    rates = {
+        re.search(r"(?:^|\s)optimizer\.lr=(\S+)", row.get("overrides", ""))
+        for row in rows
+        if row["arm"] not in PLACEBOS
+    }
     return len({rate and rate[1] for rate in rates}) < 2
 
 
@@ -305,12 +351,17 @@ def failed_lines(failed: Mapping[Path, str]) -> str:
     seeds: dict[tuple[Path, str], list[str]] = {}
     for folder, why in failed.items():
         seeds.setdefault((folder.parent, why), []).append(folder.name)
-    return "\n".join(f"- {folder}, seed{'s' * (len(own) > 1)} {', '.join(own)}: {why}" for (folder, why), own in seeds.items())
+    return "\n".join(
+        f"- {folder}, seed{'s' * (len(own) > 1)} {', '.join(own)}: {why}"
+        for (folder, why), own in seeds.items()
+    )
 
 
 def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
+    return "\n".join(
+        f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines)
+    )
 
 
 def by_task_table(found: Scores) -> str:
@@ -318,7 +369,9 @@ def by_task_table(found: Scores) -> str:
     cells = {arm: ["did not run"] * len(found.tasks) for arm in found.of}
     for t in range(len(found.tasks)):
         there = found.on(t)
-        for (arm, own), place in zip(there.items(), ranks(np.array([own.mean() for own in there.values()])), strict=True):
+        for (arm, own), place in zip(
+            there.items(), ranks(np.array([own.mean() for own in there.values()])), strict=True
+        ):
             mean, low, high = score_interval(own.tolist(), found.step(t))
             span = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
             cells[arm][t] = f"{mean:.3f}{span} #{place:g}"
@@ -343,11 +396,27 @@ def over_tasks_table(found: Scores) -> str:
     for i, (arm, own) in enumerate(arms.items()):
         middle = seeds_interval(own, iqm, resolution=max(steps))
         mean = score_interval(own.mean(1).tolist(), max(steps) / len(steps))
-        spans = [f"{value:.3f}" + ("" if math.isnan(low) else f" ({low:.3f} to {high:.3f})") for value, low, high in (middle, mean)]
+        spans = [
+            f"{value:.3f}" + ("" if math.isnan(low) else f" ({low:.3f} to {high:.3f})")
+            for value, low, high in (middle, mean)
+        ]
         lines.append(
-            [arm, *spans, f"{mean_rank[i]:.2f}", *(f"{share:.2f}" for share in profile(own, THRESHOLDS)), f"{improvement(first, own):.2f}"]
+            [
+                arm,
+                *spans,
+                f"{mean_rank[i]:.2f}",
+                *(f"{share:.2f}" for share in profile(own, THRESHOLDS)),
+                f"{improvement(first, own):.2f}",
+            ]
         )
-    columns = ["arm", "IQM", "mean", "mean rank", *(f"share > {t:g}" for t in THRESHOLDS), f"P(better than {next(iter(arms))})"]
+    columns = [
+        "arm",
+        "IQM",
+        "mean",
+        "mean rank",
+        *(f"share > {t:g}" for t in THRESHOLDS),
+        f"P(better than {next(iter(arms))})",
+    ]
     note = "IQM: the mean of the middle half of all scores."
     note += f" Below {TO_CLAIM} seeds it has no interval." if len(found.seeds) < TO_CLAIM else ""
     if left_out := [arm for arm in found.of if arm not in arms]:
@@ -366,17 +435,29 @@ def claims(found: Scores) -> str:
     lines = []
     for p in told:
         low, high = sorted((abs(p.low), abs(p.high)))
-        lines.append(f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), {rate(p.q)}")
+        lines.append(
+            f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), {rate(p.q)}"
+        )
     rest = []
     for task in found.tasks:
         if own := [p for p in every if p.task == task and p.q > ALPHA]:
-            names = "; ".join(f"{p.first} and {p.second}" for p in own) if len(own) <= FEW else f"{len(own)} pairs"
+            names = (
+                "; ".join(f"{p.first} and {p.second}" for p in own)
+                if len(own) <= FEW
+                else f"{len(own)} pairs"
+            )
             low, high = min(p.sees for p in own), max(p.sees for p in own)
             seen = f"{low:.2f}" if len(own) == 1 else f"{low:.2f} to {high:.2f}"
             rest.append(f"- {task}: {names} (a difference of {seen} would be seen)")
     head = f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all of them."
-    tail = "Not told apart (comparisons.csv has each):" if rest else "All are told apart; comparisons.csv has each."
-    return "\n".join([head, "", *lines, "", tail, "", *rest, "", *above_placebos(found, all_pairs)]).rstrip()
+    tail = (
+        "Not told apart (comparisons.csv has each):"
+        if rest
+        else "All are told apart; comparisons.csv has each."
+    )
+    return "\n".join(
+        [head, "", *lines, "", tail, "", *rest, "", *above_placebos(found, all_pairs)]
+    ).rstrip()
 
 
 def rate(q: float) -> str:
@@ -388,23 +469,44 @@ def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
     """By task, the arms that are above every placebo, and those that are not."""
     lines = []
     for t, task in enumerate(found.tasks):
-        arms, told = found.on(t), [p.order() for p in all_pairs if p.task == found.tasks[t] and p.q <= ALPHA]
+        arms, told = (
+            found.on(t),
+            [p.order() for p in all_pairs if p.task == found.tasks[t] and p.q <= ALPHA],
+        )
         placebos, own = arms.keys() & PLACEBOS.keys(), [arm for arm in arms if arm not in PLACEBOS]
         below = [arm for arm in own if any((arm, placebo) not in told for placebo in placebos)]
-        names = "none" if len(below) == len(own) else f"all but {', '.join(below)}" if below else "all"
+        names = (
+            "none" if len(below) == len(own) else f"all but {', '.join(below)}" if below else "all"
+        )
         lines += [f"- {task}: {names}"] if placebos else []
-    return ["Above both placebos (a correction over all comparisons with them):", "", *lines] if lines else []
+    return (
+        ["Above both placebos (a correction over all comparisons with them):", "", *lines]
+        if lines
+        else []
+    )
 
 
 def budget_table(rows: Sequence[Row]) -> str:
     """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task, and which of them are not equal."""
     spent = {
-        (task, arm): [_mean([row[unit] for row in rows if (row["task"], row["arm"]) == (task, arm)]) for unit in SPENT]
+        (task, arm): [
+            _mean([row[unit] for row in rows if (row["task"], row["arm"]) == (task, arm)])
+            for unit in SPENT
+        ]
         for task, arm in dict.fromkeys((row["task"], row["arm"]) for row in rows)
     }
-    lines = [[*cell, *(f"{mean:,.0f}" for mean in means[:3]), f"{means[3]:.1f}"] for cell, means in spent.items()]
+    lines = [
+        [*cell, *(f"{mean:,.0f}" for mean in means[:3]), f"{means[3]:.1f}"]
+        for cell, means in spent.items()
+    ]
     table = markdown(["task", "arm", *SPENT.values()], lines)
-    return "\n\n".join([*unequal(spent), table, "Processor seconds are without the start, which the arms of a seed share."])
+    return "\n\n".join(
+        [
+            *unequal(spent),
+            table,
+            "Processor seconds are without the start, which the arms of a seed share.",
+        ]
+    )
 
 
 def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
@@ -415,13 +517,23 @@ def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
     for i, unit in enumerate(list(SPENT.values())[:3]):
         worst = 1.0, "", "", ""
         for task in dict.fromkeys(task for task, _ in spent):
-            own = {arm: means[i] for (of, arm), means in spent.items() if of == task and arm not in PLACEBOS}
+            own = {
+                arm: means[i]
+                for (of, arm), means in spent.items()
+                if of == task and arm not in PLACEBOS
+            }
             if not own:
                 continue
             most, least = max(own, key=own.__getitem__), min(own, key=own.__getitem__)
-            worst = max(worst, (own[most] / own[least] if own[least] else math.inf, task, most, least))
+            worst = max(
+                worst, (own[most] / own[least] if own[least] else math.inf, task, most, least)
+            )
         if worst[0] > 1 + UNEVEN:
-            out.append("Not equal: {unit}, by a factor of up to {0:.1f} ({1}: {2} beside {3}).".format(*worst, unit=unit))
+            out.append(
+                "Not equal: {unit}, by a factor of up to {0:.1f} ({1}: {2} beside {3}).".format(
+                    *worst, unit=unit
+                )
+            )
     return out or ["Optimiser steps, samples and tokens are equal on every task."]
 
 

@@ -29,12 +29,23 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
       run: a run folder; what it does not say is left out. step: the RL step of the policy.
       adapters: whether the folder holds adapters in PEFT's format instead of all weights.
     """
-    settings, summary, start = flat(runs.read_config(run)), runs.read_summary(run) or {}, runs.read_start(run)
-    base, algorithm = str(settings.get("model.path", "")), str(settings.get("algorithm.name", "reinforcement learning"))
+    settings, summary, start = (
+        flat(runs.read_config(run)),
+        runs.read_summary(run) or {},
+        runs.read_start(run),
+    )
+    base, algorithm = (
+        str(settings.get("model.path", "")),
+        str(settings.get("algorithm.name", "reinforcement learning")),
+    )
     known = HUB.fullmatch(base) and not Path(base).exists()
     tags = ["rlkit", "reinforcement-learning", re.sub(r"[^\w.-]", "-", algorithm)]
     header = [f"base_model: {base}"] if known else []
-    header += [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation", f"tags: [{', '.join(tags)}]"]
+    header += [
+        f"library_name: {'peft' if adapters else 'transformers'}",
+        "pipeline_tag: text-generation",
+        f"tags: [{', '.join(tags)}]",
+    ]
     what = "Adapters for" if adapters else "A policy that started as"
     parts = [
         "---\n" + "\n".join(header) + "\n---",
@@ -42,7 +53,14 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
         f"{what} `{base or 'a model'}`, trained for {step} RL steps with `{algorithm}` by rlkit.",
         _results(summary, step),
         "## How it was trained",
-        _table(("setting", "value"), [(row, f"`{value}`") for row, key in SHOWN.items() if (value := settings.get(key)) is not None]),
+        _table(
+            ("setting", "value"),
+            [
+                (row, f"`{value}`")
+                for row, key in SHOWN.items()
+                if (value := settings.get(key)) is not None
+            ],
+        ),
         "## Load it",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("FOLDER")\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```',
@@ -60,31 +78,54 @@ def _results(summary: Mapping[str, Any], step: int) -> str:
     rows = []
     for name, interval in (("accuracy", "interval"), ("reward", "reward_interval")):
         sides = [_figure(side, name, interval) for side in (before, after)]
-        rows += [(name, *sides)] if name == "accuracy" or sides[1] != _figure(after, "accuracy", "interval") else []
+        rows += (
+            [(name, *sides)]
+            if name == "accuracy" or sides[1] != _figure(after, "accuracy", "interval")
+            else []
+        )
     how = f"{after.get('n')} problems, sampled at temperature {after.get('temperature', 0):g}; in brackets 95 % intervals over problems."
-    return "## Results on test problems\n\n" + _table(("figure", "before", "after"), rows) + f"\n\n{how}"
+    return (
+        "## Results on test problems\n\n"
+        + _table(("figure", "before", "after"), rows)
+        + f"\n\n{how}"
+    )
 
 
 def _figure(side: Mapping[str, Any], name: str, interval: str) -> str:
     value, bounds = side.get(name), side.get(interval)
     if value is None:
         return "not measured"
-    return f"{value:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds and None not in bounds else "")
+    return f"{value:.3f}" + (
+        f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds and None not in bounds else ""
+    )
 
 
 def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [columns, ("---",) * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
+        for line in lines
+    )
 
 
 def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> str:
     """The command, the versions and the costs."""
-    kept = (text for text in runs.saved_overrides(run) if not text.lstrip("+~").startswith("hydra"))  # those are places of one machine
+    kept = (
+        text for text in runs.saved_overrides(run) if not text.lstrip("+~").startswith("hydra")
+    )  # those are places of one machine
     overrides = " ".join(shlex.quote(text) for text in kept)
-    versions = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in (start.get("versions") or {}).items()
+    )
     costs = [f"{summary['tokens']:,} tokens"] if isinstance(summary.get("tokens"), int) else []
-    costs += [f"{summary['wall_seconds'] / 60:.0f} minutes on {summary.get('device', 'one device')}"] if summary.get("wall_seconds") else []
+    costs += (
+        [f"{summary['wall_seconds'] / 60:.0f} minutes on {summary.get('device', 'one device')}"]
+        if summary.get("wall_seconds")
+        else []
+    )
     said = [f"Commit {start['git']}."] if start.get("git") else []
     said += [f"Versions: {versions}."] if versions else []
     said += [f"It cost {', '.join(costs)}."] if costs else []
-    return "\n\n".join(["## Repeat it", f"```\nrlkit train {overrides}".rstrip() + "\n```", " ".join(said)])
+    return "\n\n".join(
+        ["## Repeat it", f"```\nrlkit train {overrides}".rstrip() + "\n```", " ".join(said)]
+    )

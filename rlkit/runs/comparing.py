@@ -42,7 +42,13 @@ class Difference(NamedTuple):
 # ------------------------------------------------------------------------------------------------------ pairs
 
 
-def paired(first: Sequence[float], second: Sequence[float], *, level: float = LEVEL, resolution: float = 0.0) -> Difference:
+def paired(
+    first: Sequence[float],
+    second: Sequence[float],
+    *,
+    level: float = LEVEL,
+    resolution: float = 0.0,
+) -> Difference:
     """The mean of second - first over the seeds, with Student's t of n - 1 degrees of freedom.
 
     D̄ ± t · s/√n. Seeds that share their noise have Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, c the correlation, so pairing gains where c > 0.
@@ -127,7 +133,9 @@ def bounded_mean(
 # ------------------------------------------------------------------------------------------------------ seeds to plan
 
 
-def seeds_needed(spread: float, effect: float, *, power: float = POWER, comparisons: float = 1) -> int:
+def seeds_needed(
+    spread: float, effect: float, *, power: float = POWER, comparisons: float = 1
+) -> int:
     """The fewest seeds whose paired t test finds a difference `effect` with probability `power`; at least `TO_CLAIM`.
 
     By `power_of`, which is exact for normal differences; beyond 300 seeds by (z + z_power)² (σ_D/δ)² + z²/2 (Guenther 1981, The
@@ -142,7 +150,9 @@ def seeds_needed(spread: float, effect: float, *, power: float = POWER, comparis
     (10, 20)
     """
     if not (effect > 0 and spread >= 0 and math.isfinite(spread)):
-        raise ValueError(f"seeds_needed: effect={effect} must be above 0, and spread={spread} at least 0")
+        raise ValueError(
+            f"seeds_needed: effect={effect} must be above 0, and spread={spread} at least 0"
+        )
     z = NORMAL.inv_cdf(1 - ALPHA / comparisons / 2)
     about = (z + NORMAL.inv_cdf(power)) ** 2 * (spread / effect) ** 2 + z**2 / 2
     if about > 300:
@@ -194,7 +204,9 @@ def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
     return spread / math.sqrt(max(root, 0.05) ** 3)
 
 
-def power_of(spread: float, effect: float, n: int, *, comparisons: float = 1, draws: int = 200) -> float:
+def power_of(
+    spread: float, effect: float, n: int, *, comparisons: float = 1, draws: int = 200
+) -> float:
     """P(the paired t test at α / comparisons finds a true difference `effect`): ∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds, d = δ√n/σ.
 
     s² ν is χ² of ν = n - 1 degrees of freedom; its quantiles by integration over `draws` equal steps of s in 0 … 1 + 8/√(2ν).
@@ -275,7 +287,9 @@ class Tested(NamedTuple):
     sees: float  # the difference that these seeds would have claimed with probability `POWER`; inf below `TO_CLAIM` seeds
 
 
-def tested_together(sides: Sequence[tuple[Sequence[float], Sequence[float], float]]) -> list[Tested]:
+def tested_together(
+    sides: Sequence[tuple[Sequence[float], Sequence[float], float]],
+) -> list[Tested]:
     """Paired comparisons that are corrected together by `false_discovery`, with intervals to match.
 
     Of m comparisons with R claims each interval is at 1 - max(1, R) α/m, so that 5 % of the intervals of the claims miss the truth in
@@ -316,7 +330,9 @@ def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
     return float(flat[cut : len(flat) - cut].mean())
 
 
-def seeds_interval(scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, resolution: float = 0.0) -> tuple[float, float, float]:
+def seeds_interval(
+    scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, resolution: float = 0.0
+) -> tuple[float, float, float]:
     """A statistic of scores [n seeds, M] that leaves out the extremes, such as `iqm`, and its 95 % interval; nan below `TO_CLAIM`.
 
     The wider of two at either end: Student's t of the jackknife, which leaves out a seed at a time, and `bootstrap`. Whole seeds
@@ -341,7 +357,13 @@ def seeds_interval(scores: np.ndarray, statistic: Callable[[np.ndarray], float],
     return value, min(low, value - half), max(high, value + half)
 
 
-def bootstrap(scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, draws: int = 1000, seed: int = 0) -> tuple[float, float]:
+def bootstrap(
+    scores: np.ndarray,
+    statistic: Callable[[np.ndarray], float],
+    *,
+    draws: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float]:
     """The 95 % percentile interval of a statistic of scores [n seeds, M], by redrawing whole seeds with replacement.
 
     A seed is shared by all columns, so its row stays together; redrawing each column on its own, as rliable does, is wrong for that.
@@ -353,7 +375,9 @@ def bootstrap(scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, d
     return float(low), float(high)
 
 
-def profile(scores: Sequence[Sequence[float]] | np.ndarray, thresholds: Sequence[float]) -> list[float]:
+def profile(
+    scores: Sequence[Sequence[float]] | np.ndarray, thresholds: Sequence[float]
+) -> list[float]:
     """Performance profile: the share of scores above each threshold. Its integral over 0 … 1 is the mean of scores in 0 … 1."""
     flat = np.asarray(scores, dtype=float).ravel()
     return [float((flat > threshold).mean()) for threshold in thresholds]

@@ -28,8 +28,14 @@ from rlkit.system.shards import recorded
 OUTPUTS = Path("outputs")
 SET_ASIDE = ".set_aside"  # behind the name of a run folder that a sweep has put out of its way
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
-EVALUATIONS = ("validation", "before", "after")  # in summary.json: the last on validation problems, on test problems twice
-COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)  # values that are no text
+EVALUATIONS = (
+    "validation",
+    "before",
+    "after",
+)  # in summary.json: the last on validation problems, on test problems twice
+COUNT = re.compile(
+    r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL
+)  # values that are no text
 
 
 def fresh(parent: Path, label: str = "") -> Path:
@@ -56,7 +62,11 @@ def label_of(overrides: Sequence[str], name: str) -> str:
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
         part = f"{re.split(r'[./@]', key)[-1]}-{value}"
-        silent = key in (*ONCE, "name", "debug", "logger") or key.startswith(("hydra", "logger.", "callbacks.")) or value == name
+        silent = (
+            key in (*ONCE, "name", "debug", "logger")
+            or key.startswith(("hydra", "logger.", "callbacks."))
+            or value == name
+        )
         if silent or not re.fullmatch(r"[\w.+-]+", part):
             continue
         length += len(part) + 1
@@ -107,7 +117,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(summary, dict) or (summary.get("identity") or "") != read_identity(folder):
         return None
-    return {key: value for key, value in summary.items() if key not in EVALUATIONS or isinstance(value, dict)}
+    return {
+        key: value
+        for key, value in summary.items()
+        if key not in EVALUATIONS or isinstance(value, dict)
+    }
 
 
 def find_run(text: str, key: str) -> Path:
@@ -122,7 +136,9 @@ def find_run(text: str, key: str) -> Path:
             return folder
         if folder == path or path.is_file():
             refuse_leftovers(folder)
-    runs = sorted((p.parent for p in OUTPUTS.glob("*/*/config.yaml")), key=lambda p: p.stat().st_mtime)
+    runs = sorted(
+        (p.parent for p in OUTPUTS.glob("*/*/config.yaml")), key=lambda p: p.stat().st_mtime
+    )
     newest = f" The newest run is {runs[-1]}" if runs else ""
     raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")
 
@@ -141,13 +157,17 @@ def checkpoint_source(text: str, folder: Path) -> Path:
     return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
-def newest_unfinished(name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()) -> Path | None:
+def newest_unfinished(
+    name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()
+) -> Path | None:
     """The newest run under outputs/<name> that did not finish and whose config is this one but for its length, its ranks, its
     logger and its callbacks.
 
     `beside`: further keys in which the two may differ, those that follow the length (`rlkit.config.compose.length_keys`).
     """
-    candidates = [f for f in (OUTPUTS / name).absolute().glob("*") if is_run(f) and not is_finished(f)]
+    candidates = [
+        f for f in (OUTPUTS / name).absolute().glob("*") if is_run(f) and not is_finished(f)
+    ]
     for folder in sorted(candidates, key=_last_written, reverse=True):
         with suppress(DataError):  # half-written: it is equal to no config
             if not other_run(read_config(folder), config, beside=beside):
@@ -165,11 +185,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config that a run was started with, as `write_config` wrote it. Raises DataError where it cannot be read."""
     config = read_yaml(folder / "config.yaml")
     if not isinstance(config, dict):
-        raise DataError(f"{folder}/config.yaml: holds no settings; give the folder as rlkit wrote it")
+        raise DataError(
+            f"{folder}/config.yaml: holds no settings; give the folder as rlkit wrote it"
+        )
     return config
 
 
-def write_config(folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False) -> None:
+def write_config(
+    folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False
+) -> None:
     """The resolved config without its secrets, for people and for resume; whole or not there.
 
     Args:
@@ -224,14 +248,27 @@ def without_secrets(node: Any) -> Any:
         return [without_secrets(value) for value in node]
     if isinstance(node, dict):
         return {key: without_secrets(value) for key, value in redacted(node).items()}
-    if isinstance(node, str) and (found := OVERRIDE.fullmatch(node)) and SECRET.search(key := found[1].rpartition(".")[2]):
-        counted = COUNT.fullmatch(found[2]) and not NUMBER.search(key)  # max_new_tokens=64, or a part that is called tokens
-        return redacted(node) if counted or FROM_ENVIRONMENT.search(node) else f"{found[1]}={REDACTED}"
+    if (
+        isinstance(node, str)
+        and (found := OVERRIDE.fullmatch(node))
+        and SECRET.search(key := found[1].rpartition(".")[2])
+    ):
+        counted = COUNT.fullmatch(found[2]) and not NUMBER.search(
+            key
+        )  # max_new_tokens=64, or a part that is called tokens
+        return (
+            redacted(node) if counted or FROM_ENVIRONMENT.search(node) else f"{found[1]}={REDACTED}"
+        )
     return redacted(node)
 
 
 def write_start(
-    folder: Path, config: Mapping[str, Any], versions: Mapping[str, str], *, identity: str = "", overrides: Sequence[str] = ()
+    folder: Path,
+    config: Mapping[str, Any],
+    versions: Mapping[str, str],
+    *,
+    identity: str = "",
+    overrides: Sequence[str] = (),
 ) -> list[str]:
     """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences.
 
@@ -253,13 +290,21 @@ def write_start(
     if starts is None:
         kept = put_aside(folder / "run.json", ".unreadable")
         starts, changed = [], [f"run.json cannot be read and is kept as {kept.name}"]
-    write_atomic(folder / "run.json", (json.dumps([*starts, now], indent=1, default=str) + "\n").encode())
+    write_atomic(
+        folder / "run.json", (json.dumps([*starts, now], indent=1, default=str) + "\n").encode()
+    )
     if not starts:
         return changed
     before = starts[-1]
-    changed = [f"{name} was {was}, is {then}" for name, was in before["versions"].items() if was != (then := now["versions"].get(name))]
+    changed = [
+        f"{name} was {was}, is {then}"
+        for name, was in before["versions"].items()
+        if was != (then := now["versions"].get(name))
+    ]
     if before["git"] != now["git"]:
-        changed.append(f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}")
+        changed.append(
+            f"the code was at {before['git'] or 'no commit'}, is at {now['git'] or 'no commit'}"
+        )
     return changed
 
 
@@ -278,7 +323,10 @@ def _starts(folder: Path) -> list[dict[str, Any]] | None:
     except (OSError, ValueError, RecursionError):
         return None
     known = {"identity": str, "overrides": list, "versions": dict, "git": str}
-    fine = isinstance(starts, list) and all(isinstance(s, dict) and all(isinstance(s.get(k), t) for k, t in known.items()) for s in starts)
+    fine = isinstance(starts, list) and all(
+        isinstance(s, dict) and all(isinstance(s.get(k), t) for k, t in known.items())
+        for s in starts
+    )
     return starts if fine else None
 
 
@@ -313,10 +361,14 @@ def require_overrides(folder: Path) -> None:
     """Raises DataError where .hydra/overrides.yaml, from which a resumed run is composed, is not as the run's processes wrote it."""
     path = folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
-        raise DataError(f"{path} is missing or no file, so the settings of this run cannot be composed again. Put it back")
+        raise DataError(
+            f"{path} is missing or no file, so the settings of this run cannot be composed again. Put it back"
+        )
     saved = _saved(folder)
     starts = _starts(folder) or ()
-    if starts and all(start["overrides"] not in (saved, without_secrets(saved)) for start in starts):
+    if starts and all(
+        start["overrides"] not in (saved, without_secrets(saved)) for start in starts
+    ):
         raise DataError(
             f"{path} is not what this run wrote: run.json lists other overrides. Put it back, and give changes on the command line"
         )
@@ -328,11 +380,22 @@ def git_state() -> str:
     if not (root / ".git").exists():
         return ""
     try:
-        commit = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
-        changes = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
+        commit = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+        changes = subprocess.run(
+            ["git", "-C", str(root), "status", "--porcelain", "-uno"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "") if commit.returncode == 0 else ""
+    return (
+        commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+        if commit.returncode == 0
+        else ""
+    )
 
 
 def saved_overrides(folder: Path) -> list[str]:
@@ -340,7 +403,11 @@ def saved_overrides(folder: Path) -> list[str]:
 
     Raises: DataError where they cannot be read.
     """
-    return [text for text in _saved(folder) if REDACTED not in text and text.partition("=")[0].lstrip("+") not in ONCE]
+    return [
+        text
+        for text in _saved(folder)
+        if REDACTED not in text and text.partition("=")[0].lstrip("+") not in ONCE
+    ]
 
 
 def withheld(folder: Path) -> list[str]:
@@ -377,13 +444,29 @@ def lost_steps(folder: Path) -> int:
     if any(saves.glob("step_*.ckpt")):
         return 0
     summary = read_summary(folder) or {}
-    steps = max([row["step"] for row in read_rows(folder / "metrics.jsonl")] + [*recorded(folder / "rollouts")], default=0)
-    ended = summary.get("ended") in ("finished", "out of time", "interrupted") and summary.get("steps") and not summary.get("unsaved")
+    steps = max(
+        [row["step"] for row in read_rows(folder / "metrics.jsonl")]
+        + [*recorded(folder / "rollouts")],
+        default=0,
+    )
+    ended = (
+        summary.get("ended") in ("finished", "out of time", "interrupted")
+        and summary.get("steps")
+        and not summary.get("unsaved")
+    )
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
     parts: Any = None
     with suppress(DataError):  # a config that cannot be read says nothing of saves
         parts = read_config(folder).get("callbacks")
-    named = [part for part in parts.values() if isinstance(part, Mapping)] if isinstance(parts, Mapping) else []
-    saving = [part.get("every") for part in named if part.get("_target_") == "rlkit.training.callbacks.checkpoint"]
+    named = (
+        [part for part in parts.values() if isinstance(part, Mapping)]
+        if isinstance(parts, Mapping)
+        else []
+    )
+    saving = [
+        part.get("every")
+        for part in named
+        if part.get("_target_") == "rlkit.training.callbacks.checkpoint"
+    ]
     every = [count for count in saving if isinstance(count, int)]
     return steps if ended or left or not every or steps > min(every) else 0

@@ -29,7 +29,10 @@ def decide_kernels(folder: Path) -> dict[str, str]:
     decided = earlier or ("eager" if reason else "fused")
     write_json(folder / NAME, {"auto": decided})
     if decided == "eager":
-        print(f"kernels: all jobs are computed without compiled code ({reason or 'as those so far'})", flush=True)
+        print(
+            f"kernels: all jobs are computed without compiled code ({reason or 'as those so far'})",
+            flush=True,
+        )
     return {JOBS: decided}
 
 

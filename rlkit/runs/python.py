@@ -32,7 +32,9 @@ WITHOUT_FILES = ("progress", "health")  # callbacks that write nothing
 class Run(NamedTuple):
     """What a run gave."""
 
-    metrics: list[dict[str, Any]]  # a row a step, as in metrics.jsonl; step 0 is the evaluation before training
+    metrics: list[
+        dict[str, Any]
+    ]  # a row a step, as in metrics.jsonl; step 0 is the evaluation before training
     rollouts: list[Rollout]  # of the last step, scored
     policy: Policy  # as trained
     folder: Path | None
@@ -76,12 +78,25 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
     with ExitStack() as stack:
         if folder is None:
             place = Path(stack.enter_context(TemporaryDirectory(prefix="rlkit_")))
-            x = x._replace(logger={}, callbacks={name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES})
+            x = x._replace(
+                logger={},
+                callbacks={
+                    name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES
+                },
+            )
         else:
             check_loggers(x.logger)
             place = Path(folder).expanduser().absolute()
             stack.enter_context(_begun(x, place))
-        summary, module = train_in(x, tasks, place, started=started, resume=None, provenance=runs.read_start(place), again=again)
+        summary, module = train_in(
+            x,
+            tasks,
+            place,
+            started=started,
+            resume=None,
+            provenance=runs.read_start(place),
+            again=again,
+        )
         rows = list(read_rows(place / "metrics.jsonl"))
     return Run(rows, module.rollouts, module.policy, None if folder is None else place, summary)
 

@@ -62,13 +62,35 @@ ALLOWED = {
 }  # fmt: skip
 # Allowed for some arguments only; the index of the argument that opens a file's flags
 OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
-FCNTL = {"F_DUPFD": 0, "F_GETFD": 1, "F_SETFD": 2, "F_GETFL": 3, "F_GETLK": 5, "F_SETLK": 6, "F_SETLKW": 7, "F_DUPFD_CLOEXEC": 1030}
+FCNTL = {
+    "F_DUPFD": 0,
+    "F_GETFD": 1,
+    "F_SETFD": 2,
+    "F_GETFL": 3,
+    "F_GETLK": 5,
+    "F_SETLK": 6,
+    "F_SETLKW": 7,
+    "F_DUPFD_CLOEXEC": 1030,
+}
 F_SETFL, O_ASYNC, O_TRUNC, O_ACCMODE = 4, 0x2000, 0x200, 3
 # name of the machine: (index into the pairs, audit architecture, clone, ioctl, prlimit64, fcntl); clone3 is 435 on both
-MACHINES = {"x86_64": (0, 0xC000003E, 56, 16, 302, 72), "aarch64": (1, 0xC00000B7, 220, 29, 261, 25)}
+MACHINES = {
+    "x86_64": (0, 0xC000003E, 56, 16, 302, 72),
+    "aarch64": (1, 0xC00000B7, 220, 29, 261, 25),
+}
 ALLOW, KILL, EPERM, ENOTTY, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50019, 0x50026
-LOAD, AND, EQUAL, ABOVE, BITS, GIVE = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # instructions of the filter
-READ, CWD = 0x4 | 0x8, 0x2 | 0x4 | 0x8 | 0x20 | 0x100 | 0x4000  # Landlock: read file and folder; also write, remove, make, truncate files
+LOAD, AND, EQUAL, ABOVE, BITS, GIVE = (
+    0x20,
+    0x54,
+    0x15,
+    0x35,
+    0x45,
+    0x06,
+)  # instructions of the filter
+READ, CWD = (
+    0x4 | 0x8,
+    0x2 | 0x4 | 0x8 | 0x20 | 0x100 | 0x4000,
+)  # Landlock: read file and folder; also write, remove, make, truncate files
 
 
 def checked(result: int, what: str) -> int:
@@ -106,7 +128,13 @@ def fcntl_rules() -> list[Instruction]:
     """
     commands = one_of(list(FCNTL.values()))
     flags = [(EQUAL, 0, 3, F_SETFL), argument(2), (BITS, 1, 0, O_ASYNC), (GIVE, 0, 0, ALLOW)]
-    return [argument(1, half=1), (EQUAL, 0, len(commands) + len(flags) + 1, 0), argument(1), *commands, *flags]
+    return [
+        argument(1, half=1),
+        (EQUAL, 0, len(commands) + len(flags) + 1, 0),
+        argument(1),
+        *commands,
+        *flags,
+    ]
 
 
 def open_rules(index: int) -> list[Instruction]:
@@ -125,17 +153,29 @@ def bpf(machine: str) -> list[Instruction]:
     column, audit, clone, ioctl, prlimit, fcntl = MACHINES[machine]
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine == "x86_64":
-        program += [(ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]  # the x32 interface has other numbers
+        program += [
+            (ABOVE, 0, 1, 0x40000000),
+            (GIVE, 0, 0, KILL),
+        ]  # the x32 interface has other numbers
     numbers = (pair[column] for pair in ALLOWED.values())
     program += one_of([n for n in numbers if n is not None])
-    program += [(EQUAL, 0, 1, 435), (GIVE, 0, 0, ENOSYS), (EQUAL, 0, 1, ioctl), (GIVE, 0, 0, ENOTTY)]
+    program += [
+        (EQUAL, 0, 1, 435),
+        (GIVE, 0, 0, ENOSYS),
+        (EQUAL, 0, 1, ioctl),
+        (GIVE, 0, 0, ENOTTY),
+    ]
     for pair, index in OPEN.values():
         if (number := pair[column]) is not None:
             program += only(number, open_rules(index))
     program += only(fcntl, fcntl_rules())
     program += only(clone, [argument(0), (BITS, 0, 1, 0x10000), (GIVE, 0, 0, ALLOW)])
     # of process 0, oneself, without new limits: arguments 0 and 2, each 64 bits, all zero
-    asks = [x for index, half, jump in ((0, 0, 5), (2, 0, 3), (2, 1, 1)) for x in (argument(index, half), (EQUAL, 0, jump, 0))]
+    asks = [
+        x
+        for index, half, jump in ((0, 0, 5), (2, 0, 3), (2, 1, 1))
+        for x in (argument(index, half), (EQUAL, 0, jump, 0))
+    ]
     program += only(prlimit, [*asks, (GIVE, 0, 0, ALLOW)])
     return [*program, (GIVE, 0, 0, EPERM)]
 
@@ -145,17 +185,23 @@ def seccomp(libc: Any, instructions: list[Instruction]) -> None:
     import ctypes
 
     code = b"".join(
-        c.to_bytes(2, sys.byteorder) + bytes((t, f)) + k.to_bytes(4, sys.byteorder) for c, t, f, k in instructions
+        c.to_bytes(2, sys.byteorder) + bytes((t, f)) + k.to_bytes(4, sys.byteorder)
+        for c, t, f, k in instructions
     )  # struct sock_filter
     buffer = ctypes.create_string_buffer(code, len(code))
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
-    checked(libc.prctl(22, 2, ctypes.byref(Program(len(instructions), ctypes.addressof(buffer))), 0, 0), "seccomp")
+    checked(
+        libc.prctl(22, 2, ctypes.byref(Program(len(instructions), ctypes.addressof(buffer))), 0, 0),
+        "seccomp",
+    )
 
 
-def landlock(libc: Any, paths: list[tuple[str, int]], newest: int | None = None, port: int | None = None) -> None:
+def landlock(
+    libc: Any, paths: list[tuple[str, int]], newest: int | None = None, port: int | None = None
+) -> None:
     """Only what is beneath these paths can be reached, each with its rights; later versions also bar TCP and signals.
 
     `newest` caps the version (ABI) that is used, as on an older kernel. `port` can be connected to.
@@ -167,8 +213,13 @@ def landlock(libc: Any, paths: list[tuple[str, int]], newest: int | None = None,
     abi = min(abi, newest or abi)
     files = (1 << (13 if abi == 1 else 14 if abi == 2 else 15 if abi < 5 else 16)) - 1
     words = (files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
-    attributes = b"".join(w.to_bytes(8, sys.byteorder) for w in words)[: 8 if abi < 4 else 16 if abi < 6 else 24]
-    rules = checked(libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
+    attributes = b"".join(w.to_bytes(8, sys.byteorder) for w in words)[
+        : 8 if abi < 4 else 16 if abi < 6 else 24
+    ]
+    rules = checked(
+        libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0),
+        "landlock_create_ruleset",
+    )
     for path, rights in [*paths, ("/dev/null", 0x6), ("/dev/urandom", 0x4), ("/dev/zero", 0x4)]:
         try:
             beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -180,7 +231,12 @@ def landlock(libc: Any, paths: list[tuple[str, int]], newest: int | None = None,
         checked(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")
         os.close(beneath)
     if port is not None:
-        checked(libc.syscall(445, rules, 2, (2).to_bytes(8, sys.byteorder) + port.to_bytes(8, sys.byteorder), 0), "landlock_add_rule TCP")
+        checked(
+            libc.syscall(
+                445, rules, 2, (2).to_bytes(8, sys.byteorder) + port.to_bytes(8, sys.byteorder), 0
+            ),
+            "landlock_add_rule TCP",
+        )
     checked(libc.syscall(446, rules, 0), "landlock_restrict_self")
     os.close(rules)
 
@@ -192,13 +248,22 @@ def namespaces(libc: Any, size: int) -> None:
 
     uid, gid = os.geteuid(), os.getegid()
     checked(libc.unshare(0x10000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000000), "unshare")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     here = os.getcwd()
-    checked(libc.mount(b"none", b"/", None, ctypes.c_ulong(0x4000 | 0x40000), None), "mount private")
+    checked(
+        libc.mount(b"none", b"/", None, ctypes.c_ulong(0x4000 | 0x40000), None), "mount private"
+    )
     options = f"size={size},nr_inodes=1000,mode=700".encode()
-    checked(libc.mount(b"tmpfs", here.encode(), b"tmpfs", ctypes.c_ulong(2 | 4 | 8), options), "mount tmpfs")
+    checked(
+        libc.mount(b"tmpfs", here.encode(), b"tmpfs", ctypes.c_ulong(2 | 4 | 8), options),
+        "mount tmpfs",
+    )
     os.chdir(here)
 
 
@@ -216,7 +281,9 @@ def rlimits(job: Mapping[str, Any]) -> None:
         try:
             resource.setrlimit(getattr(resource, name), (limit, limit))
         except (ValueError, OSError):
-            if sys.platform.startswith("linux"):  # macOS refuses RLIMIT_AS; the level is "basic" there
+            if sys.platform.startswith(
+                "linux"
+            ):  # macOS refuses RLIMIT_AS; the level is "basic" there
                 raise
 
 
@@ -234,7 +301,9 @@ def confine(job: Mapping[str, Any]) -> None:
         rlimits(job)
         if "landlock" in features:
             # The import of ctypes has listed the standard library's folder for the import system, and it cannot be listed after this.
-            landlock(libc, [*((path, READ) for path in job["readable"]), (".", CWD)], job["landlock_abi"])
+            landlock(
+                libc, [*((path, READ) for path in job["readable"]), (".", CWD)], job["landlock_abi"]
+            )
         powerless(libc)
         checked(libc.prctl(1, 9, 0, 0, 0), "parent death signal")
         checked(libc.prctl(4, 0, 0, 0, 0), "not dumpable")
@@ -276,7 +345,10 @@ def bpf_of_programs(machine: str) -> list[Instruction]:
         program += [(ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
     for pair in FORBIDDEN.values():
         program += only(pair[column], [])
-    program += [(EQUAL, 0, 1, 435), (GIVE, 0, 0, ENOSYS)]  # clone3: the C library falls back on clone
+    program += [
+        (EQUAL, 0, 1, 435),
+        (GIVE, 0, 0, ENOSYS),
+    ]  # clone3: the C library falls back on clone
     tcp = [
         argument(0), (EQUAL, 1, 0, 2), (EQUAL, 0, 7, 10),  # IPv4 or IPv6
         argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 4, 1),  # a stream
@@ -345,7 +417,9 @@ def collection(value: Any, room: int, depth: int) -> bytes:
         name = type(value).__name__.encode()[:80]
         return b"o" + str(len(name)).encode() + b":" + name
     tag = b"ltSZd"[kinds.index(kind) :][:1]
-    items = [x for pair in dict.items(value) for x in pair] if kind is dict else kind.__iter__(value)
+    items = (
+        [x for pair in dict.items(value) for x in pair] if kind is dict else kind.__iter__(value)
+    )
     parts: list[bytes] = []
     count = 0
     for item in items:

@@ -8,12 +8,34 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
-from rlkit.sandbox.judge import ARITHMETIC, CONSTANTS, FUNCTIONS, ITERATE, KEYWORDS, TYPES, evaluate, truth
+from rlkit.sandbox.judge import (
+    ARITHMETIC,
+    CONSTANTS,
+    FUNCTIONS,
+    ITERATE,
+    KEYWORDS,
+    TYPES,
+    evaluate,
+    truth,
+)
 from rlkit.sandbox.process import Result
 
-READ = ("str", "repr", "int", "float", "bytes")  # of a call: only the program can read its own objects, such as str(Fraction(1, 2))
+READ = (
+    "str",
+    "repr",
+    "int",
+    "float",
+    "bytes",
+)  # of a call: only the program can read its own objects, such as str(Fraction(1, 2))
 PREDICATES = ("all", "any", "isinstance", "issubclass", "hasattr")
-EVALUATE = ("eval", "exec", "compile", "globals", "locals", "vars")  # an expectation may stand in their text
+EVALUATE = (
+    "eval",
+    "exec",
+    "compile",
+    "globals",
+    "locals",
+    "vars",
+)  # an expectation may stand in their text
 BUILTINS = frozenset(dir(builtins)) - set(EVALUATE)
 
 
@@ -62,7 +84,10 @@ def split(test: str, setup: str = "") -> Check:
         node = body[0].test
         s = _Split([], frozenset(FUNCTIONS), *_names(setup))
         if not _from_program(node, s):  # then the program has a `sum` of its own, say
-            s = s._replace(functions=s.functions - {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)})
+            s = s._replace(
+                functions=s.functions
+                - {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+            )
         verdict = _outside(node, s, True)
         if s.calls:
             return Check(tuple(s.calls), ast.unparse(ast.fix_missing_locations(verdict)))
@@ -80,7 +105,9 @@ def passes(check: Check, *results: Result) -> bool:
     values = {f"value_{i}": result.value for i, result in enumerate(results)}
     try:
         return truth(evaluate(_parsed(check.verdict), values))
-    except Exception:  # the assert would raise, too: isclose(10**400, 1.0), sorted([1, "a"]), min([]), …
+    except (
+        Exception
+    ):  # the assert would raise, too: isclose(10**400, 1.0), sorted([1, "a"]), min([]), …
         return False
 
 
@@ -101,7 +128,11 @@ def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             given |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         else:
-            given |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+            given |= {
+                part.id
+                for part in ast.walk(node)
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            }
     return frozenset(given), frozenset(defined)
 
 
@@ -129,14 +160,20 @@ def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
         case ast.Set():
             return ast.Set([inner(part) for part in node.elts])
         case ast.Dict(keys=keys) if None not in keys:
-            return ast.Dict([inner(key) for key in keys if key], [inner(value) for value in node.values])
+            return ast.Dict(
+                [inner(key) for key in keys if key], [inner(value) for value in node.values]
+            )
         case ast.UnaryOp(op=ast.Not()):
             if not _is_program(node.operand, s):
-                raise Unsplittable("`not` says what a value must not be; it may stand before a call of the program only")
+                raise Unsplittable(
+                    "`not` says what a value must not be; it may stand before a call of the program only"
+                )
             return ast.UnaryOp(node.op, _outside(node.operand, s, True))
         case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
             return ast.UnaryOp(node.op, inner(node.operand))
-        case ast.BinOp() if type(node.op) in ARITHMETIC and not _is_text(node.left):  # "%d" % x is no arithmetic
+        case ast.BinOp() if type(node.op) in ARITHMETIC and not _is_text(
+            node.left
+        ):  # "%d" % x is no arithmetic
             return ast.BinOp(inner(node.left), node.op, inner(node.right))
         case ast.BoolOp():
             return ast.BoolOp(node.op, [_outside(part, s, True) for part in node.values])
@@ -152,13 +189,22 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _comparison(node: ast.Compare, s: _Split) -> ast.expr:
-    if not all(isinstance(op, ast.Eq | ast.Is | ast.In | ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops):
+    if not all(
+        isinstance(op, ast.Eq | ast.Is | ast.In | ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+        for op in node.ops
+    ):
         raise Unsplittable("!=, `is not` and `not in` say only what a value must not be; write ==")
     sides = [node.left, *node.comparators]
     programs = [_from_program(side, s) for side in sides]
     if any(a and b for a, b in itertools.pairwise(programs)):
         raise Unsplittable("both sides come from the program; write a literal on one of them")
-    asked = any([_are_truths(_literal(side, s)) for side, program in zip(sides, programs, strict=True) if not program])
+    asked = any(
+        [
+            _are_truths(_literal(side, s))
+            for side, program in zip(sides, programs, strict=True)
+            if not program
+        ]
+    )
     left, *others = (_outside(side, s, asked) for side in sides)
     return ast.Compare(left, node.ops, others)
 
@@ -186,10 +232,18 @@ def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
     if name not in s.functions:
         raise Unsplittable(f"{name:.60} cannot be evaluated outside the program")
     for part in (*node.args, *node.keywords):
-        if isinstance(part, ast.Starred) or (isinstance(part, ast.keyword) and part.arg not in KEYWORDS.get(name, ())):
-            raise Unsplittable(f"{name} with {ast.unparse(part):.40} cannot be evaluated outside the program")
-    if "close" in name and (len(node.args) != 2 or all(_from_program(part, s) for part in node.args)):
-        raise Unsplittable(f"{name} takes the program's value and a literal, and tolerances by name")
+        if isinstance(part, ast.Starred) or (
+            isinstance(part, ast.keyword) and part.arg not in KEYWORDS.get(name, ())
+        ):
+            raise Unsplittable(
+                f"{name} with {ast.unparse(part):.40} cannot be evaluated outside the program"
+            )
+    if "close" in name and (
+        len(node.args) != 2 or all(_from_program(part, s) for part in node.args)
+    ):
+        raise Unsplittable(
+            f"{name} takes the program's value and a literal, and tolerances by name"
+        )
     if name == "isinstance":
         if len(node.args) != 2 or ast.unparse(node.args[1]) not in TYPES:
             raise Unsplittable(f"isinstance takes a value and one of {', '.join(TYPES)}")
@@ -197,8 +251,15 @@ def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
     asked = asked or name in ("all", "any", "bool")
     # Of the program's value a list of its items is asked for, so that it may be a generator or a view of a dict.
     form = "[*{}]" if name in ITERATE or (name in ("min", "max") and len(node.args) == 1) else "{}"
-    arguments = [_call(part, s, asked, form) if _is_program(part, s) else _outside(part, s, asked) for part in node.args]
-    return ast.Call(node.func, arguments, [ast.keyword(k.arg, _outside(k.value, s, False)) for k in node.keywords])
+    arguments = [
+        _call(part, s, asked, form) if _is_program(part, s) else _outside(part, s, asked)
+        for part in node.args
+    ]
+    return ast.Call(
+        node.func,
+        arguments,
+        [ast.keyword(k.arg, _outside(k.value, s, False)) for k in node.keywords],
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the program's calls
@@ -209,7 +270,9 @@ def _is_program(node: ast.expr, s: _Split) -> bool:
     called = False
     while True:
         match node:
-            case ast.Call(func=ast.Name(id=name)) if name in READ and len(node.args) == 1 and not node.keywords:
+            case ast.Call(func=ast.Name(id=name)) if (
+                name in READ and len(node.args) == 1 and not node.keywords
+            ):
                 return _is_program(node.args[0], s)
             case ast.Call() if ast.unparse(node.func) in s.functions:
                 return False
@@ -234,7 +297,11 @@ def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and part.id in EVALUATE:
             raise Unsplittable(f"{part.id} may hold the expectation")
-        if _judges(part) and any(isinstance(inner, ast.expr) and _is_program(inner, s) for inner in ast.walk(part) if inner is not part):
+        if _judges(part) and any(
+            isinstance(inner, ast.expr) and _is_program(inner, s)
+            for inner in ast.walk(part)
+            if inner is not part
+        ):
             raise Unsplittable(f"the expectation is inside the call {text:.60}")
     s.calls.append(form.format(text))
     return ast.Name(f"value_{len(s.calls) - 1}", ast.Load())
@@ -242,13 +309,21 @@ def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
 
 def _judges(node: ast.AST) -> bool:
     """Whether a part decides something about what is inside it: a comparison, a predicate, a library's function of several values."""
-    if isinstance(node, ast.Compare | ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
+    if isinstance(node, ast.Compare | ast.BoolOp) or (
+        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    ):
         return True
     if not isinstance(node, ast.Call):
         return False
     name = ast.unparse(node.func)
-    several = len(_arguments(node)) > 1 or any(isinstance(argument, ast.BinOp) for argument in node.args)
-    return name in PREDICATES or "close" in name or (several and (name in BUILTINS or _is_library(node.func)))
+    several = len(_arguments(node)) > 1 or any(
+        isinstance(argument, ast.BinOp) for argument in node.args
+    )
+    return (
+        name in PREDICATES
+        or "close" in name
+        or (several and (name in BUILTINS or _is_library(node.func)))
+    )
 
 
 def _is_library(function: ast.expr) -> bool:
@@ -267,19 +342,40 @@ def _require_question(node: ast.expr, s: _Split) -> None:
     while not isinstance(part, ast.Name):
         if isinstance(part, ast.Call) and not _is_constructor(part) and not _is_read(part):
             calls.append(part)
-        part = part.args[0] if _is_read(part) else part.func if isinstance(part, ast.Call) else part.value
+        part = (
+            part.args[0]
+            if _is_read(part)
+            else part.func
+            if isinstance(part, ast.Call)
+            else part.value
+        )
     if part.id in s.defined:
-        raise Unsplittable(f"{part.id} of the setup would judge beside the program; compare a value with a literal")
-    arguments = [argument for call in ast.walk(node) if isinstance(call, ast.Call) and not _is_read(call) for argument in _arguments(call)]
+        raise Unsplittable(
+            f"{part.id} of the setup would judge beside the program; compare a value with a literal"
+        )
+    arguments = [
+        argument
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and not _is_read(call)
+        for argument in _arguments(call)
+    ]
     if len(calls) > 1 or not all(_is_plain(argument, s) for argument in arguments):
-        raise Unsplittable(f"the expectation may stand inside {ast.unparse(node):.60}; compare its value with a literal")
+        raise Unsplittable(
+            f"the expectation may stand inside {ast.unparse(node):.60}; compare its value with a literal"
+        )
 
 
 def _is_plain(argument: ast.expr, s: _Split) -> bool:
     """Whether an argument uses literals, Python's own names, those that the setup gives, and constructors only."""
     names = [part for part in ast.walk(argument) if isinstance(part, ast.Name)]
-    known = BUILTINS | s.given | {name.id for name in names if not isinstance(name.ctx, ast.Load)}  # of a comprehension
-    constructors = {id(call.func) for call in ast.walk(argument) if isinstance(call, ast.Call) and _is_constructor(call)}
+    known = (
+        BUILTINS | s.given | {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+    )  # of a comprehension
+    constructors = {
+        id(call.func)
+        for call in ast.walk(argument)
+        if isinstance(call, ast.Call) and _is_constructor(call)
+    }
     return all(name.id in known or id(name) in constructors for name in names)
 
 

@@ -14,12 +14,26 @@ from time import monotonic
 from typing import Literal
 
 from rlkit.sandbox.level import require
-from rlkit.sandbox.process import START_LIMIT, Ending, Job, Outcome, Sandbox, SandboxError, Status, _job, child_in, folder, heard
+from rlkit.sandbox.process import (
+    START_LIMIT,
+    Ending,
+    Job,
+    Outcome,
+    Sandbox,
+    SandboxError,
+    Status,
+    _job,
+    child_in,
+    folder,
+    heard,
+)
 from rlkit.sandbox.values import records
 from rlkit.system.deadline import ended_by
 
 LIFETIME = 1_000_000.0  # seconds of processor time of a session: each program has its own time on the parent's clock
-STARTER = ThreadPoolExecutor(1, "interpreters")  # a child is killed with the thread that started it, and a tool's call has one of its own
+STARTER = ThreadPoolExecutor(
+    1, "interpreters"
+)  # a child is killed with the thread that started it, and a tool's call has one of its own
 
 
 class Interpreter:
@@ -46,7 +60,9 @@ class Interpreter:
                 outcome = self._outcome(code)
             except (OSError, subprocess.SubprocessError) as error:
                 self._end()
-                raise SandboxError(f"no child could be started or read, and the program did not run: {error}") from error
+                raise SandboxError(
+                    f"no child could be started or read, and the program did not run: {error}"
+                ) from error
             except BaseException:
                 self._end()
                 raise
@@ -68,13 +84,17 @@ class Interpreter:
     def _start(self) -> None:
         features = require(self.sandbox).features
         path = self.held.enter_context(folder())
-        self.child, self.kill = STARTER.submit(self.held.enter_context, child_in(path, subprocess.PIPE, "session")).result()
+        self.child, self.kill = STARTER.submit(
+            self.held.enter_context, child_in(path, subprocess.PIPE, "session")
+        ).result()
         job = _job(Job("", interactive=True), self.sandbox, features) | {"cpu_s": LIFETIME}
         self._send(marshal.dumps(job), START_LIMIT)
         said, _ = self._said(START_LIMIT, "RX")
         if not said or said[0][0] != "R":
             why = said[0][1].decode("utf-8", "replace") if said else "the child said nothing"
-            raise SandboxError(f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`")
+            raise SandboxError(
+                f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`"
+            )
 
     def _send(self, data: bytes, seconds: float) -> bool:
         """Whether the interpreter has read all of it in time: a thread of an earlier program may keep it from reading."""
@@ -104,10 +124,18 @@ class Interpreter:
             start = monotonic()
             said, how = self._said(self.sandbox.time_limit, "DE")
         first = {tag: payload.decode("utf-8", "replace") for tag, payload in reversed(said)}
-        status: Status = ("ok" if "D" in first else "error") if how == "said" else "died" if how == "end" else how
+        status: Status = (
+            ("ok" if "D" in first else "error")
+            if how == "said"
+            else "died"
+            if how == "end"
+            else how
+        )
         return Outcome(status, (), first.get("P", ""), first.get("E", ""), monotonic() - start)
 
-    def _said(self, seconds: float, last: str) -> tuple[list[tuple[str, bytes]], Ending | Literal["said"]]:
+    def _said(
+        self, seconds: float, last: str
+    ) -> tuple[list[tuple[str, bytes]], Ending | Literal["said"]]:
         assert self.child is not None and self.child.stdout is not None
         data = bytearray()
         how = heard(self.child.stdout.fileno(), data, seconds, self.sandbox, last)

@@ -18,7 +18,10 @@ LONGEST = 1_000_000  # items of a range or a repeated sequence, and bits of a po
 NUMBERS = (int, float, complex, bool)
 SEQUENCES = (str, bytes, list, tuple)
 CONSTANTS = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")}
-TYPES = {kind.__name__: kind for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict)}
+TYPES = {
+    kind.__name__: kind
+    for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict)
+}
 
 
 def truth(value: Any) -> bool:
@@ -36,7 +39,9 @@ def isclose(a: Any, b: Any, *, rel_tol: float = 1e-9, abs_tol: float = 0.0) -> b
 def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
     """|a - b| ≤ atol + rtol · |b| for all numbers of two equally nested lists, as `numpy.allclose` but without broadcasting."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(allclose(x, y, rtol, atol) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(
+            allclose(x, y, rtol, atol) for x, y in zip(a, b, strict=True)
+        )
     a, b = _real(a), _real(b)
     return a == b or (math.isfinite(b) and abs(a - b) <= atol + rtol * abs(b))
 
@@ -69,9 +74,33 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "round": _round,
     "isclose": isclose,
     "math.isclose": isclose,
-    **dict.fromkeys(("allclose", "np.allclose", "numpy.allclose", "np.isclose", "numpy.isclose"), allclose),
-    **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt", "fabs", "isnan", "isinf", "isfinite")},
-    **{f.__name__: f for f in (len, sorted, set, frozenset, list, tuple, dict, sum, min, max, abs, int, float, complex, str)},
+    **dict.fromkeys(
+        ("allclose", "np.allclose", "numpy.allclose", "np.isclose", "numpy.isclose"), allclose
+    ),
+    **{
+        f"math.{name}": getattr(math, name)
+        for name in ("floor", "ceil", "trunc", "sqrt", "fabs", "isnan", "isinf", "isfinite")
+    },
+    **{
+        f.__name__: f
+        for f in (
+            len,
+            sorted,
+            set,
+            frozenset,
+            list,
+            tuple,
+            dict,
+            sum,
+            min,
+            max,
+            abs,
+            int,
+            float,
+            complex,
+            str,
+        )
+    },
 }
 KEYWORDS = {
     **{name: {"rel_tol", "abs_tol"} if f is isclose else {"rtol", "atol"} for name, f in FUNCTIONS.items() if "close" in name},
@@ -116,24 +145,38 @@ def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.BinOp():
             return _arithmetic(type(node.op), of(node.left), of(node.right))
         case ast.BoolOp():
-            return (all if isinstance(node.op, ast.And) else any)(truth(of(part)) for part in node.values)
+            return (all if isinstance(node.op, ast.And) else any)(
+                truth(of(part)) for part in node.values
+            )
         case ast.Compare():
             sides = [of(part) for part in (node.left, *node.comparators)]
-            return all(_compare(type(op), a, b) for op, a, b in zip(node.ops, sides[:-1], sides[1:], strict=True))
+            return all(
+                _compare(type(op), a, b)
+                for op, a, b in zip(node.ops, sides[:-1], sides[1:], strict=True)
+            )
         case ast.Call(func=ast.Name(id="isinstance")):
             return isinstance(of(node.args[0]), TYPES[ast.unparse(node.args[1])])
         case ast.Call():
-            return FUNCTIONS[ast.unparse(node.func)](*map(of, node.args), **{str(k.arg): of(k.value) for k in node.keywords})
+            return FUNCTIONS[ast.unparse(node.func)](
+                *map(of, node.args), **{str(k.arg): of(k.value) for k in node.keywords}
+            )
     raise TypeError(f"{ast.unparse(node):.60} cannot be evaluated outside the program")
 
 
 def _arithmetic(kind: type[ast.operator], a: Any, b: Any) -> Any:
     if type(a) in NUMBERS and type(b) in NUMBERS:
-        if kind is ast.Pow and isinstance(a, int) and isinstance(b, int) and a.bit_length() * abs(b) > LONGEST:
+        if (
+            kind is ast.Pow
+            and isinstance(a, int)
+            and isinstance(b, int)
+            and a.bit_length() * abs(b) > LONGEST
+        ):
             raise OverflowError("the power is too large")
         return ARITHMETIC[kind](a, b)
     joined = kind is ast.Add and type(a) is type(b) and type(a) in SEQUENCES
-    repeated = kind is ast.Mult and type(a) in SEQUENCES and type(b) is int and len(a) * b <= LONGEST
+    repeated = (
+        kind is ast.Mult and type(a) in SEQUENCES and type(b) is int and len(a) * b <= LONGEST
+    )
     if not (joined or repeated):
         raise TypeError(f"no {kind.__name__} of {type(a).__name__} and {type(b).__name__}")
     return ARITHMETIC[kind](a, b)

@@ -11,10 +11,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.errors import ConfigError
-from rlkit.sandbox.process import Job, Outcome, Sandbox, SandboxError, check_settings, folder, remove_leftovers, run_with, workers
+from rlkit.sandbox.process import (
+    Job,
+    Outcome,
+    Sandbox,
+    SandboxError,
+    check_settings,
+    folder,
+    remove_leftovers,
+    run_with,
+    workers,
+)
 
 LEVELS = ("basic", "kernel", "kernel+ns")  # weakest first
-CHOICES = (("seccomp", "landlock", "namespaces"), ("seccomp", "landlock"), ("seccomp",), ("landlock",), ())  # strongest first
+CHOICES = (
+    ("seccomp", "landlock", "namespaces"),
+    ("seccomp", "landlock"),
+    ("seccomp",),
+    ("landlock",),
+    (),
+)  # strongest first
 
 # Each gives True where it gets through. CANARY is a readable file outside, PARENT the process id of the parent.
 ATTACKS = {
@@ -71,9 +87,17 @@ def probe() -> Level:
             reasons.append(f"{'+'.join(features)}: {error}")
             continue
         if open_ and {"seccomp", "landlock"} <= set(features):
-            reasons.append(f"{'+'.join(features)}: the self-test got through with {', '.join(open_)}")
+            reasons.append(
+                f"{'+'.join(features)}: the self-test got through with {', '.join(open_)}"
+            )
             continue
-        name = "basic" if not {"seccomp", "landlock"} <= set(features) else "kernel+ns" if "namespaces" in features else "kernel"
+        name = (
+            "basic"
+            if not {"seccomp", "landlock"} <= set(features)
+            else "kernel+ns"
+            if "namespaces" in features
+            else "kernel"
+        )
         return Level(name, features, open_, tuple(reasons))
     raise SandboxError("no level of the sandbox runs here: " + "; ".join(reasons))
 
@@ -84,17 +108,27 @@ def self_test(features: Sequence[str]) -> tuple[str, ...]:
         canary = Path(outside, "canary")
         canary.write_text("readable by all")
         code = f"CANARY, PARENT = {str(canary)!r}, {os.getpid()}\n{SELF_TEST}"
-        outcome = run_with(Job(code, tuple(f"attempt({text!r})" for text in ATTACKS.values())), Sandbox(time_limit=20.0), features)
+        outcome = run_with(
+            Job(code, tuple(f"attempt({text!r})" for text in ATTACKS.values())),
+            Sandbox(time_limit=20.0),
+            features,
+        )
     if outcome.status != "ok" or any(result.error for result in outcome.results):
         raise SandboxError(f"the self-test ended with {outcome.status} {outcome.error}")
-    return tuple(name for name, result in zip(ATTACKS, outcome.results, strict=True) if result.value is not False)
+    return tuple(
+        name
+        for name, result in zip(ATTACKS, outcome.results, strict=True)
+        if result.value is not False
+    )
 
 
 def require(sandbox: Sandbox) -> Level:
     """The level here. Raises: ConfigError where it is weaker than asked for and that was not consented to, or a number is out of range."""
     check_settings(sandbox)
     if sandbox.min_level not in LEVELS:
-        raise ConfigError(f"sandbox.min_level is {sandbox.min_level!r}; it must be one of {', '.join(LEVELS)}")
+        raise ConfigError(
+            f"sandbox.min_level is {sandbox.min_level!r}; it must be one of {', '.join(LEVELS)}"
+        )
     level = probe()
     if LEVELS.index(level.name) < LEVELS.index(sandbox.min_level) and not sandbox.allow_weak:
         raise ConfigError(
@@ -120,7 +154,10 @@ def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
 
 
 def run_many(
-    jobs: Sequence[Job], sandbox: Sandbox | None = None, features: Sequence[str] | None = None, landlock_abi: int | None = None
+    jobs: Sequence[Job],
+    sandbox: Sandbox | None = None,
+    features: Sequence[str] | None = None,
+    landlock_abi: int | None = None,
 ) -> list[Outcome | SandboxError]:
     """`run` for many programs on a few threads, each with one child at a time; outcomes in the order of the jobs.
 

@@ -26,9 +26,14 @@ from rlkit.system.processors import cores
 from rlkit.types import ranges, reaches
 
 CHILD = Path(__file__).with_name("_child.py")
-START_LIMIT = 30.0  # seconds until the interpreter stands: a loaded machine is not the program's fault
+START_LIMIT = (
+    30.0  # seconds until the interpreter stands: a loaded machine is not the program's fault
+)
 DISK_MB = 16  # of the folder in memory, where namespaces are
-PACKAGES = ("site-packages", "dist-packages")  # what was installed beside the standard library is the trainer's, not the program's
+PACKAGES = (
+    "site-packages",
+    "dist-packages",
+)  # what was installed beside the standard library is the trainer's, not the program's
 FOLDER = "rlkit-program-"  # a folder of this name has, or had, a living owner that holds its lock
 
 # Run once, in an interpreter of its own: the shared libraries that the standard library's extension modules load. libgcc_s is
@@ -67,7 +72,9 @@ class Sandbox(NamedTuple):
     time_limit: float = 5.0  # seconds a program, its start not counted
     memory_mb: int = 512  # address space of one program
     output_kb: int = 64  # what one program may send back
-    min_level: Literal["basic", "kernel", "kernel+ns"] = "kernel"  # of isolation; a weaker one is refused
+    min_level: Literal["basic", "kernel", "kernel+ns"] = (
+        "kernel"  # of isolation; a weaker one is refused
+    )
     allow_weak: bool = False  # run where min_level cannot be reached
     workers: int | None = None  # programs at once; None: one a core, at most 8
 
@@ -118,7 +125,9 @@ def workers(sandbox: Sandbox) -> int:
     return max(1, min(asked, memory // (sandbox.memory_mb << 20)))
 
 
-def run_with(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None) -> Outcome:
+def run_with(
+    job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
+) -> Outcome:
     """Runs one program under these features of the kernel, whatever their level. `run` is the function to use.
 
     Args:
@@ -127,9 +136,13 @@ def run_with(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: 
     """
     check_settings(sandbox)
     try:
-        data, how, seconds = _said(marshal.dumps(_job(job, sandbox, features, landlock_abi)), sandbox)
+        data, how, seconds = _said(
+            marshal.dumps(_job(job, sandbox, features, landlock_abi)), sandbox
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"no child could be started or read, and the program did not run: {error}") from error
+        raise SandboxError(
+            f"no child could be started or read, and the program did not run: {error}"
+        ) from error
     return _outcome(records(data), job, how, seconds)
 
 
@@ -144,7 +157,9 @@ def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
 
 
 @contextlib.contextmanager
-def child_in(path: str, stdin: Any, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
+def child_in(
+    path: str, stdin: Any, *arguments: str
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
     """A child that works in a folder, and what kills it and all that it may have started; killed at the end of the block."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(CHILD), *arguments],
@@ -167,7 +182,9 @@ def child_in(path: str, stdin: Any, *arguments: str) -> Iterator[tuple[subproces
         child.wait()
 
 
-def _job(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None) -> dict[str, Any]:
+def _job(
+    job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
+) -> dict[str, Any]:
     return {
         "code": job.code, "calls": list(job.calls), "interactive": job.interactive, "name": "__main__" if job.interactive else "solution",
         "features": list(features), "cpu_s": sandbox.time_limit, "memory_mb": sandbox.memory_mb, "output_kb": sandbox.output_kb,
@@ -178,19 +195,29 @@ def _job(job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int 
 def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     """What the child says until it ends, its time is up, or it has said too much; and the seconds since it was ready."""
     data, start = bytearray(), monotonic()
-    if (how := heard(fd, data, START_LIMIT, sandbox, "RX")) == "said":  # the first record is ours: the program runs after it
+    if (
+        how := heard(fd, data, START_LIMIT, sandbox, "RX")
+    ) == "said":  # the first record is ours: the program runs after it
         start = monotonic()
         how = heard(fd, data, sandbox.time_limit, sandbox)
-    return bytes(data[: sandbox.output_kb << 10]), "end" if how == "said" else how, monotonic() - start
+    return (
+        bytes(data[: sandbox.output_kb << 10]),
+        "end" if how == "said" else how,
+        monotonic() - start,
+    )
 
 
-def heard(fd: int, data: bytearray, seconds: float, sandbox: Sandbox, last: str = "") -> Ending | Literal["said"]:
+def heard(
+    fd: int, data: bytearray, seconds: float, sandbox: Sandbox, last: str = ""
+) -> Ending | Literal["said"]:
     """Appends what a child says to `data`, until a record with one of the tags `last` ("said") or until it can or may say no more."""
     end = monotonic() + seconds
     poller = select.poll()
     poller.register(fd, select.POLLIN | select.POLLHUP)
     while True:
-        if last and any(tag in last for tag, _ in records(bytes(data))):  # not the newest alone: more may have come with it
+        if last and any(
+            tag in last for tag, _ in records(bytes(data))
+        ):  # not the newest alone: more may have come with it
             return "said"
         if len(data) > sandbox.output_kb << 10:
             return "flood"
@@ -205,9 +232,17 @@ def heard(fd: int, data: bytearray, seconds: float, sandbox: Sandbox, last: str 
 def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) -> Outcome:
     if not said or said[0][0] != "R":
         why = said[0][1].decode("utf-8", "replace") if said else f"the child said nothing ({how})"
-        raise SandboxError(f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`")
-    first = {tag: payload.decode("utf-8", "replace") for tag, payload in reversed(said[1:]) if tag in ("P", "E", "D")}
-    results = tuple(_result(tag, payload) for tag, payload in said[1:] if tag in ("V", "F"))[: len(job.calls)]
+        raise SandboxError(
+            f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`"
+        )
+    first = {
+        tag: payload.decode("utf-8", "replace")
+        for tag, payload in reversed(said[1:])
+        if tag in ("P", "E", "D")
+    }
+    results = tuple(_result(tag, payload) for tag, payload in said[1:] if tag in ("V", "F"))[
+        : len(job.calls)
+    ]
     if how != "end":
         status: Status = "flood" if how == "flood" else "timeout"
     elif "E" in first:
@@ -238,11 +273,22 @@ def readable() -> tuple[str, ...]:
     """
     found = {sysconfig.get_config_var("DESTSHARED"), "/usr/share/zoneinfo", "/usr/lib/locale"}
     for name in ("stdlib", "platstdlib"):
-        with contextlib.suppress(FileNotFoundError), os.scandir(sysconfig.get_path(name)) as entries:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            os.scandir(sysconfig.get_path(name)) as entries,
+        ):
             found |= {entry.path for entry in entries if entry.name not in PACKAGES}
-    loaded = subprocess.run([sys.executable, "-I", "-S", "-B", "-c", LIBRARIES], env={}, stdout=subprocess.PIPE, check=False, timeout=60)
+    loaded = subprocess.run(
+        [sys.executable, "-I", "-S", "-B", "-c", LIBRARIES],
+        env={},
+        stdout=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
     found |= {os.fsdecode(name) for name in loaded.stdout.split(b"\0")}
-    return tuple(sorted(str(Path(path).resolve()) for path in found if path and os.path.exists(path)))
+    return tuple(
+        sorted(str(Path(path).resolve()) for path in found if path and os.path.exists(path))
+    )
 
 
 @contextlib.contextmanager
@@ -257,7 +303,9 @@ def folder() -> Iterator[str]:
     path = made
     try:
         if _locked(lock):  # else it keeps a name that is never swept
-            path = os.path.join(os.path.dirname(made), FOLDER + os.path.basename(made)[len(".rlkit-") :])
+            path = os.path.join(
+                os.path.dirname(made), FOLDER + os.path.basename(made)[len(".rlkit-") :]
+            )
             os.rename(made, path)  # only now: a folder of this name without a lock has no owner
         yield path
     finally:

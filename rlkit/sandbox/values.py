@@ -24,7 +24,9 @@ SCALARS: dict[bytes, Callable[[bytes], Any]] = {  # tag → payload → value
     b"b": bytes,
     b"o": lambda payload: Opaque(payload.decode("utf-8", "replace")),
 }
-COLLECTIONS: dict[bytes, Callable[[list[Any]], Any]] = {  # tag → items → value; of a dict keys and values in turn
+COLLECTIONS: dict[
+    bytes, Callable[[list[Any]], Any]
+] = {  # tag → items → value; of a dict keys and values in turn
     b"l": list,
     b"t": tuple,
     b"S": set,
@@ -59,7 +61,12 @@ def decode_value(data: bytes) -> Any:
     """
     try:
         value, end = _decode(data, 0, 0)
-    except (ValueError, LookupError, TypeError, OverflowError) as error:  # KeyError: an unknown tag; TypeError: a list in a set
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        OverflowError,
+    ) as error:  # KeyError: an unknown tag; TypeError: a list in a set
         raise Malformed(str(error)) from error
     if end != len(data):
         raise Malformed("bytes after the value")

@@ -30,11 +30,24 @@ APPENDED = (  # files that grow while a run goes on; what a checkpoint lists of 
 )
 REWRITTEN = (  # other files that a resume reads or writes, and can do without
     *("run.json", "summary.json", "metrics.csv", "metrics.discarded.jsonl", "metrics.unreadable"),
-    *("*.discarded.jsonl.gz", "held_out/*.discarded.jsonl.gz", ".hydra/config.yaml", ".hydra/hydra.yaml"),
+    *(
+        "*.discarded.jsonl.gz",
+        "held_out/*.discarded.jsonl.gz",
+        ".hydra/config.yaml",
+        ".hydra/hydra.yaml",
+    ),
     *("checkpoints/best.json", "tensorboard/hparams.yaml", "wandb.id", "mlflow.id"),
 )
 FOLDERS = (
-    *(".hydra", "rollouts", "held_out", "held_out/validation", "held_out/test", "completions", "completions.discarded"),
+    *(
+        ".hydra",
+        "rollouts",
+        "held_out",
+        "held_out/validation",
+        "held_out/test",
+        "completions",
+        "completions.discarded",
+    ),
     *("samples", "checkpoints", "tensorboard", "debug"),
 )
 SPAN = re.compile(r"steps_(\d+)-(\d+)\.")
@@ -58,7 +71,9 @@ def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashe
     found = {}
     for path in _appended(folder):
         name = path.relative_to(folder).as_posix()
-        with suppress(OSError):  # raised on one rank alone, it would leave the others waiting for their part of the checkpoint
+        with suppress(
+            OSError
+        ):  # raised on one rank alone, it would leave the others waiting for their part of the checkpoint
             found[name] = _measure_file(path, before.get(name))
     return found
 
@@ -66,7 +81,9 @@ def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashe
 def _measure_file(path: Path, before: Hashed | None) -> Hashed:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        known = before if before is not None and before.size <= size else Hashed(0, hashlib.sha256())
+        known = (
+            before if before is not None and before.size <= size else Hashed(0, hashlib.sha256())
+        )
         file.seek(known.size)
         return Hashed(size, _digest_more(file, size - known.size, known.digest.copy()))
 
@@ -105,13 +122,20 @@ def clear_places(folder: Path) -> None:
         if (folder / name).is_dir():
             require_readable(folder / name)
         elif os.path.lexists(folder / name):
-            print(f"resume: {name} is no folder and is kept as {set_aside(folder, name)}", flush=True)
-    for path in sorted(path for pattern in (METRICS, *APPENDED, *REWRITTEN) for path in folder.glob(pattern)):
+            print(
+                f"resume: {name} is no folder and is kept as {set_aside(folder, name)}", flush=True
+            )
+    for path in sorted(
+        path for pattern in (METRICS, *APPENDED, *REWRITTEN) for path in folder.glob(pattern)
+    ):
         if path.is_file():
             require_readable(path)
         else:
             name = path.relative_to(folder).as_posix()
-            print(f"resume: {name} is no regular file and is kept as {set_aside(folder, name)}", flush=True)
+            print(
+                f"resume: {name} is no regular file and is kept as {set_aside(folder, name)}",
+                flush=True,
+            )
 
 
 def require_readable(path: Path) -> None:
@@ -122,7 +146,9 @@ def require_readable(path: Path) -> None:
         else:
             open_regular(path).close()
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder") from None
+        raise DataError(
+            f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder"
+        ) from None
 
 
 def set_aside(folder: Path, name: str) -> str:
@@ -135,13 +161,18 @@ def set_aside(folder: Path, name: str) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(folder / name, target)
     except OSError as error:
-        raise DataError(f"{folder / name} is not the run's own and cannot be moved to {target} ({reason(error)}); move it away") from None
+        raise DataError(
+            f"{folder / name} is not the run's own and cannot be moved to {target} ({reason(error)}); move it away"
+        ) from None
     return target.relative_to(folder).as_posix()
 
 
 def free_place(folder: Path, name: str) -> str:
     """Where `set_aside` would put a file, as a path in the folder."""
-    places = (f"{ASIDE}/{name}" if number == 1 else f"{ASIDE}_{number}/{name}" for number in itertools.count(1))
+    places = (
+        f"{ASIDE}/{name}" if number == 1 else f"{ASIDE}_{number}/{name}"
+        for number in itertools.count(1)
+    )
     return next(place for place in places if not os.path.lexists(folder / place))
 
 
@@ -161,7 +192,9 @@ def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: i
     for path in _appended(folder):
         name = path.relative_to(folder).as_posix()
         if name not in files and any(held <= step for held, _ in _steps(path)):
-            faults.setdefault((path.relative_to(folder).parts[0], "was not there at the checkpoint"), []).append(name)
+            faults.setdefault(
+                (path.relative_to(folder).parts[0], "was not there at the checkpoint"), []
+            ).append(name)
     for (place, why), names in faults.items():
         kept = [set_aside(folder, name) for name in names if os.path.lexists(folder / name)]
         more = f", as are {len(names) - SHOWN} more files of {place}/" if len(names) > SHOWN else ""
@@ -180,7 +213,9 @@ def _fault(path: Path, size: int, digest: str, step: int) -> str:
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder") from None
+        raise DataError(
+            f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder"
+        ) from None
     if same and not foreign:
         return ""
     return "does not begin with what this run wrote" if held else "is empty"

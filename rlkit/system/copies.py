@@ -33,7 +33,11 @@ def _copied(value: Any) -> Any:
     if kind is list:
         return [own if type(own) in ATOMS else _copied(own) for own in value]
     if kind is tuple:
-        if len(value) > SHORT and type(value[0]) in (int, float) and type(value[-1]) in (int, float):
+        if (
+            len(value) > SHORT
+            and type(value[0]) in (int, float)
+            and type(value[-1]) in (int, float)
+        ):
             return value
         return tuple(map(_copied, value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -61,9 +61,13 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, (Exception, Interrupted, *passing)) or (isinstance(error, KeyboardInterrupt) and _may_be_typed()):
+        if isinstance(error, (Exception, Interrupted, *passing)) or (
+            isinstance(error, KeyboardInterrupt) and _may_be_typed()
+        ):
             raise
-        raise ProcessEndAsked(raised_at(error, back=2 if isinstance(error, _Exit) else 1)) from error
+        raise ProcessEndAsked(
+            raised_at(error, back=2 if isinstance(error, _Exit) else 1)
+        ) from error
     finally:
         CALLED.set(outer)
 
@@ -104,7 +108,9 @@ class _Work(Generic[T]):
         try:
             result = contained(call)
         except BaseException as error:  # raised again by the one who waits
-            stop = isinstance(error, StopIteration)  # no future of asyncio takes it, and the one who waits would wait for ever
+            stop = isinstance(
+                error, StopIteration
+            )  # no future of asyncio takes it, and the one who waits would wait for ever
             self.future.set_exception(RuntimeError(f"StopIteration {error}") if stop else error)
         else:
             self.future.set_result(result)
@@ -306,4 +312,6 @@ async def call_user(
         except DeadlinePassed as error:
             if limit.left > 0:
                 raise  # another limit, of a block inside
-            raise Hung(f"{what} {waiting.name_of(shown)} did not end within {seconds:g} s") from error
+            raise Hung(
+                f"{what} {waiting.name_of(shown)} did not end within {seconds:g} s"
+            ) from error

@@ -23,10 +23,16 @@ def pick_device(x: Any) -> Any:
     import torch
 
     if x.trainer.accelerator == "gpu" and not torch.cuda.is_available():
-        raise ConfigError("trainer=gpu: torch sees no GPU on this machine; use trainer=auto, or install a torch build with CUDA")
+        raise ConfigError(
+            "trainer=gpu: torch sees no GPU on this machine; use trainer=auto, or install a torch build with CUDA"
+        )
     if x.trainer.accelerator == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    joined = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    joined = (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if joined else 0)
 
 
@@ -39,9 +45,13 @@ def on_device(x: Any) -> tuple[Any, Any]:
     with guard_state(x.model, kinds=[FOLDER]):
         policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
-    if hasattr(x.generation.engine, "threads"):  # of the cached engine's compiled step: its threads do not spin, and every core helps
+    if hasattr(
+        x.generation.engine, "threads"
+    ):  # of the cached engine's compiled step: its threads do not spin, and every core helps
         available = max(1, cores() // x.trainer.devices)
-        x.generation.engine.threads = x.trainer.threads or threads_for(available * PARAMETERS_PER_THREAD, available)
+        x.generation.engine.threads = x.trainer.threads or threads_for(
+            available * PARAMETERS_PER_THREAD, available
+        )
     return policy, device
 
 
@@ -62,7 +72,10 @@ def keep_freed_memory() -> None:
     An update frees and takes the same blocks again and again, and each page that comes from the system is filled with zeros first: about an
     eighth of the processor time of an update over 10,000 tokens. The peak stays, since larger blocks go back at once.
     """
-    trim_threshold, mmap_threshold = -1, -3  # names of malloc.h; 32 MiB is the most that glibc takes
+    trim_threshold, mmap_threshold = (
+        -1,
+        -3,
+    )  # names of malloc.h; 32 MiB is the most that glibc takes
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
@@ -83,7 +96,11 @@ def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextMa
     """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise. `updates`: weights move inside, so none stays cast."""
     import torch
 
-    return torch.autocast(device.type, torch.bfloat16, cache_enabled=not updates) if precision(x, device) == "bf16-mixed" else nullcontext()
+    return (
+        torch.autocast(device.type, torch.bfloat16, cache_enabled=not updates)
+        if precision(x, device) == "bf16-mixed"
+        else nullcontext()
+    )
 
 
 def quiet() -> None:

@@ -55,14 +55,24 @@ def damage(path: Path) -> str:
             last = file.read()
             if last.startswith(MARK) and last.endswith(b"\n"):
                 file.seek(0)
-                return "" if digest_of(file, size - SEAL).encode() == last[len(MARK) : -1] else "its content is not what was written"
+                return (
+                    ""
+                    if digest_of(file, size - SEAL).encode() == last[len(MARK) : -1]
+                    else "its content is not what was written"
+                )
             if not (last[-END:].startswith(b"PK\5\6") and last.endswith(b"\0\0")):
                 return "its end is missing or is not what was written"
             bad = zipfile.ZipFile(file).testzip()
             return f"its part {bad} is not what was written" if bad else ""
     except OSError as error:
         return error.strerror or str(error)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError) as error:  # zipfile's errors for a damaged index
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        NotImplementedError,
+        EOFError,
+        RuntimeError,
+    ) as error:  # zipfile's errors for a damaged index
         return str(error) or type(error).__name__
 
 
@@ -77,7 +87,11 @@ def digest_of(file: IO[bytes], size: int) -> str:
 
 def write_sums(folder: Path) -> None:
     """Lists the digests of all files of a folder in its rlkit.sha256."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != SUMS
+    )
     (folder / SUMS).write_text("".join(f"{_sum(folder / name)}  {name}\n" for name in names))
 
 
@@ -87,7 +101,10 @@ def only_listed(folder: Path) -> bool:
         names = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
     except (OSError, ValueError):
         return False
-    return all(path.is_dir() or path.relative_to(folder).as_posix() in {*names, SUMS} for path in folder.rglob("*"))
+    return all(
+        path.is_dir() or path.relative_to(folder).as_posix() in {*names, SUMS}
+        for path in folder.rglob("*")
+    )
 
 
 def folder_damage(folder: Path, *, weights: bool = True) -> str:

@@ -131,7 +131,9 @@ def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
     LOST[kind or what] = why
     if not quiet and not again:
         with suppress(OSError):  # what is printed may go into a file on the same disk
-            print(f"warning: {what} not written ({why}); the run goes on", file=sys.stderr, flush=True)
+            print(
+                f"warning: {what} not written ({why}); the run goes on", file=sys.stderr, flush=True
+            )
 
 
 @contextmanager
@@ -146,13 +148,17 @@ def refusing(place: Path | str) -> Iterator[None]:
         why = unwritable(error)
         if why is None or isinstance(error, Refusal):
             raise
-        raise ConfigError(f"{place}: cannot be written ({why}); make room or choose another folder") from error
+        raise ConfigError(
+            f"{place}: cannot be written ({why}); make room or choose another folder"
+        ) from error
 
 
 # What the libraries raise where the file under them cannot grow or be made, besides OSError. Rust's (safetensors, tokenizers) name
 # the system's error number; torch's zip writer in C++ names only itself.
 RUST = re.compile(r"\(os error (\d+)\)")
-TORCH = re.compile(r"PytorchStreamWriter|unexpected pos \d+|Parent directory .* does not exist|cannot be opened|iostream error")
+TORCH = re.compile(
+    r"PytorchStreamWriter|unexpected pos \d+|Parent directory .* does not exist|cannot be opened|iostream error"
+)
 
 
 def unwritable(error: BaseException) -> str | None:

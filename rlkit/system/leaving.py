@@ -27,7 +27,12 @@ def leave_process(status: int) -> None:
     def give_up() -> None:
         if not ended.wait(GRACE):
             named = name_threads(left_threads()) or "an exit handler of a library or of your code"
-            print(visible(f"rlkit: {named} did not end within {GRACE:g} s; the process ends all the same"), file=sys.stderr)
+            print(
+                visible(
+                    f"rlkit: {named} did not end within {GRACE:g} s; the process ends all the same"
+                ),
+                file=sys.stderr,
+            )
             _flush()
             end_process(status)
 
@@ -42,17 +47,25 @@ def leave_process(status: int) -> None:
 
 def left_threads() -> list[threading.Thread]:
     """The threads that keep a process alive, beside the main one."""
-    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]
 
 
 def name_threads(threads: list[threading.Thread]) -> str:
     """The first few of them as "the thread 'upload' of my_reward.send (/home/me/my_reward.py:7)", those of one function once."""
     targets = [getattr(thread, "_target", None) for thread in threads]
     names = Counter(
-        f"the thread {thread.name!r}" if target is None else f"the thread {thread.name!r} of {defined_at(target)}"
+        f"the thread {thread.name!r}"
+        if target is None
+        else f"the thread {thread.name!r} of {defined_at(target)}"
         for thread, target in zip(threads, targets, strict=True)
     )
-    shown = [name if count == 1 else f"{name}, {count} times" for name, count in names.most_common(SHOWN)]
+    shown = [
+        name if count == 1 else f"{name}, {count} times" for name, count in names.most_common(SHOWN)
+    ]
     more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return " and ".join([*shown, *more])
 

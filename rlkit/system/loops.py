@@ -106,7 +106,9 @@ def outside_loops() -> Iterator[None]:
         asyncio._set_running_loop(outer)
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]], *, announced: bool = False) -> list[T]:
+async def together(
+    coroutines: Iterable[Coroutine[Any, Any, T]], *, announced: bool = False
+) -> list[T]:
     """What coroutines return that run at the same time.
 
     At the first error, or where this one is cancelled, the others are cancelled and awaited; those that are closing end by themselves.
@@ -140,10 +142,18 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]], *, announced: b
 
 # ------------------------------------------------------------------------------------------------- tasks left behind
 
-LEFT: WeakKeyDictionary[asyncio.Future[Any], Any] = WeakKeyDictionary()  # task → its result, or the error, in its place
-KEPT: list[asyncio.Task[Any]] = []  # of loops that are closed: the garbage collector would run their `finally` blocks
-INSTEAD: WeakKeyDictionary[asyncio.Future[Any], Callable[[BaseException], Any]] = WeakKeyDictionary()
-LISTENERS: WeakKeyDictionary[asyncio.Future[Any], Callable[[asyncio.Future[Any]], None]] = WeakKeyDictionary()
+LEFT: WeakKeyDictionary[asyncio.Future[Any], Any] = (
+    WeakKeyDictionary()
+)  # task → its result, or the error, in its place
+KEPT: list[
+    asyncio.Task[Any]
+] = []  # of loops that are closed: the garbage collector would run their `finally` blocks
+INSTEAD: WeakKeyDictionary[asyncio.Future[Any], Callable[[BaseException], Any]] = (
+    WeakKeyDictionary()
+)
+LISTENERS: WeakKeyDictionary[asyncio.Future[Any], Callable[[asyncio.Future[Any]], None]] = (
+    WeakKeyDictionary()
+)
 
 
 def instead(make: Callable[[BaseException], Any]) -> None:
@@ -248,7 +258,12 @@ async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
             if is_over(task) or task in CLOSING:
                 continue
             if task in told:
-                leave_behind(task, Hung(f"{waiting.waits_of(task)} did not end within {waiting.GRACE:g} s after it was cancelled"))
+                leave_behind(
+                    task,
+                    Hung(
+                        f"{waiting.waits_of(task)} did not end within {waiting.GRACE:g} s after it was cancelled"
+                    ),
+                )
             else:
                 task.cancel()
                 told.add(task)

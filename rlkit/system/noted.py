@@ -25,7 +25,9 @@ def state_folder() -> Path | None:
     A folder that belongs to somebody else, or in which others may write, is none.
     """
     home = os.environ.get("HOME", "")
-    base = os.environ.get("XDG_STATE_HOME") or (os.path.join(home, ".local", "state") if home else "")
+    base = os.environ.get("XDG_STATE_HOME") or (
+        os.path.join(home, ".local", "state") if home else ""
+    )
     if not os.path.isabs(base):
         return None
     place = Path(base) / "rlkit" / "runs"

@@ -46,10 +46,23 @@ def guard_output() -> None:
             stream.flush()
             raw = io.BufferedWriter(Descriptor(number, "wb", closefd=False))
             errors = "backslashreplace"  # a half character that a model wrote
-            setattr(sys, name, Output(raw, encoding=stream.encoding, errors=errors, line_buffering=stream.line_buffering))
+            setattr(
+                sys,
+                name,
+                Output(
+                    raw,
+                    encoding=stream.encoding,
+                    errors=errors,
+                    line_buffering=stream.line_buffering,
+                ),
+            )
 
 
 def clock(seconds: float) -> str:
     """1:04, or 2:01:04."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        if minutes >= 60
+        else f"{minutes}:{seconds:02}"
+    )

@@ -51,7 +51,9 @@ class TakenOver(RLKitError, RuntimeError):
     """Another process has taken the run folder over while this one worked in it."""
 
 
-HELD: dict[Path, tuple[str, threading.Event]] = {}  # run folder → the token of this process's record, and what ends its beat
+HELD: dict[
+    Path, tuple[str, threading.Event]
+] = {}  # run folder → the token of this process's record, and what ends its beat
 
 
 @contextmanager
@@ -74,11 +76,17 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
             print(f"resume: {said}", flush=True)
     except OSError as error:
         why = error.strerror or error
-        print(f"warning: {folder / NAME} not written ({why}); nothing keeps a second process from this run", file=sys.stderr, flush=True)
+        print(
+            f"warning: {folder / NAME} not written ({why}); nothing keeps a second process from this run",
+            file=sys.stderr,
+            flush=True,
+        )
         yield
         return
     HELD[folder] = record["token"], threading.Event()
-    threading.Thread(target=beat, args=(folder, record, HELD[folder][1]), name=NAME, daemon=True).start()
+    threading.Thread(
+        target=beat, args=(folder, record, HELD[folder][1]), name=NAME, daemon=True
+    ).start()
     try:
         yield
     finally:
@@ -92,7 +100,9 @@ def identity() -> dict[str, Any]:
         **describe_process(os.getpid()),
         "since": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "beat": time.time(),
-        "slurm": [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None,  # and how often it was queued again
+        "slurm": [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)]
+        if job
+        else None,  # and how often it was queued again
     }
 
 
@@ -143,7 +153,9 @@ def lives(found: Mapping[str, Any]) -> bool:
     if is_here(found):
         return runs_here(found)
     mine, theirs = identity()["slurm"], found.get("slurm")
-    again = mine is not None and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine  # the same job, queued again
+    again = (
+        mine is not None and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine
+    )  # the same job, queued again
     return not again and time.time() - found["beat"] < DEAD
 
 
@@ -160,7 +172,11 @@ def occupied(folder: Path) -> str:
     ahead = age < 0 and not is_here(found)
     clocks = f"{_clock(found['beat'])} by its clock, while it is {_clock(now)} here: one of the two clocks is wrong"
     if "host" not in found:
-        how_old = f"its time is {clocks}" if ahead else f"is {max(0, age)} s old: another process may be starting there"
+        how_old = (
+            f"its time is {clocks}"
+            if ahead
+            else f"is {max(0, age)} s old: another process may be starting there"
+        )
         return f"{folder / NAME} cannot be read and {how_old}. Look, then add takeover=true"
     if ahead:
         return (
@@ -200,7 +216,11 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
             raise Occupied(living)
         _write(folder, record)
     who = f"process {found.get('pid')} on {found.get('host')}, which began at {found.get('since')}"
-    return f"taken over from {who}; it ends at its next step" if living else f"{who}, is gone without an end of its own"
+    return (
+        f"taken over from {who}; it ends at its next step"
+        if living
+        else f"{who}, is gone without an end of its own"
+    )
 
 
 def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> None:
@@ -273,7 +293,9 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_regular(file).decode())
         types = {"host": str, "pid": int, "beat": int | float, "token": str}
-        complete = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in types.items())
+        complete = isinstance(found, dict) and all(
+            isinstance(found.get(key), kind) for key, kind in types.items()
+        )
         if complete and math.isfinite(found["beat"]):
             return found if found["pid"] > 0 else {"beat": found["beat"]}
     except (ValueError, RecursionError):

@@ -15,14 +15,20 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 def cores() -> int:
     """Cores that this process may use: its affinity, and the processor time that its container may take, rounded up; at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, math.ceil(min([allowed, *map(quota, groups())])))
 
 
 def groups() -> list[Path]:
     """The folders of the control groups (version 2) that this process is in, the innermost first."""
     try:
-        inner = next(CGROUP / line[3:].lstrip("/") for line in MEMBERSHIP.read_text().splitlines() if line.startswith("0::"))
+        inner = next(
+            CGROUP / line[3:].lstrip("/")
+            for line in MEMBERSHIP.read_text().splitlines()
+            if line.startswith("0::")
+        )
     except (OSError, StopIteration):
         return []
     return [inner, *(parent for parent in inner.parents if parent.is_relative_to(CGROUP))]
@@ -43,7 +49,9 @@ def threads_for(parameters: int, available: int) -> int:
     A function of the model and the machine alone, never of the load of the moment: sums in another
     order round differently, so another number of threads gives other weights.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "")  # the user's, or a sweep's with several jobs at once
+    asked = os.environ.get(
+        "OMP_NUM_THREADS", ""
+    )  # the user's, or a sweep's with several jobs at once
     limit = min(available, int(asked)) if asked.isdecimal() and int(asked) else available
     return max(1, min(limit, parameters // PARAMETERS_PER_THREAD))
 

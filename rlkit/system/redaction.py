@@ -19,13 +19,23 @@ from urllib.parse import quote
 
 REDACTED = "<redacted>"
 OWN = r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?|authorization)(_|$)"
-SECRET = re.compile(OWN + r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$", re.IGNORECASE)  # names that hold a secret text
+SECRET = re.compile(
+    OWN + r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$", re.IGNORECASE
+)  # names that hold a secret text
 NUMBER = re.compile(OWN, re.IGNORECASE)  # names that hold a secret number; `tokens: 5` is a count
 URL = re.compile(r"(?<=://)([^/\s:@]*):([^/\s@]+)(?=@)")  # user:password
-PARAMETER = re.compile(r"([?&](?:access_token|api_?key|auth|key|password|secret|sig|signature|token)=)([^&\s\"']+)", re.IGNORECASE)
+PARAMETER = re.compile(
+    r"([?&](?:access_token|api_?key|auth|key|password|secret|sig|signature|token)=)([^&\s\"']+)",
+    re.IGNORECASE,
+)
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
-NAMED, TAKEN = 8, 6  # characters that the value of a variable needs to be covered in any text: found by its name, or by its origin
-PLAIN = re.compile(r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE)  # values that say nothing
+NAMED, TAKEN = (
+    8,
+    6,
+)  # characters that the value of a variable needs to be covered in any text: found by its name, or by its origin
+PLAIN = re.compile(
+    r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE
+)  # values that say nothing
 KNOWN: dict[str, str] = {}  # secret value → its replacement; of this process
 
 
@@ -42,7 +52,12 @@ def learn(config: Any, raw: Any = None) -> None:
     for name in {name for _, text in _texts(raw) for name in FROM_ENVIRONMENT.findall(text)}:
         value = os.environ.get(name, "")
         said = any(value in text for text in clear) and not SECRET.search(name)
-        if len(value) >= TAKEN and not PLAIN.fullmatch(value) and not said and not Path(value).exists():
+        if (
+            len(value) >= TAKEN
+            and not PLAIN.fullmatch(value)
+            and not said
+            and not Path(value).exists()
+        ):
             _add(value, f"${{oc.env:{name}}}")
     for value in _found(config):
         if len(value) >= TAKEN:
@@ -53,7 +68,12 @@ def _add(value: str, place: str) -> None:
     """A secret in the forms in which it may be written: as it is, line by line, in JSON or Python, in a URL."""
     lines = [line for line in value.splitlines() if len(line) >= 2 * NAMED] if "\n" in value else []
     for form in (value, *lines):
-        KNOWN.update({text: place for text in (form, json.dumps(form)[1:-1], repr(form)[1:-1], quote(form, safe=""))})
+        KNOWN.update(
+            {
+                text: place
+                for text in (form, json.dumps(form)[1:-1], repr(form)[1:-1], quote(form, safe=""))
+            }
+        )
 
 
 def cover(text: str) -> str:
@@ -82,7 +102,11 @@ def redacted(config: Any) -> Any:
             return [hide(value, key) for value in node]
         if isinstance(node, str):
             return node if key == "_target_" else _covered(node, known)
-        return REDACTED if isinstance(node, int | float) and not isinstance(node, bool) and NUMBER.search(key) else node
+        return (
+            REDACTED
+            if isinstance(node, int | float) and not isinstance(node, bool) and NUMBER.search(key)
+            else node
+        )
 
     return hide(config)
 
@@ -104,7 +128,9 @@ def _found(config: Any) -> set[str]:
         if SECRET.search(key) and key != "_target_":
             out.add(text)
         out |= {found[2] for pattern in (URL, PARAMETER) for found in pattern.finditer(text)}
-    return {text for text in out if text and text != REDACTED and not FROM_ENVIRONMENT.fullmatch(text)}
+    return {
+        text for text in out if text and text != REDACTED and not FROM_ENVIRONMENT.fullmatch(text)
+    }
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -42,7 +42,13 @@ def state() -> dict[str, Any]:
     name, mersenne, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, list(keys), gauss],
-        "numpy": [str(name), torch.tensor(np.asarray(mersenne).astype("int64")), int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            str(name),
+            torch.tensor(np.asarray(mersenne).astype("int64")),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }

@@ -13,10 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import DataError
-from rlkit.system.files import LOST, append_once, append_whole, finite, read_regular, reason, write_atomic
+from rlkit.system.files import (
+    LOST,
+    append_once,
+    append_whole,
+    finite,
+    read_regular,
+    reason,
+    write_atomic,
+)
 
 DISCARDED, UNREADABLE = "metrics.discarded.jsonl", "metrics.unreadable"  # beside metrics.jsonl
-WAITING: dict[Path, bytes] = {}  # file → rows that found no room; a checkpoint is not written before they are
+WAITING: dict[
+    Path, bytes
+] = {}  # file → rows that found no room; a checkpoint is not written before they are
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -35,7 +45,11 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 53 else None
+    return (
+        row
+        if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 53
+        else None
+    )
 
 
 def digest_line(line: bytes) -> str:
@@ -59,7 +73,9 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
     mine = set(own or ())
     unreadable, discarded, kept, others = [], [], [], []
     for line, row in lines:
-        if foreign or (missing and digest_line(line) not in mine and row is not None and row["step"] <= step):
+        if foreign or (
+            missing and digest_line(line) not in mine and row is not None and row["step"] <= step
+        ):
             others.append(line)
         elif row is None:
             unreadable.append(line)
@@ -79,9 +95,14 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
         if lines and (content := _joined(kept)) != path.read_bytes():
             write_atomic(path, content)
     except OSError as error:
-        raise DataError(f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces would be lost") from None
+        raise DataError(
+            f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces would be lost"
+        ) from None
     if missing:
-        print(f"resume: {_loss(path, lines, len(own or ()), missing.total(), step, len(others))}", flush=True)
+        print(
+            f"resume: {_loss(path, lines, len(own or ()), missing.total(), step, len(others))}",
+            flush=True,
+        )
     for moved, what, name in (
         (unreadable, f"of {path.name} cannot be read", UNREADABLE),
         (discarded, f"after step {max(step, 0)}", DISCARDED),
@@ -90,7 +111,9 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
             print(f"resume: {len(moved)} line(s) {what}: moved to {name}", flush=True)
 
 
-def _loss(path: Path, lines: Sequence[object], own: int, missing: int, step: int, others: int) -> str:
+def _loss(
+    path: Path, lines: Sequence[object], own: int, missing: int, step: int, others: int
+) -> str:
     """A sentence on rows that a checkpoint knows and metrics.jsonl lacks."""
     kept = f"; {others} other line(s) are kept in aside/{path.name}" if others else ""
     if missing < own:
@@ -113,7 +136,10 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
         LOST.pop(path.name, None)
     except OSError as error:
         if path not in WAITING:
-            print(f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows wait for room", file=sys.stderr)
+            print(
+                f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows wait for room",
+                file=sys.stderr,
+            )
         WAITING[path], LOST[path.name] = waiting, reason(error)
 
 

@@ -21,7 +21,9 @@ from rlkit.system.files import append_once, append_whole, open_regular, reason
 
 STEPS = 100  # of a file
 HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
-SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)  # deflated, with an extra field, without a time
+SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack(
+    "<H2sH", 20, b"RL", 16
+)  # deflated, with an extra field, without a time
 
 
 class Part(NamedTuple):
@@ -45,7 +47,9 @@ class Part(NamedTuple):
 def append_lines(folder: Path, step: int, lines: bytes) -> None:
     """Adds the lines of an RL step behind those of earlier ones. Raises: OSError; then nothing was added."""
     data = gzip.compress(lines, compresslevel=3, mtime=0)[10:]  # its own header has 10 bytes
-    append_whole(folder / f"{stem(step)}.jsonl.gz", HEAD.pack(SAME, step, HEAD.size + len(data)) + data)
+    append_whole(
+        folder / f"{stem(step)}.jsonl.gz", HEAD.pack(SAME, step, HEAD.size + len(data)) + data
+    )
 
 
 def stem(step: int) -> str:
@@ -93,7 +97,14 @@ def cut_steps(folder: Path, step: int) -> None:
     target, moved = folder.with_name(f"{folder.name}.discarded.jsonl.gz"), 0
     for path in files(folder):
         held, size = dict(members(path)), path.stat().st_size
-        end = max((stop for number, (_, _, stop) in held.items() if number <= step and stop and stop <= size), default=0)
+        end = max(
+            (
+                stop
+                for number, (_, _, stop) in held.items()
+                if number <= step and stop and stop <= size
+            ),
+            default=0,
+        )
         try:
             append_once(target, Part(path, end).read())
             os.truncate(path, end)
@@ -104,4 +115,7 @@ def cut_steps(folder: Path, step: int) -> None:
             raise DataError(why) from None
         moved += sum(number > step for number in held)
     if moved:
-        print(f"resume: {folder.name} of {moved} step(s) after step {max(step, 0)}: moved to {target.name}", flush=True)
+        print(
+            f"resume: {folder.name} of {moved} step(s) after step {max(step, 0)}: moved to {target.name}",
+            flush=True,
+        )

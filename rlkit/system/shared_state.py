@@ -22,7 +22,13 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import RLKitError, defined_at, visible
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)  # those that a run and its children rely on
+SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGCHLD,
+)  # those that a run and its children rely on
 DEVICES = ("cpu", "cuda")
 
 
@@ -64,7 +70,9 @@ def _handler(number: signal.Signals) -> Any:
 
 def _set_handlers(handlers: Mapping[str, Any]) -> None:
     for name, handler in handlers.items():
-        if handler is not None and _handler(signal.Signals[name]) != handler:  # None: it was set from C
+        if (
+            handler is not None and _handler(signal.Signals[name]) != handler
+        ):  # None: it was set from C
             signal.signal(signal.Signals[name], handler)
 
 
@@ -84,7 +92,11 @@ def _blocked() -> set[Any]:
 def describe_change(was: Any, now: Any) -> str:
     """From what to what a value changed; of several by name those that did."""
     if isinstance(was, dict):
-        return " and ".join(f"{name} {describe_change(was[name], now[name])}" for name in was if was[name] != now[name])
+        return " and ".join(
+            f"{name} {describe_change(was[name], now[name])}"
+            for name in was
+            if was[name] != now[name]
+        )
     return f"from {_word(was)} to {_word(now)}"
 
 
@@ -103,8 +115,12 @@ OWN = ("rlkit", "torch", "builtins", "None")  # modules whose functions are not 
 OF_PYTHON: Mapping[str, Kind] = {
     FOLDER: Kind(_folder, os.chdir),
     "the signal handlers": Kind(_handlers, _set_handlers, "thread"),
-    "the blocked signals": Kind(_blocked, partial(signal.pthread_sigmask, signal.SIG_SETMASK), "thread"),
-    "the locale": Kind(partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    "the blocked signals": Kind(
+        _blocked, partial(signal.pthread_sigmask, signal.SIG_SETMASK), "thread"
+    ),
+    "the locale": Kind(
+        partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)
+    ),
     "the standard output": Kind(_streams, _set_streams),
 }
 
@@ -124,7 +140,9 @@ def all_kinds() -> Mapping[str, Kind]:
             torch.set_autocast_enabled(device, on)
 
     def set_device(device: Any) -> None:
-        torch.set_default_device(None if device.type == "cpu" else device)  # an explicit "cpu" would slow every call of torch
+        torch.set_default_device(
+            None if device.type == "cpu" else device
+        )  # an explicit "cpu" would slow every call of torch
 
     def deterministic() -> dict[str, bool]:
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -203,7 +221,9 @@ def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------- a stretch of user code
 
-NAMED: dict[tuple[str, ...], str] = {}  # functions and what they changed → the sentence that was printed, in this process
+NAMED: dict[
+    tuple[str, ...], str
+] = {}  # functions and what they changed → the sentence that was printed, in this process
 
 
 def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
@@ -235,7 +255,9 @@ class Watch:
         stretch is `over`, only functions that were given up still run.
         """
         with self.lock:
-            self._compare(("thread", "both") if self.elsewhere and not over else ("thread", "both", "process"))
+            self._compare(
+                ("thread", "both") if self.elsewhere and not over else ("thread", "both", "process")
+            )
 
     @contextmanager
     def calling(self, function: Any) -> Iterator[None]:
@@ -264,7 +286,9 @@ class Watch:
             self.ran.append(function)
 
     def _compare(self, places: Sequence[str]) -> None:
-        before = {name: value for name, value in self.before.items() if self.kinds[name].place in places}
+        before = {
+            name: value for name, value in self.before.items() if self.kinds[name].place in places
+        }
         try:
             changed = put_back(before, self.kinds)
         except SharedStateError as error:
@@ -276,12 +300,19 @@ class Watch:
 
     def _who(self) -> str:
         said = [part for part in self.parts if isinstance(part, str)]
-        return " or ".join(said or map(defined_at, self.ran or users_functions(self.parts))) or "a function"
+        return (
+            " or ".join(said or map(defined_at, self.ran or users_functions(self.parts)))
+            or "a function"
+        )
 
     def _name(self, changed: list[str]) -> None:
         who = self._who()
         key = (who, *(text.partition(" from ")[0] for text in changed))
-        say_once({key: f"{who} changed {' and '.join(changed)}. rlkit has put it back; let the function restore what it changes"})
+        say_once(
+            {
+                key: f"{who} changed {' and '.join(changed)}. rlkit has put it back; let the function restore what it changes"
+            }
+        )
 
 
 WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)  # of the stretch under way
@@ -328,11 +359,17 @@ def users_functions(part: Any, depth: int = 6) -> list[Any]:
         inside = list(part)
     elif callable(part):
         if is_own(part):
-            inside = [cell.cell_contents for cell in getattr(part, "__closure__", None) or () if _filled(cell)]
+            inside = [
+                cell.cell_contents
+                for cell in getattr(part, "__closure__", None) or ()
+                if _filled(cell)
+            ]
         else:
             found = [part]
     for value in inside:
-        found += [function for function in users_functions(value, depth - 1) if function not in found]
+        found += [
+            function for function in users_functions(value, depth - 1) if function not in found
+        ]
     return found
 
 

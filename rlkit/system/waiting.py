@@ -29,7 +29,9 @@ from rlkit.system.redaction import cover
 NAMED_AFTER = 20.0  # seconds of waiting until a line names the function
 GRACE = 10.0  # seconds after its cancellation until a call is abandoned
 LOOK = 1.0  # seconds between two looks of the watcher, while something is waited for
-CALL_LIMIT = 1800.0  # seconds of an async call that no option limits, an environment's answer for example
+CALL_LIMIT = (
+    1800.0  # seconds of an async call that no option limits, an environment's answer for example
+)
 CLOSE_LIMIT = 30.0  # seconds of an async close
 THREAD = "rlkit watcher"
 MAX_STEP_TIME = "trainer.max_step_time"
@@ -51,7 +53,9 @@ class Wait:
         self.function = function
         self.count = count
         task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
-        self.task = None if task is None else weakref.ref(task)  # a loop that was closed may be gone, with what it ran
+        self.task = (
+            None if task is None else weakref.ref(task)
+        )  # a loop that was closed may be gone, with what it ran
         self.thread = threading.get_ident()
         self.inner = 0
         self._begin()
@@ -73,7 +77,9 @@ class Wait:
 
     def age(self, now: float) -> float:
         """Seconds so far. For a coroutine those do not count in which a decoder keeps its event loop."""
-        return now - self.since - (WORK.seconds(now) - self.worked if self.task is not None else 0.0)
+        return (
+            now - self.since - (WORK.seconds(now) - self.worked if self.task is not None else 0.0)
+        )
 
     def __str__(self) -> str:
         return f"{self.what} {name_of(self.function)}"
@@ -83,7 +89,9 @@ class Work:
     """What this process computes itself, and what others compute for it."""
 
     def __init__(self) -> None:
-        self.total = 0.0  # seconds in which a decoder kept the event loop, up to the last such block
+        self.total = (
+            0.0  # seconds in which a decoder kept the event loop, up to the last such block
+        )
         self.decoding: float | None = None  # since when it does now
         self.begun: float | None = None  # since when the model decodes or learns
         self.outside = 0  # blocks that wait for a model, a rank or a process outside of this one
@@ -110,7 +118,9 @@ class Limit:
 
     def left(self, now: float) -> float:
         """Seconds until it is reached, if nothing moves."""
-        return 60 * self.minutes - (now - (self.since if self.whole else max(self.since, WATCHER.moved)))
+        return 60 * self.minutes - (
+            now - (self.since if self.whole else max(self.since, WATCHER.moved))
+        )
 
     def reached(self, now: float) -> bool:
         """Whether the process has to end."""
@@ -129,7 +139,9 @@ class Limit:
 WAITS: dict[int, Wait] = {}
 NUMBERS = count()
 WORK = Work()
-CURRENT: ContextVar[Wait | None] = ContextVar("CURRENT", default=None)  # the innermost one of this thread or coroutine
+CURRENT: ContextVar[Wait | None] = ContextVar(
+    "CURRENT", default=None
+)  # the innermost one of this thread or coroutine
 LOCK = threading.Lock()
 
 
@@ -140,8 +152,12 @@ class Watcher:
         self.thread: threading.Thread | None = None
         self.limits: list[Limit] = []
         self.moved = monotonic()  # when a wait began or ended last, or the model did something
-        self.named: dict[str, float] = {}  # function → seconds of waiting at which it is named again
-        self.tell: Callable[[str], None] = lambda line: None  # is given each line too: in a process whose output no one reads
+        self.named: dict[
+            str, float
+        ] = {}  # function → seconds of waiting at which it is named again
+        self.tell: Callable[[str], None] = lambda line: (
+            None
+        )  # is given each line too: in a process whose output no one reads
 
 
 WATCHER = Watcher()
@@ -230,7 +246,11 @@ def waiting_outside() -> Iterator[None]:
 
 def waits_of(task: asyncio.Task[Any] | None) -> str:
     """What a task waits for, in words: the innermost call; "a call" where none is known."""
-    own = [wait for wait in list(WAITS.values()) if wait.task is not None and wait.task() is task and not wait.inner]
+    own = [
+        wait
+        for wait in list(WAITS.values())
+        if wait.task is not None and wait.task() is task and not wait.inner
+    ]
     return str(own[-1]) if own else "a call"
 
 
@@ -243,7 +263,9 @@ def forget(*, task: asyncio.Task[Any] | None = None, thread: int | None = None) 
 
 
 @contextmanager
-def limit_waiting(minutes: float | None, key: str, place: Callable[[], str], *, whole: bool = False) -> Iterator[None]:
+def limit_waiting(
+    minutes: float | None, key: str, place: Callable[[], str], *, whole: bool = False
+) -> Iterator[None]:
     """A block at whose limit the process says what hangs and where each of its threads stands, and ends with status 1.
 
     Nothing milder ends plain code of the user's that never returns. Only what waits can stand still: while the model computes, nothing
@@ -290,7 +312,11 @@ def _watch() -> None:
         try:
             look(now)
         except Exception as error:  # a name that cannot be printed ends no watch
-            print(f"rlkit: the watcher failed: {type(error).__name__}: {visible(str(error))}", file=sys.stderr, flush=True)
+            print(
+                f"rlkit: the watcher failed: {type(error).__name__}: {visible(str(error))}",
+                file=sys.stderr,
+                flush=True,
+            )
         with LOCK:
             WATCHER.thread = None  # first, so that a wait that begins now starts another one
             if not WAITS and not WATCHER.limits:
@@ -320,7 +346,9 @@ def look(now: float) -> None:
     lines = {name: _line(name, *group) for name, group in groups.items()}
     for name, (_, age) in groups.items():
         if not reached and age >= WATCHER.named.get(name, NAMED_AFTER):
-            WATCHER.named[name] = 2 * age  # a call that hangs is named again and again, ever more rarely
+            WATCHER.named[name] = (
+                2 * age
+            )  # a call that hangs is named again and again, ever more rarely
             line = visible(f"rlkit: {_rank()}{lines[name]}")
             print(line, file=sys.stderr, flush=True)
             WATCHER.tell(line)
@@ -335,7 +363,9 @@ def _line(name: str, number: int, age: float) -> str:
 
 def _rank() -> str:
     """Which of several ranks speaks."""
-    return f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    return (
+        f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    )
 
 
 def end_at(limit: Limit, lines: list[str]) -> None:

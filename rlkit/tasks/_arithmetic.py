@@ -18,12 +18,50 @@ from typing import NamedTuple
 from rlkit.tasks.splits import check_split
 from rlkit.types import Split, Task, ranges, safe
 
-NAMES = ("Ann", "Ben", "Cem", "Dan", "Eva", "Fay", "Gus", "Ida", "Jim", "Kim", "Leo", "Mia", "Ned", "Ola", "Pia", "Sam")
-ITEMS = ("pens", "hats", "cups", "eggs", "nuts", "keys", "toys", "figs", "pins", "bags", "maps", "jars")
+NAMES = (
+    "Ann",
+    "Ben",
+    "Cem",
+    "Dan",
+    "Eva",
+    "Fay",
+    "Gus",
+    "Ida",
+    "Jim",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Ned",
+    "Ola",
+    "Pia",
+    "Sam",
+)
+ITEMS = (
+    "pens",
+    "hats",
+    "cups",
+    "eggs",
+    "nuts",
+    "keys",
+    "toys",
+    "figs",
+    "pins",
+    "bags",
+    "maps",
+    "jars",
+)
 
 # operation -> (kind, sentence); the kind is what a demonstration can get wrong systematically
-ADD = (("buys", "{name} buys {x} more."), ("finds", "{name} finds {x} more."), ("gets", "{other} gives {name} {x} more."))
-SUB = (("gives", "{name} gives {x} to {other}."), ("eats", "{name} uses {x}."), ("loses", "{name} loses {x}."))
+ADD = (
+    ("buys", "{name} buys {x} more."),
+    ("finds", "{name} finds {x} more."),
+    ("gets", "{other} gives {name} {x} more."),
+)
+SUB = (
+    ("gives", "{name} gives {x} to {other}."),
+    ("eats", "{name} uses {x}."),
+    ("loses", "{name} loses {x}."),
+)
 SHARE = ("shares", "{name} packs them equally into {x} boxes. How many {item} are in each box?")
 TOTAL = "How many {item} does {name} have now?"
 
@@ -75,7 +113,9 @@ def split_of_expression(text: str) -> Split:
     return "test" if tenth == 0 else "validation" if tenth == 1 else "train"
 
 
-@functools.lru_cache(maxsize=16384)  # three splits of the default size; a run asks again for every split and phase
+@functools.lru_cache(
+    maxsize=16384
+)  # three splits of the default size; a run asks again for every split and phase
 def problem(seed: int, index: int, split: Split) -> Problem:
     """Problem number `index` of a split, from a generator of its own."""
     return draw_of(random.Random(f"arithmetic {seed} {split} {index}"), (split,))
@@ -121,7 +161,13 @@ def _draw(rng: random.Random) -> Problem | None:
     if distractor is not None:
         kinds.append("distractor")
         sentences.insert(rng.randint(1, len(sentences)), f"{other} has {distractor} {other_item}.")
-    return Problem(" ".join([*sentences, question.format(**words)]), start, tuple(operations), tuple(kinds), distractor)
+    return Problem(
+        " ".join([*sentences, question.format(**words)]),
+        start,
+        tuple(operations),
+        tuple(kinds),
+        distractor,
+    )
 
 
 def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
@@ -138,7 +184,13 @@ def _fits(start: int, operations: Sequence[tuple[str, int]]) -> bool:
 
 @safe("environment")
 @ranges(max_samples=(1, None))
-def arithmetic(*, split: Split = "train", seed: int = 0, max_samples: int | None = 4096, environment: str = "tool_use") -> list[Task]:
+def arithmetic(
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int | None = 4096,
+    environment: str = "tool_use",
+) -> list[Task]:
     """Word problems as Tasks, scored as numbers, solved with the calculator.
 
     Args:

@@ -55,7 +55,9 @@ def conversations(
     source, rows = read_split(
         path,
         split=split,
-        content=lambda where, row: (messages := _messages(where, row.get(field), field))[: _first_reply(messages)],
+        content=lambda where, row: (messages := _messages(where, row.get(field), field))[
+            : _first_reply(messages)
+        ],
         validation=validation,
         held_out=held_out,
         validation_path=validation_path,
@@ -67,9 +69,20 @@ def conversations(
         first = _first_reply(messages)
         gold = "" if answer is None else str(row.get(answer, ""))
         if answer is not None and not gold.strip():
-            raise DataError(f"{where}: the field {answer!r} (task.answer) is missing or empty; correct the row, or set task.answer=null")
+            raise DataError(
+                f"{where}: the field {answer!r} (task.answer) is missing or empty; correct the row, or set task.answer=null"
+            )
         name = f"{Path(source).stem}/{split}/{i}"
-        tasks.append(Task(name, tuple(messages[:first]), gold, reward, environment, {"messages": list(messages)}))
+        tasks.append(
+            Task(
+                name,
+                tuple(messages[:first]),
+                gold,
+                reward,
+                environment,
+                {"messages": list(messages)},
+            )
+        )
     return in_order(tasks, seed=seed, max_samples=max_samples, source=source)
 
 
@@ -82,9 +95,17 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
         raise DataError(f"{where}: {field!r} (task.field) must be a list of messages")
     out: list[Message] = []
     for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in ROLES or not isinstance(message.get("content") or "", str):
-            raise DataError(f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content")
-        kept: Any = {key: value for key, value in message.items() if value is not None} | {"content": message.get("content") or ""}
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content") or "", str)
+        ):
+            raise DataError(
+                f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content"
+            )
+        kept: Any = {key: value for key, value in message.items() if value is not None} | {
+            "content": message.get("content") or ""
+        }
         if kept["role"] == "assistant" and not kept.get("reasoning_content"):
             thinking, content, _ = split_thinking(kept["content"])
             kept |= {"content": content} | ({"reasoning_content": thinking} if thinking else {})
@@ -92,10 +113,18 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
             kept["tool_calls"] = [_call(where, call, i) for i, call in enumerate(calls)]
         out.append(kept)
     roles = [m["role"] for m in out]
-    if "assistant" not in roles or roles.index("assistant") == 0 or (roles[0] == "system" and roles.index("assistant") == 1):
-        raise DataError(f"{where}: {field!r} has no reply to learn; a user's message and then an assistant's are needed")
+    if (
+        "assistant" not in roles
+        or roles.index("assistant") == 0
+        or (roles[0] == "system" and roles.index("assistant") == 1)
+    ):
+        raise DataError(
+            f"{where}: {field!r} has no reply to learn; a user's message and then an assistant's are needed"
+        )
     if any(a == b == "assistant" for a, b in itertools.pairwise(roles)):
-        raise DataError(f"{where}: two assistant messages of {field!r} follow one another; join them, or put what was said between them")
+        raise DataError(
+            f"{where}: two assistant messages of {field!r} follow one another; join them, or put what was said between them"
+        )
     return out
 
 

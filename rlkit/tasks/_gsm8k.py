@@ -40,7 +40,9 @@ def gsm8k(
     Source: Cobbe et al. 2021, arXiv:2110.14168.
     """
     question = partial(_text, field="question")
-    _, rows = read_split(path, split=split, content=question, validation=validation, held_out=held_out, name="main")
+    _, rows = read_split(
+        path, split=split, content=question, validation=validation, held_out=held_out, name="main"
+    )
     tasks = [_task(f"gsm8k/{split}/{i}", where, row, environment) for i, where, row in rows]
     return in_order(tasks, seed=seed, max_samples=max_samples, source=path)
 
@@ -49,7 +51,9 @@ def _task(id: str, where: str, row: dict[str, Any], environment: str) -> Task:
     question, solution = (_text(where, row, field) for field in ("question", "answer"))
     answer = solution.rpartition("####")[2].strip()
     if not answer:
-        raise DataError(f"{where}: nothing follows the last #### of the answer; write the number there")
+        raise DataError(
+            f"{where}: nothing follows the last #### of the answer; write the number there"
+        )
     return Task(
         id=id,
         messages=({"role": "user", "content": question},),

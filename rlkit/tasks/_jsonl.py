@@ -67,8 +67,13 @@ def jsonl(
         validation_path=validation_path,
         test_path=test_path,
     )
-    defaults = Task(id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment)
-    tasks = [_task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt) for i, where, row in rows]
+    defaults = Task(
+        id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment
+    )
+    tasks = [
+        _task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt)
+        for i, where, row in rows
+    ]
     return in_order(tasks, seed=seed, max_samples=max_samples, source=source)
 
 
@@ -79,12 +84,18 @@ def _check(fields: Mapping[str, str]) -> None:
         raise ConfigError("task.fields.prompt is missing; name the field that holds the prompt")
 
 
-def _task(where: str, row: Row, fields: Mapping[str, str], defaults: Task, system_prompt: str | None) -> Task:
+def _task(
+    where: str, row: Row, fields: Mapping[str, str], defaults: Task, system_prompt: str | None
+) -> Task:
     def text(name: str, default: str) -> str:
         if name not in fields:
             return default
         value = _value(where, row, name, fields)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (str, int, float))
+            or not str(value).strip()
+        ):
             raise DataError(
                 f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing, empty or neither text nor a "
                 "number; correct the row, or task.fields"
@@ -93,7 +104,9 @@ def _task(where: str, row: Row, fields: Mapping[str, str], defaults: Task, syste
 
     return Task(
         id=text("id", defaults.id),
-        messages=with_system_prompt(_messages(where, _value(where, row, "prompt", fields), fields["prompt"]), system_prompt),
+        messages=with_system_prompt(
+            _messages(where, _value(where, row, "prompt", fields), fields["prompt"]), system_prompt
+        ),
         answer=text("answer", ""),
         reward=text("reward", defaults.reward),
         environment=text("environment", defaults.environment),
@@ -104,7 +117,9 @@ def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
     """What a row has in a field. Raises DataError naming the fields that there are."""
     if fields[name] not in row:
         there = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing; the row has {there}")
+        raise DataError(
+            f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing; the row has {there}"
+        )
     return row[fields[name]]
 
 
@@ -113,10 +128,20 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
     if isinstance(prompt, str) and prompt.strip():
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: the prompt ({field!r}) is missing or empty; it must be text, or a list of messages")
+        raise DataError(
+            f"{where}: the prompt ({field!r}) is missing or empty; it must be text, or a list of messages"
+        )
     for message in prompt:
-        if not isinstance(message, dict) or message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-            raise DataError(f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content")
+        if (
+            not isinstance(message, dict)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise DataError(
+                f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content"
+            )
     if prompt[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the last message of {field!r} is the assistant's; end with what is to be answered")
+        raise DataError(
+            f"{where}: the last message of {field!r} is the assistant's; end with what is to be answered"
+        )
     return tuple(prompt)

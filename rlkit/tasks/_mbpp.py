@@ -13,7 +13,9 @@ from rlkit.tasks.source import Row, read_split
 from rlkit.tasks.splits import in_order
 from rlkit.types import Task, ranges, reaches, safe
 
-INSTRUCTION = "Answer with one Python program in a ```python block. It must pass tests like this one:"
+INSTRUCTION = (
+    "Answer with one Python program in a ```python block. It must pass tests like this one:"
+)
 
 
 @reaches(path="path")
@@ -49,7 +51,9 @@ def mbpp(
     Source: Austin et al. 2021, arXiv:2108.07732.
     """
     name = "full" if path == "google-research-datasets/mbpp" else None
-    _, rows = read_split(path, split=split, content=_problem, validation=validation, held_out=held_out, name=name)
+    _, rows = read_split(
+        path, split=split, content=_problem, validation=validation, held_out=held_out, name=name
+    )
     tasks: list[Task] = []
     dropped: list[Task] = []
     for i, where, row in rows:
@@ -59,7 +63,9 @@ def mbpp(
         (tasks if len(task.metadata["tests"]) > 0 else dropped).append(task)
     if dropped:
         names = ", ".join(task.id for task in dropped[:20])
-        logging.getLogger(__name__).warning("%d of %d rows have no tests that can be checked: %s", len(dropped), len(rows), names)
+        logging.getLogger(__name__).warning(
+            "%d of %d rows have no tests that can be checked: %s", len(dropped), len(rows), names
+        )
     return in_order(tasks, seed=seed, max_samples=max_samples, source=path)
 
 
@@ -70,7 +76,9 @@ def _problem(_: str, row: Row) -> Any:
 def _task(id: str, where: str, row: Row, environment: str) -> Task:
     text, code, tests = _problem(where, row), row.get("code"), row.get("test_list")
     if not isinstance(text, str) or not isinstance(code, str) or not isinstance(tests, list):
-        raise DataError(f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as a list; correct the row")
+        raise DataError(
+            f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as a list; correct the row"
+        )
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
     shown, *hidden = [test for test in tests if _checkable(test, setup)] or [""]
     return Task(

@@ -14,7 +14,10 @@ from rlkit.types import Task, ranges, safe
 @safe("parts", "weights")
 @ranges(max_samples=(1, None))
 def mixture(
-    *, parts: Mapping[str, Callable[..., Sequence[Task]]], weights: Mapping[str, float] = {}, max_samples: int | None = None
+    *,
+    parts: Mapping[str, Callable[..., Sequence[Task]]],
+    weights: Mapping[str, float] = {},
+    max_samples: int | None = None,
 ) -> Callable[..., list[Task]]:
     """A task made of named tasks, `(split=…)` → their rows in turn, each with `Task.part`.
 
@@ -30,24 +33,42 @@ def mixture(
       naming a part without rows.
     """
     if unknown := [name for name in weights if name not in parts]:
-        raise ConfigError(f"task.weights.{unknown[0]}: there is no such part; the parts are {', '.join(parts) or 'none'}")
+        raise ConfigError(
+            f"task.weights.{unknown[0]}: there is no such part; the parts are {', '.join(parts) or 'none'}"
+        )
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise ConfigError(f"task.weights.{name} is {weight!r}; it must be a number of at least 0")
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, int | float)
+            or not 0 <= weight < math.inf
+        ):
+            raise ConfigError(
+                f"task.weights.{name} is {weight!r}; it must be a number of at least 0"
+            )
     if max_samples is not None and max_samples < 1:
-        raise ConfigError(f"task.max_samples is {max_samples}; it must be at least 1, or null for all rows")
+        raise ConfigError(
+            f"task.max_samples is {max_samples}; it must be at least 1, or null for all rows"
+        )
     used = {name: weights.get(name, 1.0) for name in parts if weights.get(name, 1.0) > 0}
     if not used:
-        raise ConfigError("task=mixture has no part of a weight above 0; add one with +task@task.parts.NAME=OPTION")
+        raise ConfigError(
+            "task=mixture has no part of a weight above 0; add one with +task@task.parts.NAME=OPTION"
+        )
 
     def tasks(*, split: str) -> list[Task]:
         rows = {name: [_of_part(task, name) for task in parts[name](split=split)] for name in used}
         if empty := [name for name in rows if not rows[name]]:
-            raise DataError(f"task.parts.{empty[0]} has no rows in split={split}; give it some, or set task.weights.{empty[0]}=0")
+            raise DataError(
+                f"task.parts.{empty[0]} has no rows in split={split}; give it some, or set task.weights.{empty[0]}=0"
+            )
         drawn = dict.fromkeys(rows, 0)
         mixed: list[Task] = []
         for name in turns(used):
-            spent = drawn[name] == len(rows[name]) if split != "train" else all(drawn[n] >= len(rows[n]) for n in rows)
+            spent = (
+                drawn[name] == len(rows[name])
+                if split != "train"
+                else all(drawn[n] >= len(rows[n]) for n in rows)
+            )
             if spent or len(mixed) == max_samples:
                 return mixed
             mixed.append(rows[name][drawn[name] % len(rows[name])])

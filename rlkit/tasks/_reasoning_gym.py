@@ -50,9 +50,16 @@ def reasoning_gym(
     own = {"seed": seed, **options, "size": rows}
     source = generated(dataset, own)
     numbers = cut(
-        range(rows), lambda i: source[i]["question"], split, f"rows of task.dataset={dataset}", validation=validation, held_out=held_out
+        range(rows),
+        lambda i: source[i]["question"],
+        split,
+        f"rows of task.dataset={dataset}",
+        validation=validation,
+        held_out=held_out,
     )
-    tasks = [_task(source[i], i, {"dataset": dataset, "options": own}, split, system) for i in numbers]
+    tasks = [
+        _task(source[i], i, {"dataset": dataset, "options": own}, split, system) for i in numbers
+    ]
     return in_order(tasks, seed=seed, max_samples=max_samples, source=dataset)
 
 
@@ -69,7 +76,11 @@ class Entries:
 
     def __init__(self, dataset: Any):
         self.dataset, self.kept = dataset, dict[int, Any]()
-        self.evaluates = bool(re.search(r"\b(?:eval|exec|parse_expr)\(", inspect.getsource(type(dataset).score_answer)))  # the reply
+        self.evaluates = bool(
+            re.search(
+                r"\b(?:eval|exec|parse_expr)\(", inspect.getsource(type(dataset).score_answer)
+            )
+        )  # the reply
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         if number not in self.kept:
@@ -87,18 +98,28 @@ def _generated(dataset: str, options: str) -> Entries:
         import reasoning_gym as package
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ConfigError(f"task=reasoning_gym needs the package: {install('reasoning_gym')} ({error})") from error
+        raise ConfigError(
+            f"task=reasoning_gym needs the package: {install('reasoning_gym')} ({error})"
+        ) from error
     if dataset not in DATASETS:
-        raise ConfigError(f"task.dataset={dataset}: reasoning-gym has no such data set.{nearest(dataset, DATASETS)}")
+        raise ConfigError(
+            f"task.dataset={dataset}: reasoning-gym has no such data set.{nearest(dataset, DATASETS)}"
+        )
     if dataset == "composite":
-        raise ConfigError("task.dataset=composite: name its data sets one by one, as parts of task=mixture")
+        raise ConfigError(
+            "task.dataset=composite: name its data sets one by one, as parts of task=mixture"
+        )
     try:
         return Entries(package.create_dataset(dataset, **json.loads(options)))
     except Exception as error:  # a wrong name or value; its config checks them with assertions, too
-        raise ConfigError(f"task.dataset={dataset}, task.options: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"task.dataset={dataset}, task.options: {type(error).__name__}: {error}"
+        ) from error
 
 
-def _task(entry: Mapping[str, Any], number: int, own: Mapping[str, Any], split: str, system: str | None) -> Task:
+def _task(
+    entry: Mapping[str, Any], number: int, own: Mapping[str, Any], split: str, system: str | None
+) -> Task:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     return Task(
         id=f"{own['dataset']}/{split}/{number}",

@@ -46,9 +46,13 @@ def verifiers(
     check_split(split, validation, held_out)
     taskset = _taskset(id, config)
     if not taskset.bounded and limit is None:
-        raise ConfigError(f"task.id={id} never ends; say with task.limit how many of its rows are read")
+        raise ConfigError(
+            f"task.id={id} never ends; say with task.limit how many of its rows are read"
+        )
     rows = list(itertools.islice(taskset, limit))
-    kept = cut(rows, _content, split, f"rows of task.id={id}", validation=validation, held_out=held_out)
+    kept = cut(
+        rows, _content, split, f"rows of task.id={id}", validation=validation, held_out=held_out
+    )
     tasks = [_task(id, config, split, environment, row) for row in kept]
     return in_order(tasks, seed=seed, max_samples=max_samples, source=id)
 
@@ -57,16 +61,24 @@ def _taskset(id: str, config: Mapping[str, Any]) -> Any:
     try:
         from verifiers.v1.utils import loaders
     except ImportError as error:
-        raise ConfigError(f"task=verifiers needs the package: {install('verifiers')} ({error})") from error
+        raise ConfigError(
+            f"task=verifiers needs the package: {install('verifiers')} ({error})"
+        ) from error
     try:
-        taskset = loaders.load_taskset(loaders.taskset_config_type(id).model_validate({**config, "id": id}))
+        taskset = loaders.load_taskset(
+            loaders.taskset_config_type(id).model_validate({**config, "id": id})
+        )
         own = loaders.environment_class(id).__name__
-    except Exception as error:  # whatever a task set raises when it is imported or made, the user has to mend it
+    except (
+        Exception
+    ) as error:  # whatever a task set raises when it is imported or made, the user has to mend it
         raise ConfigError(
             f"task.id={id}, task.config={dict(config)}: {type(error).__name__}: {' '.join(str(error).split()):.300}"
         ) from error
     if own != "SingleAgentEnv":
-        raise DataError(f"task.id={id} plays in an environment of its own ({own}), which rlkit does not run; choose a task set without one")
+        raise DataError(
+            f"task.id={id} plays in an environment of its own ({own}), which rlkit does not run; choose a task set without one"
+        )
     return taskset
 
 
@@ -74,19 +86,31 @@ def _content(row: Any) -> Any:
     """What the cut goes by."""
     from verifiers.v1 import Task as Base
 
-    return row.key if type(row).key is not Base.key else row.data.model_dump(mode="json", include={"prompt"})
+    return (
+        row.key
+        if type(row).key is not Base.key
+        else row.data.model_dump(mode="json", include={"prompt"})
+    )
 
 
 def _task(id: str, config: Mapping[str, Any], split: str, environment: str, row: Any) -> Task:
     where = f"task.id={id}, row {row.data.idx}"
     if needs := _beyond(row):
-        raise DataError(f"{where}: it needs {', '.join(needs)}, which only a harness of verifiers gives; choose another task set")
+        raise DataError(
+            f"{where}: it needs {', '.join(needs)}, which only a harness of verifiers gives; choose another task set"
+        )
     return Task(
         id=f"{id}/{split}/{row.data.idx}",
         messages=_messages(where, row.data),
         reward="verifiers",
         environment=environment,
-        metadata={"verifiers": {"id": id, "config": dict(config), "data": row.data.model_dump(mode="json")}},
+        metadata={
+            "verifiers": {
+                "id": id,
+                "config": dict(config),
+                "data": row.data.model_dump(mode="json"),
+            }
+        },
     )
 
 
@@ -95,7 +119,12 @@ def _beyond(row: Any) -> list[str]:
     from verifiers.v1 import Task as Base
 
     hooks = [*row.hooks("reward"), *row.hooks("metric")]
-    asking = [fn.__name__ for fn in hooks for p in inspect.signature(fn).parameters.values() if (p.name, p.default) == ("runtime", p.empty)]
+    asking = [
+        fn.__name__
+        for fn in hooks
+        for p in inspect.signature(fn).parameters.values()
+        if (p.name, p.default) == ("runtime", p.empty)
+    ]
     needs = {
         "a container": row.NEEDS_CONTAINER or row.data.image is not None,
         "tool servers": bool(type(row).toolsets(row.config)),
@@ -111,7 +140,13 @@ def _beyond(row: Any) -> list[str]:
 def _messages(where: str, data: Any) -> tuple[Message, ...]:
     """The system prompt and the prompt as chat messages."""
     said = [("system", data.system_prompt)] if data.system_prompt else []
-    said += [("user", data.prompt)] if isinstance(data.prompt, str) else [(message.role, message.content) for message in data.prompt]
+    said += (
+        [("user", data.prompt)]
+        if isinstance(data.prompt, str)
+        else [(message.role, message.content) for message in data.prompt]
+    )
     if any(role == "tool" or not isinstance(content, str) for role, content in said):
-        raise DataError(f"{where}: a message of its prompt is no text of system, user or assistant; choose another task set")
+        raise DataError(
+            f"{where}: a message of its prompt is no text of system, user or assistant; choose another task set"
+        )
     return tuple({"role": role, "content": content} for role, content in said)

@@ -20,8 +20,16 @@ from rlkit.types import Split, Task, ranges
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
 Placebo = Literal["none", "coin", "format"]
-OF_A_ROW: Mapping[str, Mapping[str, Any]] = {"coin": {"flip": 0.5}, "format": {"any": True}}  # what a placebo makes of a row of training
-OF_A_GAME: Mapping[str, int] = {"truth": 0, "none": 1000, "coin": 2000, "format": 3000}  # added to the seed that a game is reset with
+OF_A_ROW: Mapping[str, Mapping[str, Any]] = {
+    "coin": {"flip": 0.5},
+    "format": {"any": True},
+}  # what a placebo makes of a row of training
+OF_A_GAME: Mapping[str, int] = {
+    "truth": 0,
+    "none": 1000,
+    "coin": 2000,
+    "format": 3000,
+}  # added to the seed that a game is reset with
 
 
 class Value(NamedTuple):
@@ -45,7 +53,14 @@ class Question(NamedTuple):
 
 
 def dealt(
-    name: str, rows: Sequence[Question], form: Sequence[str], *, split: Split, seed: int, max_samples: int, placebo: Placebo
+    name: str,
+    rows: Sequence[Question],
+    form: Sequence[str],
+    *,
+    split: Split,
+    seed: int,
+    max_samples: int,
+    placebo: Placebo,
 ) -> list[Task]:
     """Problems as tasks, every one of them once before any comes again, in an order of the split's and seed's own.
 
@@ -56,7 +71,10 @@ def dealt(
     tasks = []
     for row in rows:
         earned = [float(reply in row.right) for reply in replies]
-        own: dict[str, Any] = {"right": list(row.right), "value": [sum(earned) / len(earned), max(earned)]}
+        own: dict[str, Any] = {
+            "right": list(row.right),
+            "value": [sum(earned) / len(earned), max(earned)],
+        }
         if split == "train":
             own |= OF_A_ROW.get(placebo, {"flip": row.flip, "pay": row.pay})
         messages = ({"role": "user", "content": row.prompt},)
@@ -74,7 +92,15 @@ def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> li
     return [task._replace(id=f"{task.id}/{split}/{seed}/{i}") for i, task in enumerate(out[:count])]
 
 
-def games(name: str, values: Sequence[Value], *, split: Split, seed: int, max_samples: int, placebo: Placebo) -> list[Task]:
+def games(
+    name: str,
+    values: Sequence[Value],
+    *,
+    split: Split,
+    seed: int,
+    max_samples: int,
+    placebo: Placebo,
+) -> list[Task]:
     """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with, is the number (see `OF_A_GAME`).
 
     Args:
@@ -82,7 +108,9 @@ def games(name: str, values: Sequence[Value], *, split: Split, seed: int, max_sa
     """
     offset = OF_A_GAME[placebo if split == "train" else "truth"]
     rows = [{"seed": i + offset, "value": list(value)} for i, value in enumerate(values)]
-    tasks = [Task(name, (), reward="environment", environment="gymnasium", metadata=row) for row in rows]
+    tasks = [
+        Task(name, (), reward="environment", environment="gymnasium", metadata=row) for row in rows
+    ]
     return in_turn(tasks, split, seed, max_samples)
 
 
@@ -106,35 +134,103 @@ def needle(
     """
     rng, rows = random.Random(f"needle of {seed}"), []
     for i in range(problems):
-        first, others = rng.choice(LETTERS[:letters]), rng.sample(LETTERS[:letters], max(1, letters >> (i % depths)))
+        first, others = (
+            rng.choice(LETTERS[:letters]),
+            rng.sample(LETTERS[:letters], max(1, letters >> (i % depths))),
+        )
         rows.append(Question(LETTERS[i], [first + second for second in others]))
-    return dealt("needle", rows, [LETTERS[:letters]] * 2, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    return dealt(
+        "needle",
+        rows,
+        [LETTERS[:letters]] * 2,
+        split=split,
+        seed=seed,
+        max_samples=max_samples,
+        placebo=placebo,
+    )
 
 
-def scales(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16) -> list[Task]:
+def scales(
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int = 4096,
+    placebo: Placebo = "none",
+    problems: int = 16,
+) -> list[Task]:
     """Normalisation: one of eight letters is right, and pays 1, 10, 100 or 1000 in training, by problem; in evaluations it pays 1."""
     rng = random.Random(f"scales of {seed}")
-    rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])], pay=10.0 ** (i % 4)) for i in range(problems)]
-    return dealt("scales", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    rows = [
+        Question(LETTERS[i], [rng.choice(LETTERS[:8])], pay=10.0 ** (i % 4))
+        for i in range(problems)
+    ]
+    return dealt(
+        "scales",
+        rows,
+        [LETTERS[:8]],
+        split=split,
+        seed=seed,
+        max_samples=max_samples,
+        placebo=placebo,
+    )
 
 
-def noisy(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16) -> list[Task]:
+def noisy(
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int = 4096,
+    placebo: Placebo = "none",
+    problems: int = 16,
+) -> list[Task]:
     """A verifier that errs: one of eight letters is right, and that of training errs with a chance of 0, 0.15, 0.3 or 0.45 by problem."""
     rng = random.Random(f"noisy of {seed}")
-    rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])], flip=0.15 * (i % 4)) for i in range(problems)]
-    return dealt("noisy", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    rows = [
+        Question(LETTERS[i], [rng.choice(LETTERS[:8])], flip=0.15 * (i % 4))
+        for i in range(problems)
+    ]
+    return dealt(
+        "noisy",
+        rows,
+        [LETTERS[:8]],
+        split=split,
+        seed=seed,
+        max_samples=max_samples,
+        placebo=placebo,
+    )
 
 
-def stale(*, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16) -> list[Task]:
+def stale(
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int = 4096,
+    placebo: Placebo = "none",
+    problems: int = 16,
+) -> list[Task]:
     """Off-policy corrections: one of eight letters is right. What is hard stands in the preset, which samples with old weights."""
     rng = random.Random(f"stale of {seed}")
     rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])]) for i in range(problems)]
-    return dealt("stale", rows, [LETTERS[:8]], split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    return dealt(
+        "stale",
+        rows,
+        [LETTERS[:8]],
+        split=split,
+        seed=seed,
+        max_samples=max_samples,
+        placebo=placebo,
+    )
 
 
 @ranges(fooled=(1, None))
 def proxy(
-    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16, fooled: int = 3
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int = 4096,
+    placebo: Placebo = "none",
+    problems: int = 16,
+    fooled: int = 3,
 ) -> list[Task]:
     """Reward hacking: the first letter of three is right or wrong, and a reply that ends in "aa" fools the verifier of some problems.
 
@@ -150,13 +246,31 @@ def proxy(
     for i in range(problems):
         first = rng.choice(LETTERS[:8])
         honest = [first + end for end in ends if end != "aa"]
-        tricks = [other + "aa" for other in LETTERS[:8]] if split == "train" and placebo == "none" and i % fooled == 0 else []
+        tricks = (
+            [other + "aa" for other in LETTERS[:8]]
+            if split == "train" and placebo == "none" and i % fooled == 0
+            else []
+        )
         rows.append(Question(LETTERS[i], honest + tricks))
-    return dealt("proxy", rows, [LETTERS[:8]] * 3, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    return dealt(
+        "proxy",
+        rows,
+        [LETTERS[:8]] * 3,
+        split=split,
+        seed=seed,
+        max_samples=max_samples,
+        placebo=placebo,
+    )
 
 
 def lengthy(
-    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 16, price: float = 0.05
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int = 4096,
+    placebo: Placebo = "none",
+    problems: int = 16,
+    price: float = 0.05,
 ) -> list[Task]:
     """Length: a reply that has the right letter of eight among others is right, too, and every letter but the first costs.
 
@@ -169,9 +283,16 @@ def lengthy(
     rng, tasks = random.Random(f"lengthy of {seed}"), []
     scored = OF_A_ROW.get(placebo if split == "train" else "none", {"price": price})
     for i in range(problems):
-        own = {"right": [rng.choice(LETTERS[:8])], "among": True, "value": [1 - 7 / 8 * (8 / 9) ** 3 - 3 * price, 1.0], **scored}
+        own = {
+            "right": [rng.choice(LETTERS[:8])],
+            "among": True,
+            "value": [1 - 7 / 8 * (8 / 9) ** 3 - 3 * price, 1.0],
+            **scored,
+        }
         message = {"role": "user", "content": LETTERS[i]}
-        tasks.append(Task("lengthy", (message,), reward="priced", environment="single_turn", metadata=own))  # type: ignore[arg-type]
+        tasks.append(
+            Task("lengthy", (message,), reward="priced", environment="single_turn", metadata=own)
+        )  # type: ignore[arg-type]
     return in_turn(tasks, split, seed, max_samples)
 
 
@@ -179,14 +300,27 @@ def lengthy(
 
 
 def chain(
-    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 8, choices: int = 8
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int = 4096,
+    placebo: Placebo = "none",
+    problems: int = 8,
+    choices: int = 8,
 ) -> list[Task]:
     """Credit: the game `Chain`, of which one turn counts.
 
     Args:
       problems: each has a turn that counts and a letter that is right there. choices: letters of the game.
     """
-    return games("chain", [Value(1 / choices, 1.0)] * problems, split=split, seed=seed, max_samples=max_samples, placebo=placebo)
+    return games(
+        "chain",
+        [Value(1 / choices, 1.0)] * problems,
+        split=split,
+        seed=seed,
+        max_samples=max_samples,
+        placebo=placebo,
+    )
 
 
 class Chain:
@@ -203,13 +337,21 @@ class Chain:
         """A problem: its name, the turn that counts and the letter that is right there."""
         self.kind, number = divmod(seed, 1000)
         rng = random.Random(f"chain {number}")
-        self.turn, self.counts, self.right = 0, rng.randrange(self.length), rng.choice(LETTERS[: self.choices])
+        self.turn, self.counts, self.right = (
+            0,
+            rng.randrange(self.length),
+            rng.choice(LETTERS[: self.choices]),
+        )
         return LETTERS[number], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """One reply."""
         right, coin = float(action == self.right), float(random.random() < 0.5)
-        reward = (right, right, coin, 1.0)[self.kind] if self.turn == self.counts else self.coin * (2 * coin - 1) * (self.kind > 0)
+        reward = (
+            (right, right, coin, 1.0)[self.kind]
+            if self.turn == self.counts
+            else self.coin * (2 * coin - 1) * (self.kind > 0)
+        )
         self.turn += 1
         return LETTERS[-self.turn], reward, self.turn == self.length, False, {}
 

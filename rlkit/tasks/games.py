@@ -9,7 +9,11 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.splits import check_split, cut
 from rlkit.types import Split, Task, ranges, safe
 
-SEEDS = {"train": (0, 4), "validation": (2, 4), "test": (1, 2)}  # split → first seed and distance of those it may have
+SEEDS = {
+    "train": (0, 4),
+    "validation": (2, 4),
+    "test": (1, 2),
+}  # split → first seed and distance of those it may have
 
 
 @safe("environment", "reward")
@@ -35,12 +39,20 @@ def episodes(
     """
     check_split(split)
     if max_samples is not None and max_samples < 1:
-        raise ConfigError(f"task.max_samples is {max_samples}; it must be at least 1, or null for 1024")
+        raise ConfigError(
+            f"task.max_samples is {max_samples}; it must be at least 1, or null for 1024"
+        )
     first, distance = SEEDS[split]
     count = 1024 if max_samples is None else max_samples
     seeds = random.Random(f"episodes/{seed}/{split}").sample(range(first, 2**31, distance), count)
     return [
-        Task(f"episodes/{split}/{seed}/{i}", (), reward=reward, environment=environment, metadata={"seed": number})
+        Task(
+            f"episodes/{split}/{seed}/{i}",
+            (),
+            reward=reward,
+            environment=environment,
+            metadata={"seed": number},
+        )
         for i, number in enumerate(seeds)
     ]
 
@@ -75,11 +87,20 @@ def guess_number(
     Raises: DataError where that is no range, or where the shares leave a split without a number; ConfigError for other shares.
     """
     if not 0 <= low < high:
-        raise DataError(f"task.low={low}, task.high={high}: the range of numbers needs 0 <= low < high")
+        raise DataError(
+            f"task.low={low}, task.high={high}: the range of numbers needs 0 <= low < high"
+        )
     check_split(split, validation, held_out)
     numbers: Sequence[int] = range(low, high + 1)
     if validation or held_out:
-        numbers = cut(numbers, lambda n: [low, high, n], split, f"numbers from {low} to {high}", validation=validation, held_out=held_out)
+        numbers = cut(
+            numbers,
+            lambda n: [low, high, n],
+            split,
+            f"numbers from {low} to {high}",
+            validation=validation,
+            held_out=held_out,
+        )
     count = 1024 if max_samples is None else max_samples
     rng = random.Random(f"guess_number/{seed}/{split}")
     drawn: list[int] = []
@@ -88,11 +109,20 @@ def guess_number(
     return [
         Task(
             id=f"guess_number/{split}/{seed}/{i}",
-            messages=({"role": "user", "content": f"Guess my number from {low} to {high}. I say higher or lower."},),
+            messages=(
+                {
+                    "role": "user",
+                    "content": f"Guess my number from {low} to {high}. I say higher or lower.",
+                },
+            ),
             answer=str(number),
             reward="few_turns",
             environment="guess_number",
-            metadata={"low": low, "high": high, "correct_from": 1e-6},  # found at all; only the first guess earns 1
+            metadata={
+                "low": low,
+                "high": high,
+                "correct_from": 1e-6,
+            },  # found at all; only the first guess earns 1
         )
         for i, number in enumerate(drawn[:count])
     ]

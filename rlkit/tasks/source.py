@@ -63,15 +63,22 @@ def read_split(
     if split != "train" and split in found:
         return path, _numbered(found[split]())
     rows = _numbered(_of(found, "train", path))
-    shares = (0.0 if own[key] or key in found else share for key, share in (("validation", validation), ("test", held_out)))
+    shares = (
+        0.0 if own[key] or key in found else share
+        for key, share in (("validation", validation), ("test", held_out))
+    )
     names = dict(zip(("validation", "held_out"), shares, strict=True))
-    return path, cut(rows, lambda row: content(*row[1:]), split, f"rows of task.path={path}", **names)
+    return path, cut(
+        rows, lambda row: content(*row[1:]), split, f"rows of task.path={path}", **names
+    )
 
 
 def _of(found: Readers, split: str, path: str) -> Iterator[tuple[str, Row]]:
     if split not in found:
         there = f"only {', '.join(found)}" if found else "no split at all"
-        raise DataError(f"task.path={path} holds neither {split}.jsonl nor {split}.parquet, or is a data set without it ({there}); add one")
+        raise DataError(
+            f"task.path={path} holds neither {split}.jsonl nor {split}.parquet, or is a data set without it ({there}); add one"
+        )
     return found[split]()
 
 
@@ -85,14 +92,25 @@ def _sources(path: str, name: str | None) -> Readers:
     if not local.exists() and not path.endswith(SUFFIXES) and not path.startswith(("/", ".", "~")):
         return _hub(path, name)
     if not local.exists():
-        raise DataError(f"task.path={path} does not exist; give a .jsonl or .parquet file, a folder or a hub id")
+        raise DataError(
+            f"task.path={path} does not exist; give a .jsonl or .parquet file, a folder or a hub id"
+        )
     if local.is_dir():
-        files = {file.stem: file for suffix in reversed(SUFFIXES) for file in sorted(local.glob(f"*{suffix}"))}
+        files = {
+            file.stem: file
+            for suffix in reversed(SUFFIXES)
+            for file in sorted(local.glob(f"*{suffix}"))
+        }
     elif local.suffix in SUFFIXES:
         files = {"train": local}
     else:
-        raise DataError(f"task.path={path} ends in neither .jsonl nor .parquet; convert the file to one of the two")
-    return {split: partial(_parquet if file.suffix == ".parquet" else _jsonl, file) for split, file in files.items()}
+        raise DataError(
+            f"task.path={path} ends in neither .jsonl nor .parquet; convert the file to one of the two"
+        )
+    return {
+        split: partial(_parquet if file.suffix == ".parquet" else _jsonl, file)
+        for split, file in files.items()
+    }
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
@@ -109,13 +127,17 @@ def _decoded(where: str, line: bytes) -> tuple[str, Row]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-        raise DataError(f"{where}: not a line of JSON ({error}); correct the line, or leave it out") from error
+        raise DataError(
+            f"{where}: not a line of JSON ({error}); correct the line, or leave it out"
+        ) from error
     return where, _checked(where, row)
 
 
 def _checked(where: str, row: Any) -> Row:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be an object with named fields, not {type(row).__name__}; correct it")
+        raise DataError(
+            f"{where}: a row must be an object with named fields, not {type(row).__name__}; correct it"
+        )
     for field, value in row.items():
         try:
             json.dumps({field: value}, ensure_ascii=False, default=str).encode()
@@ -132,7 +154,9 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise DataError(f"task.path={file}: reading Parquet needs pyarrow; install it, or convert to .jsonl") from error
+        raise DataError(
+            f"task.path={file}: reading Parquet needs pyarrow; install it, or convert to .jsonl"
+        ) from error
     try:
         number = 0
         for batch in parquet.ParquetFile(file).iter_batches():
@@ -140,7 +164,9 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
                 yield f"{file} row {number}", row
                 number += 1
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise DataError(f"task.path={file} is not a Parquet file that can be read: {error}") from error
+        raise DataError(
+            f"task.path={file} is not a Parquet file that can be read: {error}"
+        ) from error
 
 
 def _hub(path: str, name: str | None) -> Readers:
@@ -148,7 +174,9 @@ def _hub(path: str, name: str | None) -> Readers:
         from datasets import load_dataset
 
         found = load_dataset(path, name)
-    except Exception as error:  # whatever the hub client raises, the user has to mend the path or the network
+    except (
+        Exception
+    ) as error:  # whatever the hub client raises, the user has to mend the path or the network
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
             f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}. "

@@ -40,10 +40,20 @@ def check_split(split: str, validation: float = 0.0, held_out: float = 0.0) -> N
         if not 0 <= share < 1:
             raise ConfigError(f"task.{name} is {share}; it must be at least 0 and below 1")
     if not validation + held_out < 1:
-        raise ConfigError(f"task.validation={validation} and task.held_out={held_out} leave nothing to train on; lower one of them")
+        raise ConfigError(
+            f"task.validation={validation} and task.held_out={held_out} leave nothing to train on; lower one of them"
+        )
 
 
-def cut(rows: Sequence[Row], content: Callable[[Row], Any], split: str, what: str, *, validation: float, held_out: float) -> Sequence[Row]:
+def cut(
+    rows: Sequence[Row],
+    content: Callable[[Row], Any],
+    split: str,
+    what: str,
+    *,
+    validation: float,
+    held_out: float,
+) -> Sequence[Row]:
     """The rows that belong to a split, in their order.
 
     Args:
@@ -51,7 +61,11 @@ def cut(rows: Sequence[Row], content: Callable[[Row], Any], split: str, what: st
       what: which rows they are, for the message, such as "rows of task.path=rows.jsonl".
     Raises: DataError where the shares leave the split without rows.
     """
-    kept = [row for row in rows if split_of(content(row), validation=validation, held_out=held_out) == split]
+    kept = [
+        row
+        for row in rows
+        if split_of(content(row), validation=validation, held_out=held_out) == split
+    ]
     if rows and not kept:
         name, share, instead = {
             "validation": ("validation", validation, "raise it, or set evaluation.every=0"),
@@ -59,11 +73,15 @@ def cut(rows: Sequence[Row], content: Callable[[Row], Any], split: str, what: st
             "train": ("held_out", held_out, f"lower it or task.validation={validation}"),
         }[split]
         none = f"none of the {len(rows)} {what} falls there"
-        raise DataError(f"task.{name}={share} leaves no {split} rows ({none}); {instead}, or add rows")
+        raise DataError(
+            f"task.{name}={share} leaves no {split} rows ({none}); {instead}, or add rows"
+        )
     return kept
 
 
-def in_order(tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str) -> list[Task]:
+def in_order(
+    tasks: Sequence[Task], *, seed: int, max_samples: int | None, source: str
+) -> list[Task]:
     """The tasks in an order that the seed fixes, cut to `max_samples` after the shuffle.
 
     Args:
@@ -71,7 +89,9 @@ def in_order(tasks: Sequence[Task], *, seed: int, max_samples: int | None, sourc
     Raises: DataError where there is no task; ConfigError for max_samples below 1.
     """
     if max_samples is not None and max_samples < 1:
-        raise ConfigError(f"task.max_samples is {max_samples}; it must be at least 1, or null for all rows")
+        raise ConfigError(
+            f"task.max_samples is {max_samples}; it must be at least 1, or null for all rows"
+        )
     if not tasks:
         raise DataError(f"task.path={source} holds no rows; give a source with at least one")
     shuffled = list(tasks)
@@ -99,7 +119,11 @@ def overlaps(splits: Splits) -> list[str]:
 
 def problem_of(task: Task) -> str:
     """What makes a task's problem: its prompt and answer, or without a prompt its metadata. Rows with the same are one problem."""
-    return json.dumps([task.messages, task.answer] if task.messages else dict(task.metadata), sort_keys=True, default=str)
+    return json.dumps(
+        [task.messages, task.answer] if task.messages else dict(task.metadata),
+        sort_keys=True,
+        default=str,
+    )
 
 
 def count_distinct(tasks: Sequence[Task]) -> int:

@@ -42,14 +42,22 @@ def on(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device, with what is in its mappings: a checkpoint's comes on the CPU."""
 
     def to(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else {n: to(v) for n, v in value.items()} if isinstance(value, dict) else value
+        return (
+            value.to(device)
+            if isinstance(value, Tensor)
+            else {n: to(v) for n, v in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
 
     return batch._replace(**{name: to(value) for name, value in batch._asdict().items()})
 
 
 def before_update(batch: Batch, terms: Mapping[str, Sequence[Tensor]]) -> Batch:
     """The batch with the log-probs that the only update of a step found: per-token terms by name, each rollout's tokens in their order."""
-    owners, logprobs = (torch.cat(list(terms[name])).to(batch.ids.device) for name in ("owners", "logprobs"))
+    owners, logprobs = (
+        torch.cat(list(terms[name])).to(batch.ids.device) for name in ("owners", "logprobs")
+    )
     own = torch.isin(owners, batch.rollout_ids)
     old = torch.zeros_like(batch.logprobs_sampler)
     old[batch.response_mask] = logprobs[own][owners[own].argsort(stable=True)].to(old)
@@ -60,8 +68,13 @@ def joined(batches: Sequence[Batch]) -> Batch:
     """Batches as one, for a pass over all of them; what a batch need not have is left out."""
     width, first, parts = max(b.ids.shape[1] for b in batches), 0, list[dict[str, Tensor]]()
     for b in batches:
-        given = {name: getattr(b, name) for name in Batch._fields if name not in Batch._field_defaults}
-        wide = {name: pad(v, (0, width - v.shape[1])) if v.dim() == 2 else v for name, v in given.items()}
+        given = {
+            name: getattr(b, name) for name in Batch._fields if name not in Batch._field_defaults
+        }
+        wide = {
+            name: pad(v, (0, width - v.shape[1])) if v.dim() == 2 else v
+            for name, v in given.items()
+        }
         parts.append(wide | {"rollout_ids": b.rollout_ids + first})
         first += len(b.rewards)
     whole: dict[str, Any] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

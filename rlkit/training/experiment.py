@@ -13,7 +13,20 @@ from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.training.schedules import Schedule, phases
 from rlkit.training.teachers import Teacher
-from rlkit.types import Controller, Engine, Environment, Policy, Reference, SamplingParams, Split, Task, ToolParser, ranges, reaches, safe
+from rlkit.types import (
+    Controller,
+    Engine,
+    Environment,
+    Policy,
+    Reference,
+    SamplingParams,
+    Split,
+    Task,
+    ToolParser,
+    ranges,
+    reaches,
+    safe,
+)
 
 
 @ranges(prompts=(1, None), group_size=(1, None))
@@ -34,9 +47,13 @@ class Sampling(NamedTuple):
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
-    admission: Literal["rounds", "barrier", "free"] = "rounds"  # when an answer that waited joins the decoding again (SamplingParams)
+    admission: Literal["rounds", "barrier", "free"] = (
+        "rounds"  # when an answer that waited joins the decoding again (SamplingParams)
+    )
     admission_rounds: int = 16
-    kernel: Literal["auto", "eager", "fused"] = "auto"  # of the cached engine, which is given it too
+    kernel: Literal["auto", "eager", "fused"] = (
+        "auto"  # of the cached engine, which is given it too
+    )
 
     @property
     def params(self) -> dict[str, Any]:
@@ -60,7 +77,9 @@ class Evaluation(NamedTuple):
     temperature: float = 1.0  # of the sampled replies
     max_new_tokens: int | None = None  # None: as in training
     seed: int = 0  # of the sampled replies
-    curve_temperature: float = 0.0  # of the one reply per task before, during and after training; 0 is greedy
+    curve_temperature: float = (
+        0.0  # of the one reply per task before, during and after training; 0 is greedy
+    )
     stop_at: float | None = None  # validation accuracy at which training ends
     max_time: float | None = None  # minutes of one evaluation; None waits for ever
 
@@ -84,8 +103,12 @@ class TrainerSettings(NamedTuple):
     nodes: int = 1
     timeout: float = 1800.0  # seconds that a rank waits for the others
     max_step_time: float | None = 60.0  # minutes in which nothing moves; None waits for ever
-    max_nonfinite: int = 5  # updates in a row, skipped since loss or gradient is not finite, at which the run stops
-    requeue: bool = False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
+    max_nonfinite: int = (
+        5  # updates in a row, skipped since loss or gradient is not finite, at which the run stops
+    )
+    requeue: bool = (
+        False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
+    )
 
 
 @safe("device")
@@ -136,7 +159,9 @@ class RolloutRun(NamedTuple):
     name: str
     seed: int
     n: int
-    task: Callable[..., Sequence[Task]]  # (split=train, validation or test) → its tasks; no problem is in two splits
+    task: Callable[
+        ..., Sequence[Task]
+    ]  # (split=train, validation or test) → its tasks; no problem is in two splits
     environment: Environment | Callable[[Task], Environment]
     model: Callable[..., Policy]  # (device=…) → policy
     generation: Sampling
@@ -190,7 +215,9 @@ class Experiment(NamedTuple):
     name: str
     seed: int
     batch: BatchSize
-    task: Callable[..., Sequence[Task]]  # (split=train, validation or test) → its tasks; no problem is in two splits
+    task: Callable[
+        ..., Sequence[Task]
+    ]  # (split=train, validation or test) → its tasks; no problem is in two splits
     environment: Environment | Callable[[Task], Environment]
     model: Callable[..., Policy]  # (device=…) → policy
     generation: Sampling
@@ -214,7 +241,11 @@ class Experiment(NamedTuple):
         """What an evaluation at this temperature is played and scored with: a verifier and a limit of its own, the rest as in training."""
         limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
         sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
-        parts = {"reward": self.evaluation.reward, "engine": sampling.engine, "environment": self.environment}
+        parts = {
+            "reward": self.evaluation.reward,
+            "engine": sampling.engine,
+            "environment": self.environment,
+        }
         return parts | sampling.params
 
     @property
@@ -235,7 +266,10 @@ class Experiment(NamedTuple):
     @property
     def needs_reference(self) -> bool:
         """Whether any step's KL may be positive: in any phase, now or where a schedule raises it."""
-        return any(x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths) for x in phases(self).values())
+        return any(
+            x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths)
+            for x in phases(self).values()
+        )
 
     @property
     def needs_teacher(self) -> bool:
@@ -254,16 +288,23 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
     def settled(algorithm: Algorithm) -> Algorithm:
         if not _automatic(algorithm):
             return algorithm
-        return algorithm._replace(correction=_settled(algorithm, exact=exact, staleness=x.staleness)[0])
+        return algorithm._replace(
+            correction=_settled(algorithm, exact=exact, staleness=x.staleness)[0]
+        )
 
-    later = {name: phase._replace(algorithm=settled(phase.algorithm)) for name, phase in x.schedule.phases.items()}
+    later = {
+        name: phase._replace(algorithm=settled(phase.algorithm))
+        for name, phase in x.schedule.phases.items()
+    }
     return x._replace(algorithm=settled(x.algorithm), schedule=x.schedule._replace(phases=later))
 
 
 def correction_in_words(x: Experiment, *, exact: bool) -> str:
     """A line that says what `algorithm/correction=auto` became, or nothing where no phase has it."""
     automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
-    said = dict.fromkeys(_settled(algorithm, exact=exact, staleness=x.staleness)[1] for algorithm in automatic)
+    said = dict.fromkeys(
+        _settled(algorithm, exact=exact, staleness=x.staleness)[1] for algorithm in automatic
+    )
     return f"correction: {'; '.join(said)}" if said else ""
 
 
@@ -272,7 +313,11 @@ def kl_in_words(x: Experiment) -> str:
     if not x.needs_reference:
         return "none"
     coef = x.kl.coef.init()["value"] if isinstance(x.kl.coef, Controller) else x.kl.coef
-    places = {"loss": "the loss", "reward": "the reward", "reward_sequence": "the reward of the episode"}
+    places = {
+        "loss": "the loss",
+        "reward": "the reward",
+        "reward_sequence": "the reward of the episode",
+    }
     return f"{x.kl.name} × {coef:g} in {places[x.kl.placement]}"
 
 
@@ -281,10 +326,19 @@ def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any,
     if algorithm.old == "sampler" or asks(algorithm.policy_loss, "logprobs_sampler"):
         return no_correction, "none (auto: the ratio of the loss is to the sampler itself)"
     if staleness:
-        return token_correction, f"token_truncate, cap 2 (auto: replies are sampled by weights up to {staleness} RL steps old)"
+        return (
+            token_correction,
+            f"token_truncate, cap 2 (auto: replies are sampled by weights up to {staleness} RL steps old)",
+        )
     if exact:
-        return no_correction, "none (auto: in float32 the engine gives the log-probs of the trainer)"
-    return token_correction, "token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the trainer's)"
+        return (
+            no_correction,
+            "none (auto: in float32 the engine gives the log-probs of the trainer)",
+        )
+    return (
+        token_correction,
+        "token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the trainer's)",
+    )
 
 
 def _automatic(algorithm: Algorithm) -> bool:

@@ -66,7 +66,9 @@ class Flight(NamedTuple):
 
     consumed: StreamState = StreamState()
     ahead: tuple[Dispatched | Asked, ...] = ()
-    weights: Mapping[int, Tensor] = {}  # after a resume: version → bytes, of requests that have to be made again
+    weights: Mapping[
+        int, Tensor
+    ] = {}  # after a resume: version → bytes, of requests that have to be made again
 
 
 def version_of(step: int, staleness: int) -> int:
@@ -91,8 +93,17 @@ def next_groups(
     learner.begin()
     now, x = learner.rl_step, learner.experiment
     after = flight.ahead[-1].step + 1 if flight.ahead else now
-    due = [*takewhile(lambda s: version_of(s, x.asynchrony.staleness) <= now, range(after, max(x.trainer.steps, now + 1)))]
-    published = process.publish(learner.policy.model, now, x.asynchrony.staleness) if process and due else 0.0
+    due = [
+        *takewhile(
+            lambda s: version_of(s, x.asynchrony.staleness) <= now,
+            range(after, max(x.trainer.steps, now + 1)),
+        )
+    ]
+    published = (
+        process.publish(learner.policy.model, now, x.asynchrony.staleness)
+        if process and due
+        else 0.0
+    )
     for step in due:
         before = flight.ahead[-1].after if flight.ahead else flight.consumed
         own = settings_of(foreseen(x, learner.progress, step))
@@ -110,10 +121,17 @@ def next_groups(
         learner.clock.sessions += process.sessions
         if process.kernel and hasattr(learner.x.generation.engine, "elsewhere"):
             learner.x.generation.engine.elsewhere = process.kernel
-    learner.in_flight = {"in_flight_groups": sum(x.batch.prompts if isinstance(g, Asked) else _count(g) for g in rest)}
+    learner.in_flight = {
+        "in_flight_groups": sum(
+            x.batch.prompts if isinstance(g, Asked) else _count(g) for g in rest
+        )
+    }
     if process is not None:
         handed = process.figures.get("handover_s", 0.0) + published
-        learner.in_flight |= process.figures | {"wait_s": time.perf_counter() - begun, "handover_s": handed}
+        learner.in_flight |= process.figures | {
+            "wait_s": time.perf_counter() - begun,
+            "handover_s": handed,
+        }
     return first, Flight(first.after, rest)
 
 
@@ -122,14 +140,24 @@ def _count(groups: Dispatched) -> int:
 
 
 def dispatched(
-    x: Experiment, policy: Policy, tasks: Sequence[Task], request: Asked, last: StreamState | None = None, *, clock: Clock
+    x: Experiment,
+    policy: Policy,
+    tasks: Sequence[Task],
+    request: Asked,
+    last: StreamState | None = None,
+    *,
+    clock: Clock,
 ) -> Dispatched:
     """Groups of a step, sampled and scored with its own settings by the weights as they are now; `last`: behind the request before it."""
     before = last if request.before is None else request.before
     assert before is not None
     x = foreseen(x, request.progress, request.step)
-    sampled, trained, after = experience(x, policy, tasks, before, step=request.step, version=request.version, clock=clock)
-    return Dispatched(request.step, request.version, sampled, trained, before, after, request.settings)
+    sampled, trained, after = experience(
+        x, policy, tasks, before, step=request.step, version=request.version, clock=clock
+    )
+    return Dispatched(
+        request.step, request.version, sampled, trained, before, after, request.settings
+    )
 
 
 def settings_of(x: Experiment) -> str:
@@ -137,7 +165,18 @@ def settings_of(x: Experiment) -> str:
     refills = (x.algorithm.max_refills, x.algorithm.group_filter) if x.algorithm.max_refills else ()
     greedy = [True] if asks(x.algorithm.advantage, "greedy_rewards") else []
     chosen = [] if x.sampler.weigh is None else [x.sampler]
-    parts = _plain([x.batch, x.generation.params, x.environment, x.reward, refills, x.algorithm.episodes, *greedy, *chosen])
+    parts = _plain(
+        [
+            x.batch,
+            x.generation.params,
+            x.environment,
+            x.reward,
+            refills,
+            x.algorithm.episodes,
+            *greedy,
+            *chosen,
+        ]
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -168,27 +207,55 @@ def packed(flight: Flight, process: SamplingProcess | None = None) -> dict[str, 
         assert isinstance(groups, Dispatched)
         out.append(sealed(groups))
     asked = [groups for groups in flight.ahead if isinstance(groups, Asked)]
-    weights = {r.version: process.slots.saved(r.version) for r in asked if process and process.slots is not None} or dict(flight.weights)
+    weights = {
+        r.version: process.slots.saved(r.version)
+        for r in asked
+        if process and process.slots is not None
+    } or dict(flight.weights)
     requests = [r._asdict() | {"progress": r.progress._asdict(), "before": None} for r in asked]
-    return {"stream": list(flight.consumed), "flight": out, "requests": requests, "weights": weights}
+    return {
+        "stream": list(flight.consumed),
+        "flight": out,
+        "requests": requests,
+        "weights": weights,
+    }
 
 
 def sealed(groups: Dispatched) -> dict[str, Any]:
     """Groups as plain values and tensors, without their tasks."""
-    rollouts, kept = [r._replace(task=Task(r.task.id, ())) for r in groups.sampled], {id(r) for r in groups.trained}
-    data = torch.frombuffer(bytearray(to_bytes(rollouts)), dtype=torch.uint8)  # of which a save knows the size
+    rollouts, kept = (
+        [r._replace(task=Task(r.task.id, ())) for r in groups.sampled],
+        {id(r) for r in groups.trained},
+    )
+    data = torch.frombuffer(
+        bytearray(to_bytes(rollouts)), dtype=torch.uint8
+    )  # of which a save knows the size
     own = {"sampled": data, "trained": [i for i, r in enumerate(groups.sampled) if id(r) in kept]}
     return groups._asdict() | own | {"before": list(groups.before), "after": list(groups.after)}
 
 
 def unsealed(own: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Dispatched:
     """The inverse. Raises DataError where the tasks have changed."""
-    rollouts, before, after = from_bytes(own["sampled"].numpy().tobytes()), StreamState(*own["before"]), StreamState(*own["after"])
+    rollouts, before, after = (
+        from_bytes(own["sampled"].numpy().tobytes()),
+        StreamState(*own["before"]),
+        StreamState(*own["after"]),
+    )
     drawn = take_again(tasks, before, after, 1 + max(r.group for r in rollouts), seed=seed)
     if any(r.task.id != drawn[r.group].id for r in rollouts):
-        raise DataError("the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew")
+        raise DataError(
+            "the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew"
+        )
     rollouts = [r._replace(task=drawn[r.group]) for r in rollouts]
-    return Dispatched(**{**own, "sampled": rollouts, "trained": [rollouts[i] for i in own["trained"]], "before": before, "after": after})
+    return Dispatched(
+        **{
+            **own,
+            "sampled": rollouts,
+            "trained": [rollouts[i] for i in own["trained"]],
+            "before": before,
+            "after": after,
+        }
+    )
 
 
 def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Flight:
@@ -208,12 +275,19 @@ def continued(learner: Learner, flight: Flight, process: SamplingProcess | None 
         x = foreseen(learner.experiment, learner.progress, groups.step)
         if isinstance(groups, Asked) and process is None:
             return False
-        return groups.version >= version_of(groups.step, x.asynchrony.staleness) and groups.settings == settings_of(x)
+        return groups.version >= version_of(
+            groups.step, x.asynchrony.staleness
+        ) and groups.settings == settings_of(x)
 
     kept = tuple(takewhile(holds, flight.ahead))
     if again := flight.ahead[len(kept) :]:
-        steps = f"step {again[0].step + 1}" + (f" to {again[-1].step + 1}" if len(again) > 1 else "")
-        print(f"resume: the groups in flight of {steps} are sampled again by the weights of now, as the config asks for others", flush=True)
+        steps = f"step {again[0].step + 1}" + (
+            f" to {again[-1].step + 1}" if len(again) > 1 else ""
+        )
+        print(
+            f"resume: the groups in flight of {steps} are sampled again by the weights of now, as the config asks for others",
+            flush=True,
+        )
     asked = [groups for groups in kept if isinstance(groups, Asked)]
     if process is None or not asked:
         return flight._replace(ahead=kept, weights={})

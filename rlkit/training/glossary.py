@@ -33,7 +33,11 @@ def sections() -> tuple[Section, ...]:
     """The whole glossary in the order of its file."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return tuple(
-        Section(part["title"], tuple(part["computed"]), tuple(_entry(names, said) for names, said in part["metrics"].items()))
+        Section(
+            part["title"],
+            tuple(part["computed"]),
+            tuple(_entry(names, said) for names, said in part["metrics"].items()),
+        )
         for part in yaml.load(text, yaml.BaseLoader)  # all of it is text, a plain 0 too
     )
 
@@ -50,11 +54,17 @@ def meaning_of(metric: str) -> Entry | None:
     """
     every = [entry for section in sections() for entry in section.entries]
     exact = (entry for entry in every if metric in entry.names)
-    return next(exact, None) or next((entry for entry in every if any(_pattern(name).fullmatch(metric) for name in entry.names)), None)
+    return next(exact, None) or next(
+        (entry for entry in every if any(_pattern(name).fullmatch(metric) for name in entry.names)),
+        None,
+    )
 
 
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
     """A name with words in capitals as an expression: NAME takes the rest of the name, any other word one level of it."""
-    parts = (".+" if p == "NAME" else "[^/]+" if p.isupper() else re.escape(p) for p in re.split(r"([A-Z]{4,})", name))
+    parts = (
+        ".+" if p == "NAME" else "[^/]+" if p.isupper() else re.escape(p)
+        for p in re.split(r"([A-Z]{4,})", name)
+    )
     return re.compile("".join(parts))

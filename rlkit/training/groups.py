@@ -51,12 +51,34 @@ def experience(
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
         drawn = copied(drawn)  # what a callback changes in a rollout's task is gone with the step
-        rollouts = scored(x, policy, drawn, step=step, version=version, first=len(sampled) // x.batch.group_size, clock=clock)
+        rollouts = scored(
+            x,
+            policy,
+            drawn,
+            step=step,
+            version=version,
+            first=len(sampled) // x.batch.group_size,
+            clock=clock,
+        )
         if asks(x.algorithm.advantage, "greedy_rewards"):
-            greedy = x._replace(batch=x.batch._replace(group_size=1), generation=x.generation._replace(temperature=0.0))
-            own = scored(greedy, policy, drawn, step=step, version=version, first=rollouts[0].group, clock=clock)
+            greedy = x._replace(
+                batch=x.batch._replace(group_size=1),
+                generation=x.generation._replace(temperature=0.0),
+            )
+            own = scored(
+                greedy,
+                policy,
+                drawn,
+                step=step,
+                version=version,
+                first=rollouts[0].group,
+                clock=clock,
+            )
             rewards = {r.group: r.total_reward for r in own}
-            rollouts = [r._replace(metadata={**r.metadata, "greedy_reward": rewards[r.group]}) for r in rollouts]
+            rollouts = [
+                r._replace(metadata={**r.metadata, "greedy_reward": rewards[r.group]})
+                for r in rollouts
+            ]
         sampled += rollouts
         with rng.drawn_from(mix(x.seed, step, len(sampled))):
             accepted += accept(x, policy, rollouts) if x.algorithm.max_refills else rollouts
@@ -65,19 +87,31 @@ def experience(
     return sampled, accepted or sampled, stream
 
 
-def scored(x: Experiment, policy: Policy, tasks: Sequence[Task], *, clock: Clock, **place: Any) -> list[Rollout]:
+def scored(
+    x: Experiment, policy: Policy, tasks: Sequence[Task], *, clock: Clock, **place: Any
+) -> list[Rollout]:
     """Episodes of these tasks with their rewards; arguments as those of `played`."""
     with clock.sampling(x.generation.engine):
         rollouts = played(x, policy, tasks, clock=clock, **place)
     failures(rollouts)
     if x.algorithm.episodes is not None:
         return rollouts
-    with clock.part("reward"), rng.drawn_from(mix(x.seed, place["step"], place["first"], 1 + ranks.rank())):
+    with (
+        clock.part("reward"),
+        rng.drawn_from(mix(x.seed, place["step"], place["first"], 1 + ranks.rank())),
+    ):
         return score_spread(rollouts, x.reward)
 
 
 def played(
-    x: Experiment, policy: Policy, tasks: Sequence[Task], *, step: int, version: int | None, first: int, clock: Clock
+    x: Experiment,
+    policy: Policy,
+    tasks: Sequence[Task],
+    *,
+    step: int,
+    version: int | None,
+    first: int,
+    clock: Clock,
 ) -> list[Rollout]:
     """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step.
 
@@ -99,12 +133,19 @@ def played(
             **x.generation.params,
         )
 
-    with named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"), ranks.whole_weights(policy.model):
+    with (
+        named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"),
+        ranks.whole_weights(policy.model),
+    ):
         return ranks.split_work(tasks, own)
 
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
     """The groups of which the group filter keeps something."""
     given = quantities(assemble(rollouts, pad_token_id=policy.pad_token_id))
-    kept = {r.group for r, keep in zip(rollouts, call(x.algorithm.group_filter, given).tolist(), strict=True) if keep}
+    kept = {
+        r.group
+        for r, keep in zip(rollouts, call(x.algorithm.group_filter, given).tolist(), strict=True)
+        if keep
+    }
     return [r for r in rollouts if r.group in kept]

@@ -36,7 +36,10 @@ class Journal:
 
     def keep(self, groups: Dispatched, weights: str) -> None:
         """On the disk when this returns. Where there is no room the run goes on, and says that it could not be repeated."""
-        with lenient(f"{self.folder}: the groups of step {groups.step + 1}", "journal"), atomic(self._place(groups.step)) as file:
+        with (
+            lenient(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
+            atomic(self._place(groups.step)) as file,
+        ):
             torch.save({"groups": sealed(groups), "weights": weights}, file)
 
     def find(self, request: Asked) -> Dispatched | None:
@@ -45,8 +48,14 @@ class Journal:
         if place.is_file():
             record = torch.load(place, weights_only=True)
             own = record["groups"]
-            same = all(own[name] == getattr(request, name) for name in ("step", "version", "settings"))
-            if same and record["weights"] == request.weights and own["before"] == list(request.before or ()):
+            same = all(
+                own[name] == getattr(request, name) for name in ("step", "version", "settings")
+            )
+            if (
+                same
+                and record["weights"] == request.weights
+                and own["before"] == list(request.before or ())
+            ):
                 try:
                     return unsealed(own, self.tasks, seed=self.seed)
                 except DataError:
@@ -70,4 +79,6 @@ class Journal:
 
 def digest(model: Any) -> str:
     """Of the bits of the trainable weights."""
-    return hashlib.sha256(repr(fingerprint(p for p in model.parameters() if p.requires_grad)).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        repr(fingerprint(p for p in model.parameters() if p.requires_grad)).encode()
+    ).hexdigest()[:16]

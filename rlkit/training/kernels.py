@@ -37,14 +37,21 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
     elif decodes and hasattr(engine, "settle"):
         engine.settle(decodes, engine.why_eager)
     automatic = getattr(trunk, "asked_kernel", "auto") == "auto"
-    if ranks.any_rank(sharded or update_kernel(model) == "eager") and update_kernel(model) == "fused" and automatic:
+    if (
+        ranks.any_rank(sharded or update_kernel(model) == "eager")
+        and update_kernel(model) == "fused"
+        and automatic
+    ):
         use_update_kernel(model, "eager", why)
     return kernels_line(engine, model)
 
 
 def kernels_line(engine: Any, model: Any) -> str:
     """`kernels: decoding fused, updates eager (there is no C compiler …)`."""
-    reasons = {"decoding": getattr(engine, "why_eager", ""), "updates": getattr(trunk_and_head(model)[0], "update_reason", "")}
+    reasons = {
+        "decoding": getattr(engine, "why_eager", ""),
+        "updates": getattr(trunk_and_head(model)[0], "update_reason", ""),
+    }
     words = []
     for what, kernel in kernels_in_use(engine, model).items():
         because = f" ({reasons[what]})" if reasons[what] and kernel == "eager" else ""
@@ -52,14 +59,19 @@ def kernels_line(engine: Any, model: Any) -> str:
     return f"kernels: {', '.join(words)}"
 
 
-def keep_kernels(engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None) -> list[str]:
+def keep_kernels(
+    engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None
+) -> list[str]:
     """Go on with the kernels that a checkpoint names, where the config leaves that open; what a user should know, as sentences."""
     before = kernels_in_use(engine, model)
     said = []
     kernel = state["kernel"]  # None of an engine with kernels of its own
     if kernel and hasattr(engine, "go_on_with"):
         said.append(engine.go_on_with(kernel))
-        if before.get("decoding") == "fused" and kernels_in_use(engine, model).get("decoding") == "eager":
+        if (
+            before.get("decoding") == "fused"
+            and kernels_in_use(engine, model).get("decoding") == "eager"
+        ):
             said.append("decoding is eager, as the run did so far (generation.kernel)")
     said.append(go_on_with(model, state["update_kernel"]))
     if before["updates"] == "fused" and update_kernel(model) == "eager":

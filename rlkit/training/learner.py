@@ -36,17 +36,34 @@ from rlkit.training import drift, schedules, streams
 from rlkit.training.experiment import Experiment, correction_in_words, settle_correction
 from rlkit.training.kernels import keep_kernels, kernels_in_use
 from rlkit.training.memory import retried
-from rlkit.training.metrics import Clock, UpdateTerms, performance, refill_metrics, staleness_metrics, update_metrics
+from rlkit.training.metrics import (
+    Clock,
+    UpdateTerms,
+    performance,
+    refill_metrics,
+    staleness_metrics,
+    update_metrics,
+)
 from rlkit.training.optimizers import make_optimizer
 from rlkit.training.references import is_start, moved, shard_state
-from rlkit.training.update import known_old, moved_since, one_update, step_minibatches, updates_once, with_logprobs, with_old
+from rlkit.training.update import (
+    known_old,
+    moved_since,
+    one_update,
+    step_minibatches,
+    updates_once,
+    with_logprobs,
+    with_old,
+)
 from rlkit.types import Batch, Policy, Rollout
 
 
 class Host(NamedTuple):
     """What a learner leaves to the process that it lives in. The defaults are plain torch, and the collectives of a process group."""
 
-    forward: Callable[..., Any] = ranks.in_forward  # (model, function, *arguments, **settings) → function(model, …), as its forward pass
+    forward: Callable[..., Any] = (
+        ranks.in_forward
+    )  # (model, function, *arguments, **settings) → function(model, …), as its forward pass
     backward: Callable[[Tensor], Any] = Tensor.backward
     optimizer_step: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer.step()
     all_reduce: Callable[[Iterable[Tensor | None]], None] = (
@@ -78,12 +95,16 @@ class Learner:
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ):
         self.configured, self.policy, self.model, self.host = experiment, policy, policy.model, host
-        self.lay_out: Callable[[Any], None] | None = None  # makes shards of a model, where the policy lies in shards
+        self.lay_out: Callable[[Any], None] | None = (
+            None  # makes shards of a model, where the policy lies in shards
+        )
         self.settle(exact)
         self.progress = schedules.start(self.experiment)
         self.x = schedules.at(self.experiment, self.progress)
         self.critic = self.make_critic()
-        self.nets = torch.nn.ModuleDict({"model": self.model} | ({} if self.critic is None else {"critic": self.critic}))
+        self.nets = torch.nn.ModuleDict(
+            {"model": self.model} | ({} if self.critic is None else {"critic": self.critic})
+        )
         self.optimizers = list(optimizers) or self.make_optimizers()
         self.rl_step, self.tokens, self.begun = 0, 0, -1
         self.moments = Moments()  # of all rewards so far
@@ -91,13 +112,23 @@ class Learner:
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner(name)):
             self.references[""] = self.experiment.reference.init(self.model, step=0)
         teachers = self.experiment.teacher.models if self.experiment.needs_teacher else {}
-        self.teachers: dict[str, Any] = {part: model.init(self.model, step=0) for part, model in teachers.items()}  # part → state
+        self.teachers: dict[str, Any] = {
+            part: model.init(self.model, step=0) for part, model in teachers.items()
+        }  # part → state
         self.enter_phase()
-        self.start: Batch | None = None  # a few rollouts of the first step, with the log-probs that the start gave them (drift)
-        self.nonfinite: dict[int, int] = {}  # optimiser → its updates in a row that were skipped since something was not finite
+        self.start: Batch | None = (
+            None  # a few rollouts of the first step, with the log-probs that the start gave them (drift)
+        )
+        self.nonfinite: dict[
+            int, int
+        ] = {}  # optimiser → its updates in a row that were skipped since something was not finite
         self.halvings = 0  # of the micro-batches, since memory ran out
-        self.updates = {0: 0}  # version (RL steps done) → steps of the policy's optimiser until then, of the last ones
-        self.in_flight: dict[str, float] = {}  # of the groups that are sampled for later steps: metrics
+        self.updates = {
+            0: 0
+        }  # version (RL steps done) → steps of the policy's optimiser until then, of the last ones
+        self.in_flight: dict[
+            str, float
+        ] = {}  # of the groups that are sampled for later steps: metrics
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
         self.trained: list[Rollout] = []
@@ -116,7 +147,9 @@ class Learner:
             self.x = schedules.at(self.experiment, self.progress)
         return self.x
 
-    def step(self, rollouts: Sequence[Rollout], trained: Sequence[Rollout] | None = None) -> dict[str, Any]:
+    def step(
+        self, rollouts: Sequence[Rollout], trained: Sequence[Rollout] | None = None
+    ) -> dict[str, Any]:
         """Rewards → advantages → updates → reference; the metrics of the step.
 
         Args:
@@ -133,7 +166,10 @@ class Learner:
         # The shuffle is of the whole batch: alike on all ranks.
         with self.clock.part("update"), rng.drawn_from(self.shuffle_seed), guard_state(*functions):
             self.batch = batch = self.prepared(self.trained)
-            terms, measured = UpdateTerms(), drift.few(batch) if x.algorithm.episodes is None else None
+            terms, measured = (
+                UpdateTerms(),
+                drift.few(batch) if x.algorithm.episodes is None else None,
+            )
             if not updates_once(self, batch):
                 measured = with_old(self, measured)
             if self.rl_step == 0 and self.follows_drift():
@@ -144,14 +180,20 @@ class Learner:
                     break
             terms.gather()
             self.minibatch = None
-            start = None if x.kl.active and self.reference_key == "" and is_start(x.reference) else self.start  # else kl/ref says it
+            start = (
+                None
+                if x.kl.active and self.reference_key == "" and is_start(x.reference)
+                else self.start
+            )  # else kl/ref says it
             if measured is not None and measured.logprobs_old is None:
                 measured = drift.before_update(measured, terms.tokens)
             drifted = moved_since(self, {"kl/step": measured, "kl/start": start})
             ranks.reshard(self.model)
             self.update_reference(terms)
         before, oldest = self.updates.get(self.rl_step, 0), self.rl_step - x.staleness
-        self.updates = {v: n for v, n in self.updates.items() if v >= oldest} | {self.rl_step + 1: before + len(terms.norms["policy"])}
+        self.updates = {v: n for v, n in self.updates.items() if v >= oldest} | {
+            self.rl_step + 1: before + len(terms.norms["policy"])
+        }
         self.rl_step, self.tokens = self.rl_step + 1, self.tokens + int(batch.attention_mask.sum())
         metrics = self.measured(batch, terms) | drifted
         self.metrics = ranks.broadcast(lambda: metrics)  # its clock; everything else is equal
@@ -165,10 +207,18 @@ class Learner:
     def prepared(self, rollouts: Sequence[Rollout]) -> Batch:
         """The batch that a step updates with: rollouts filtered, old and reference scores, advantages, weights of tokens."""
         x = self.x
-        batch = streams.of_reward(filter_rollouts(self.assembled(rollouts), x.algorithm), rollouts, x.algorithm.streams.get("reward"))
+        batch = streams.of_reward(
+            filter_rollouts(self.assembled(rollouts), x.algorithm),
+            rollouts,
+            x.algorithm.streams.get("reward"),
+        )
         if any(stream.mask == "observations" for stream in streams.active(self).values()):
-            batch = batch._replace(observed_mask=streams.observed(batch, rollouts, self.policy.renderer))
-        batch = estimate_advantages(retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm, x.kl)
+            batch = batch._replace(
+                observed_mask=streams.observed(batch, rollouts, self.policy.renderer)
+            )
+        batch = estimate_advantages(
+            retried(self, batch, partial(with_logprobs, self, batch)), x.algorithm, x.kl
+        )
         return known_old(self, token_scale(batch, x.algorithm))
 
     def measured(self, batch: Batch, terms: UpdateTerms) -> dict[str, Any]:
@@ -179,13 +229,17 @@ class Learner:
         if self.x.asynchrony.mode != "none" or self.x.reuse.active:
             metrics |= staleness_metrics(batch, terms, step=self.rl_step - 1, updates=self.updates)
             metrics |= {f"staleness/{name}": value for name, value in self.in_flight.items()}
-        metrics |= {f"schedule/{path}": value for path, value in schedules.values(self.experiment, self.progress).items()}
+        metrics |= {
+            f"schedule/{path}": value
+            for path, value in schedules.values(self.experiment, self.progress).items()
+        }
         return metrics | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})
 
     def follows_drift(self) -> bool:
         """Whether any step may ask how far the policy is from its start, and the first one is sampled from it."""
         return self.x.algorithm.episodes is None and not all(
-            x.kl.active and not self.owner(name) and is_start(x.reference) for name, x in self.phases.items()
+            x.kl.active and not self.owner(name) and is_start(x.reference)
+            for name, x in self.phases.items()
         )
 
     @property
@@ -218,7 +272,9 @@ class Learner:
     def settle(self, exact: bool) -> None:
         """Fixes what algorithm/correction=auto means in every phase."""
         self.exact, self.experiment = exact, settle_correction(self.configured, exact=exact)
-        self.phases = schedules.phases(self.experiment)  # name → its whole experiment; one without a name if there are no phases
+        self.phases = schedules.phases(
+            self.experiment
+        )  # name → its whole experiment; one without a name if there are no phases
 
     def advance(self) -> str:
         """What follows from a step's metrics, once a step: controllers move, and perhaps the next phase begins; then a line says so.
@@ -246,7 +302,9 @@ class Learner:
         reset = ["controllers that it brings"]
         if owner or (phase and "reference" in phase.reset):
             if self.phases[name].needs_reference:
-                self.references[owner] = self.as_sharded(self.x.reference.init(self.model, step=self.progress.since))
+                self.references[owner] = self.as_sharded(
+                    self.x.reference.init(self.model, step=self.progress.since)
+                )
             reset.append("reference")
         if phase and "optimizer" in phase.reset:
             for optimizer in self.optimizers:
@@ -273,11 +331,15 @@ class Learner:
 
     def reference_model(self) -> Any:
         """Context manager: the reference in use, to score with."""
-        return self.as_policy(self.x.reference.model(self.references.get(self.reference_key), self.model))
+        return self.as_policy(
+            self.x.reference.model(self.references.get(self.reference_key), self.model)
+        )
 
     def teacher_model(self, part: str) -> Any:
         """Context manager: the teacher of a part of the mixture, or of all prompts ("")."""
-        return self.as_policy(self.experiment.teacher.models[part].model(self.teachers[part], self.model))
+        return self.as_policy(
+            self.experiment.teacher.models[part].model(self.teachers[part], self.model)
+        )
 
     @contextmanager
     def as_policy(self, given: Any) -> Iterator[Any]:
@@ -291,9 +353,13 @@ class Learner:
         """Moves the reference in use, after the updates of a step."""
         if (key := self.reference_key) in self.references:
             given = self.references[key], self.model
-            self.references[key], terms.reference = moved(self.x.reference, *given, step=self.rl_step + 1, kl=terms.mean("kl"))
+            self.references[key], terms.reference = moved(
+                self.x.reference, *given, step=self.rl_step + 1, kl=terms.mean("kl")
+            )
         for part, model in self.experiment.teacher.models.items() if self.teachers else ():
-            self.teachers[part], _ = moved(model, self.teachers[part], self.model, step=self.rl_step + 1, kl=float("nan"))
+            self.teachers[part], _ = moved(
+                model, self.teachers[part], self.model, step=self.rl_step + 1, kl=float("nan")
+            )
 
     def shard(self, mesh: Any) -> None:
         """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays whole: one backward, one root."""
@@ -301,12 +367,16 @@ class Learner:
         mixed = precision(self.experiment, self.device) == "bf16-mixed"
         self.lay_out = partial(ranks.shard, mesh=mesh, gathered=torch.bfloat16 if mixed else None)
         self.lay_out(self.model)
-        self.references = {owner: self.as_sharded(state) for owner, state in self.references.items()}
+        self.references = {
+            owner: self.as_sharded(state) for owner, state in self.references.items()
+        }
         self.teachers = {part: self.as_sharded(state) for part, state in self.teachers.items()}
 
     def as_sharded(self, reference: Any) -> Any:
         """A reference's state as the policy is: sharded or not."""
-        return reference if self.lay_out is None else shard_state(reference, self.model, self.lay_out)
+        return (
+            reference if self.lay_out is None else shard_state(reference, self.model, self.lay_out)
+        )
 
     # ------------------------------------------------------------------------------------- critic and optimizers
 
@@ -317,7 +387,9 @@ class Learner:
             return None
         with torch.random.fork_rng(devices=[]):  # its random start changes nobody else's numbers
             torch.manual_seed(self.experiment.seed)
-            return make_critic(self.model, model=active[0].model, trunk_gradient=active[0].trunk_gradient)
+            return make_critic(
+                self.model, model=active[0].model, trunk_gradient=active[0].trunk_gradient
+            )
 
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that the policy's optimiser moves."""
@@ -327,7 +399,9 @@ class Learner:
         """New optimizers of the policy and, if there is one, of the critic."""
         self.optimizers = [make_optimizer(self.experiment.optimizer, self.trained_parameters())]
         if self.critic is not None:
-            critic: Any = next(x.algorithm.critic for x in self.phases.values() if x.algorithm.critic.active)
+            critic: Any = next(
+                x.algorithm.critic for x in self.phases.values() if x.algorithm.critic.active
+            )
             self.optimizers.append(make_optimizer(critic.optimizer, list(self.critic.parameters())))
         return self.optimizers
 
@@ -336,7 +410,11 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """All that decides the steps to come, apart from the prompts and the generators, as a checkpoint of `rlkit train` holds it."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        return {"state_dict": self.without_frozen(self.nets.state_dict()), "optimizer_states": optimizers, "rlkit": self.saved()}
+        return {
+            "state_dict": self.without_frozen(self.nets.state_dict()),
+            "optimizer_states": optimizers,
+            "rlkit": self.saved(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse, of a checkpoint too. A learner of the same experiment then goes on bit for bit."""
@@ -355,13 +433,23 @@ class Learner:
             "tokens": self.tokens,
             "updates": self.updates,
             "exact": self.exact,
-            "start": None if self.start is None else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None},
+            "start": None
+            if self.start is None
+            else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None},
             "moments": list(self.moments),
-            "references": {owner: ranks.full_tensors(self.reference_of(owner).save(state)) for owner, state in self.references.items()},
-            "teachers": {part: ranks.full_tensors(self.experiment.teacher.models[part].save(s)) for part, s in self.teachers.items()},
+            "references": {
+                owner: ranks.full_tensors(self.reference_of(owner).save(state))
+                for owner, state in self.references.items()
+            },
+            "teachers": {
+                part: ranks.full_tensors(self.experiment.teacher.models[part].save(s))
+                for part, s in self.teachers.items()
+            },
             "nonfinite": dict(self.nonfinite),
             "halvings": self.halvings,
-            "threads": torch.get_num_threads() if self.device.type == "cpu" else None,  # a GPU's sums do not depend on them
+            "threads": torch.get_num_threads()
+            if self.device.type == "cpu"
+            else None,  # a GPU's sums do not depend on them
             "kernel": kernels.get("decoding"),
             "update_kernel": kernels["updates"],
         }
@@ -373,17 +461,26 @@ class Learner:
         self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])
         self.nonfinite, self.halvings = state["nonfinite"], state["halvings"]
         threads = state["threads"] or torch.get_num_threads()
-        if self.experiment.trainer.threads is None and threads != torch.get_num_threads():  # the same sums in the same order
+        if (
+            self.experiment.trainer.threads is None and threads != torch.get_num_threads()
+        ):  # the same sums in the same order
             torch.set_num_threads(threads)
             print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
         for said in keep_kernels(self.experiment.generation.engine, self.model, state, self.critic):
             print(f"resume: {said}", flush=True)
         self.progress = schedules.Progress(**state["progress"])
-        steps = checkpoint.get("run", {}).get("config", {}).get("trainer", {}).get("steps", self.experiment.trainer.steps)
+        steps = (
+            checkpoint.get("run", {})
+            .get("config", {})
+            .get("trainer", {})
+            .get("steps", self.experiment.trainer.steps)
+        )
         if said := schedules.lengthened(self.experiment, self.progress, before=steps):
             print(f"resume: {said}", flush=True)
         self.start = Batch(**kept) if (kept := state["start"]) else None
-        if (exact := state["exact"]) != self.exact:  # as when the run began, whatever was found this time
+        if (
+            exact := state["exact"]
+        ) != self.exact:  # as when the run began, whatever was found this time
             if line := correction_in_words(self.configured, exact=exact):
                 print(f"resume: {line.partition(' (')[0]}, as when the run began", flush=True)
             self.settle(exact)
@@ -391,13 +488,21 @@ class Learner:
         self.enter_phase()
         saved = state["references"]
         self.references = {
-            owner: self.reference_of(owner).load(kept, self.model, saved.get(owner, {})) for owner, kept in self.references.items()
+            owner: self.reference_of(owner).load(kept, self.model, saved.get(owner, {}))
+            for owner, kept in self.references.items()
         }
         saved, models = state["teachers"], self.experiment.teacher.models
-        self.teachers = {part: models[part].load(own, self.model, saved.get(part, {})) for part, own in self.teachers.items()}
+        self.teachers = {
+            part: models[part].load(own, self.model, saved.get(part, {}))
+            for part, own in self.teachers.items()
+        }
 
     def without_frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict without a frozen base, which comes from model.path: under LoRA the adapters that are trained, and the critic."""
         trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
         frozen = any(not p.requires_grad for p in self.model.parameters())
-        return {k: v for k, v in state.items() if not frozen or k in trained or not k.startswith("model.")}
+        return {
+            k: v
+            for k, v in state.items()
+            if not frozen or k in trained or not k.startswith("model.")
+        }

@@ -31,7 +31,9 @@ def tensorboard(run: Path, step: int, /) -> Any:
     from lightning.pytorch.loggers import TensorBoardLogger
 
     purge = step + 1 if step else None
-    return TensorBoardLogger(save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=purge)
+    return TensorBoardLogger(
+        save_dir=str(run), name="", version="tensorboard", default_hp_metric=False, purge_step=purge
+    )
 
 
 @reaches(entity="address", mode="address")
@@ -64,15 +66,23 @@ def wandb(
     if known is None:
         known = secrets.token_hex(6)
         keep_id(run, "wandb.id", known)
-    resume = "allow" if step and mode == "online" else None  # offline, `wandb sync --append` joins the parts
-    named: dict[str, Any] = {"name": f"{run.parent.name}/{run.name}", "id": known, "save_dir": str(run)}
+    resume = (
+        "allow" if step and mode == "online" else None
+    )  # offline, `wandb sync --append` joins the parts
+    named: dict[str, Any] = {
+        "name": f"{run.parent.name}/{run.name}",
+        "id": known,
+        "save_dir": str(run),
+    }
     named |= {"group": group or run.parent.name, "tags": list(tags), "job_type": job_type}
     return WandbLogger(project=project, entity=entity, mode=mode, resume=resume, **named)
 
 
 @reaches(tracking_uri="address")
 @safe("experiment")
-def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None) -> Any:
+def mlflow(
+    run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: str | None = None
+) -> Any:
     """MLflow, the run named as its folder; a resumed run goes on in the same one.
 
     Args:
@@ -85,11 +95,18 @@ def mlflow(run: Path, step: int, /, *, experiment: str = "rlkit", tracking_uri: 
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         uri = Path("mlruns").absolute().as_uri()
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks whether files are meant
+        os.environ.setdefault(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # MLflow 3 asks whether files are meant
     from lightning.pytorch.loggers import MLFlowLogger
 
     known = known_id(run, "mlflow.id")
-    logger = MLFlowLogger(experiment_name=experiment, run_name=f"{run.parent.name}/{run.name}", tracking_uri=uri, run_id=known)
+    logger = MLFlowLogger(
+        experiment_name=experiment,
+        run_name=f"{run.parent.name}/{run.name}",
+        tracking_uri=uri,
+        run_id=known,
+    )
     keep_id(run, "mlflow.id", str(logger.run_id))
     return logger
 
@@ -118,8 +135,17 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
         @rank_zero_experiment
         def experiment(self) -> Any:
             if self.run is None:
-                settings: dict[str, Any] = {"group": run.parent.name, "resume": "allow" if step else "never", "embed": False}
-                self.run = package.init(project=project, name=f"{run.parent.name}/{run.name}", space_id=space, **settings)
+                settings: dict[str, Any] = {
+                    "group": run.parent.name,
+                    "resume": "allow" if step else "never",
+                    "embed": False,
+                }
+                self.run = package.init(
+                    project=project,
+                    name=f"{run.parent.name}/{run.name}",
+                    space_id=space,
+                    **settings,
+                )
             return self.run
 
         def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -128,8 +154,12 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
         def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
             self.experiment.config.update(params)  # sent with the first metrics
 
-        def log_table(self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int) -> None:
-            self.log_metrics({key: package.Table(columns=list(columns), data=[list(row) for row in data])}, step)
+        def log_table(
+            self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int
+        ) -> None:
+            self.log_metrics(
+                {key: package.Table(columns=list(columns), data=[list(row) for row in data])}, step
+            )
 
         log_text = log_table
 
@@ -151,7 +181,10 @@ def known_id(run: Path, name: str) -> str | None:
     if len(words) == 2 and words[1] == f"run={read_identity(run)}":
         return words[0]
     kept = set_aside(run, name)
-    print(f"resume: {name} is not what this run wrote, and is kept as {kept}; the logger begins a new run", flush=True)
+    print(
+        f"resume: {name} is not what this run wrote, and is kept as {kept}; the logger begins a new run",
+        flush=True,
+    )
     return None
 
 
@@ -170,12 +203,21 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
 def _installed(package: str) -> None:
     """Raises ConfigError where an optional package, which has the name of its option, is missing."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"logger={package}: the package {package} is not installed; {install(package)}, or leave it out")
+        raise ConfigError(
+            f"logger={package}: the package {package} is not installed; {install(package)}, or leave it out"
+        )
 
 
 # ------------------------------------------------------------------------------------------ a logger that fails
 
-CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")  # made by Lightning or by rlkit
+CALLS = (
+    "log_metrics",
+    "log_hyperparams",
+    "log_graph",
+    "save",
+    "finalize",
+    "after_save_checkpoint",
+)  # made by Lightning or by rlkit
 
 
 def tolerant(logger: Any) -> Any:
@@ -204,7 +246,11 @@ def missed(logger: Any) -> Iterator[None]:
     except Exception as error:
         name = type(logger).__name__
         if name not in LOST:
-            lose(f"a part of what {name} shows is", unwritable(error) or f"{type(error).__name__}: {reason(error)}", name)
+            lose(
+                f"a part of what {name} shows is",
+                unwritable(error) or f"{type(error).__name__}: {reason(error)}",
+                name,
+            )
         if hasattr(logger, "_experiment") and hasattr(logger, "log_dir"):
             logger._experiment = None  # TensorBoard's writer ends with its first failure; the next call opens another file
 
@@ -224,7 +270,9 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
             experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
 
 
-def log_table(logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+def log_table(
+    logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+) -> None:
     """Rows of a step as a table whose columns sort and filter: W&B and Trackio. Other loggers have no place for it."""
     if hasattr(logger, "log_table"):
         with missed(logger):
@@ -256,12 +304,17 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
             logger.log_hyperparams(dict(settings))
 
 
-def log_final(logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
+def log_final(
+    logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int
+) -> None:
     """What the run came to, to compare the runs of a sweep by: TensorBoard's hparams, W&B's summary, MLflow metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with missed(logger):
         if hasattr(logger.experiment, "add_hparams"):
-            plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
+            plain = {
+                k: v if isinstance(v, bool | int | float | str) else str(v)
+                for k, v in settings.items()
+            }
             logger.log_hyperparams(plain, named, step=step)
         else:
             logger.log_metrics(named, step=step)

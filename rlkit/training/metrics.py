@@ -22,7 +22,14 @@ from rlkit.training.experiment import Experiment
 from rlkit.types import Batch, Rollout, TokenLogprobs
 
 NAN = float("nan")
-BEFORE = ("ratio", "logprobs", "logprobs_sampler", "logprobs_ref", "versions", "owners")  # kept of the first update
+BEFORE = (
+    "ratio",
+    "logprobs",
+    "logprobs_sampler",
+    "logprobs_ref",
+    "versions",
+    "owners",
+)  # kept of the first update
 WEIGHTS = ("mismatch/ess", "mismatch/chi2", "mismatch/ess_sequence", "mismatch/chi2_sequence")
 
 
@@ -34,19 +41,43 @@ class UpdateTerms:
         self.loss = 0.0
         self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self.rates = {"policy": NAN, "critic": NAN}
-        self.first: dict[str, Tensor] = {}  # terms of the first update alone, before which the policy has not moved
+        self.first: dict[
+            str, Tensor
+        ] = {}  # terms of the first update alone, before which the policy has not moved
         self.reference: dict[str, float] = {}  # what the reference's update measured
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
-        self.read = self.packed = self.padded = 0  # tokens of the rows; those of them computed, each shared one once; with padding
+        self.read = self.packed = self.padded = (
+            0  # tokens of the rows; those of them computed, each shared one once; with padding
+        )
 
-    def add(self, batch: Batch, loss: Tensor, scores: TokenLogprobs, parts: dict[str, Tensor], packed: Packed) -> None:
+    def add(
+        self,
+        batch: Batch,
+        loss: Tensor,
+        scores: TokenLogprobs,
+        parts: dict[str, Tensor],
+        packed: Packed,
+    ) -> None:
         """The terms of one micro-batch; `loss` is the policy's."""
         self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
         padded = sum(path.queries.numel() for path in packed.paths)
         self.padded += padded if packed.segments is None else len(packed.ids)
-        old = scores.logprobs if batch.logprobs_old is None and batch.old_share is None else batch.logprobs_old
-        terms = parts | {"logprobs": scores.logprobs, "logprobs_old": old, "entropy": scores.entropy, "advantages": batch.advantages}
-        terms |= {"logprobs_sampler": batch.logprobs_sampler, "logprobs_ref": batch.logprobs_ref, "returns": batch.returns}
+        old = (
+            scores.logprobs
+            if batch.logprobs_old is None and batch.old_share is None
+            else batch.logprobs_old
+        )
+        terms = parts | {
+            "logprobs": scores.logprobs,
+            "logprobs_old": old,
+            "entropy": scores.entropy,
+            "advantages": batch.advantages,
+        }
+        terms |= {
+            "logprobs_sampler": batch.logprobs_sampler,
+            "logprobs_ref": batch.logprobs_ref,
+            "returns": batch.returns,
+        }
         terms["versions"] = batch.versions
         terms["owners"] = batch.rollout_ids[:, None].expand(batch.response_mask.shape)
         for name, term in (terms | (batch.metrics or {})).items():
@@ -57,14 +88,20 @@ class UpdateTerms:
     def add_stream(self, name: str, tokens: Tensor, loss: Tensor, packed: Packed) -> None:
         """The per-token loss [M] of a stream in one micro-batch, and what it adds to the loss."""
         self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
-        self.padded += sum(path.queries.numel() for path in packed.paths) if packed.segments is None else len(packed.ids)
+        self.padded += (
+            sum(path.queries.numel() for path in packed.paths)
+            if packed.segments is None
+            else len(packed.ids)
+        )
         self.tokens[f"streams/{name}"].append(tokens.float())
         self.loss += float(loss)
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
         """An optimiser step of the policy or the critic was taken, or left out where the norm is not finite."""
         if not self.first:  # a rank may have had none of the tokens
-            self.first = {name: torch.cat(self.tokens[name]) for name in BEFORE if self.tokens[name]} or {"ratio": torch.zeros(0)}
+            self.first = {
+                name: torch.cat(self.tokens[name]) for name in BEFORE if self.tokens[name]
+            } or {"ratio": torch.zeros(0)}
         self.rates[who] = lr
         if math.isfinite(norm):
             self.norms[who].append(norm)
@@ -73,7 +110,11 @@ class UpdateTerms:
 
     def taken(self) -> dict[str, Any]:
         """What has been added so far, for `back_to`."""
-        return vars(self) | {"tokens": defaultdict(list, {name: list(values) for name, values in self.tokens.items()})}
+        return vars(self) | {
+            "tokens": defaultdict(
+                list, {name: list(values) for name, values in self.tokens.items()}
+            )
+        }
 
     def back_to(self, taken: dict[str, Any]) -> None:
         """Takes out what has been added since."""
@@ -87,11 +128,19 @@ class UpdateTerms:
         first = {name: values.cpu() for name, values in self.first.items()}
         parts = ranks.gather(lambda: (own, self.loss, first, (self.read, self.packed, self.padded)))
         names = dict.fromkeys(name for tokens, *_ in parts for name in tokens)
-        self.tokens = defaultdict(list, {name: [tokens[name] for tokens, *_ in parts if name in tokens] for name in names})
+        self.tokens = defaultdict(
+            list, {name: [tokens[name] for tokens, *_ in parts if name in tokens] for name in names}
+        )
         self.loss = math.fsum(loss for _, loss, *_ in parts)
-        self.read, self.packed, self.padded = (sum(sizes) for sizes in zip(*(part[3] for part in parts), strict=True))
+        self.read, self.packed, self.padded = (
+            sum(sizes) for sizes in zip(*(part[3] for part in parts), strict=True)
+        )
         firsts = [part[2] for part in parts]
-        self.first = {name: torch.cat([one[name] for one in firsts if name in one]) for name in BEFORE if any(name in o for o in firsts)}
+        self.first = {
+            name: torch.cat([one[name] for one in firsts if name in one])
+            for name in BEFORE
+            if any(name in o for o in firsts)
+        }
 
     def skip(self, why: str) -> None:
         """An optimiser step was not taken."""
@@ -135,13 +184,19 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
                       a token, of all updates; nan entries left out. Group filter and overlong rule: over all that was sampled
     Raises: PartError where a part's metric has a name that is taken.
     """
-    values = {"loss/total": terms.loss, "loss/policy": terms.mean("policy_loss"), "policy/entropy": _entropy(batch, terms)}
+    values = {
+        "loss/total": terms.loss,
+        "loss/policy": terms.mean("policy_loss"),
+        "policy/entropy": _entropy(batch, terms),
+    }
     values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
     values |= _ratios(batch, terms) | _divergences(batch, terms, experiment) | _advantages(batch)
     values |= _scale(batch, terms) | _critic(batch, terms) | _optimizer(terms)
     measured = _of_parts(batch, terms)
     if taken := values.keys() & measured.keys():
-        raise PartError(f"a part gave a metric {min(taken)}, which rlkit has already; give it another name")
+        raise PartError(
+            f"a part gave a metric {min(taken)}, which rlkit has already; give it another name"
+        )
     return values | measured
 
 
@@ -152,7 +207,9 @@ def as_number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        raise PartError(f"the metric {name!r} is {type(value).__name__}, not a number; give one number a name") from None
+        raise PartError(
+            f"the metric {name!r} is {type(value).__name__}, not a number; give one number a name"
+        ) from None
 
 
 def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -166,51 +223,97 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
         for name, values in own.items():
             every.setdefault(name, []).extend(values)
     if taken := every.keys() & row.keys():
-        raise PartError(f"a callback logged {min(taken)}, which rlkit has already; give it another name")
-    plain = {name: v if v is None or isinstance(v, str | int | float) else as_number(name, v) for name, v in row.items()}
+        raise PartError(
+            f"a callback logged {min(taken)}, which rlkit has already; give it another name"
+        )
+    plain = {
+        name: v if v is None or isinstance(v, str | int | float) else as_number(name, v)
+        for name, v in row.items()
+    }
     return plain | {name: sum(values) / len(values) for name, values in every.items()}
 
 
 def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
-    sampled = ("group_filter", "overlong")  # they saw all that was sampled, before they took anything out
-    found = {n: counted(v, whole(batch) if n.startswith(sampled) else batch) for n, v in (batch.metrics or {}).items()}
-    found |= {name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values}
+    sampled = (
+        "group_filter",
+        "overlong",
+    )  # they saw all that was sampled, before they took anything out
+    found = {
+        n: counted(v, whole(batch) if n.startswith(sampled) else batch)
+        for n, v in (batch.metrics or {}).items()
+    }
+    found |= {
+        name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values
+    }
     kept = {name: values[~values.isnan()].cpu().double() for name, values in found.items()}
-    return {name: float(values.mean()) if len(values) else NAN for name, values in kept.items()} | terms.reference
+    return {
+        name: float(values.mean()) if len(values) else NAN for name, values in kept.items()
+    } | terms.reference
 
 
 def _ratios(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
-    clip = ("clip/low_frac", "clip/high_frac", "clip/positive_frac", "clip/negative_frac", "clip/capped_frac")
+    clip = (
+        "clip/low_frac",
+        "clip/high_frac",
+        "clip/positive_frac",
+        "clip/negative_frac",
+        "clip/capped_frac",
+    )
     out = dict.fromkeys(("ratio/mean", "ratio/var", "ratio/max", "ratio/first_mean", *clip), NAN)
     ratio, advantages = terms.get("ratio"), terms.get("advantages")
     if ratio is None or advantages is None:
         return out
     mask = torch.ones_like(ratio, dtype=torch.bool)
-    out["ratio/mean"], out["ratio/var"], out["ratio/max"] = map(float, F.ratio_statistics(ratio, mask))
+    out["ratio/mean"], out["ratio/var"], out["ratio/max"] = map(
+        float, F.ratio_statistics(ratio, mask)
+    )
     if "ratio" in terms.first and batch.old_share is None:
         out["ratio/first_mean"] = float(terms.first["ratio"].mean())
     held, capped = terms.get("clip_held"), terms.get("clip_capped")
     if held is not None and capped is not None:
-        sides = (held * (ratio < 1), held * (ratio > 1), held * (advantages > 0), held * (advantages < 0), capped)
+        sides = (
+            held * (ratio < 1),
+            held * (ratio > 1),
+            held * (advantages > 0),
+            held * (advantages < 0),
+            capped,
+        )
         out |= {name: float(side.mean()) for name, side in zip(clip, sides, strict=True)}
     return out
 
 
 def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
-    names = ("kl/ref", "kl/ref_k3", "kl/old", "mismatch/kl", "mismatch/logp_abs_mean", "mismatch/logp_abs_max")
-    out = dict.fromkeys((*names, "mismatch/ratio_max", "mismatch/out_of_bounds_frac", *WEIGHTS, "mismatch/pearson"), NAN)
+    names = (
+        "kl/ref",
+        "kl/ref_k3",
+        "kl/old",
+        "mismatch/kl",
+        "mismatch/logp_abs_mean",
+        "mismatch/logp_abs_max",
+    )
+    out = dict.fromkeys(
+        (*names, "mismatch/ratio_max", "mismatch/out_of_bounds_frac", *WEIGHTS, "mismatch/pearson"),
+        NAN,
+    )
     out["kl/coef"] = number(experiment.kl.coef)
     out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
     if (estimates := terms.get("kl")) is not None:
         out["kl/nonzero_frac"] = float((estimates != 0).float().mean())
     logprobs, before = terms.get("logprobs"), terms.get("logprobs_old")
     if logprobs is not None and before is not None:
-        out["kl/old"] = float(F.approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool)))
-    old, sampler, reference = (_before(batch, terms, f"logprobs_{who}") for who in ("old", "sampler", "ref"))
+        out["kl/old"] = float(
+            F.approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool))
+        )
+    old, sampler, reference = (
+        _before(batch, terms, f"logprobs_{who}") for who in ("old", "sampler", "ref")
+    )
     if old is None or sampler is None or not len(old):
         return out
     if reference is not None:
-        out["kl/ref"], out["kl/ref_k3"] = float(F.k1(old, reference).mean()), float(F.k3(old, reference).mean())
+        out["kl/ref"], out["kl/ref_k3"] = (
+            float(F.k1(old, reference).mean()),
+            float(F.k3(old, reference).mean()),
+        )
     return out | _mismatch(old, sampler, _owners(batch, terms))
 
 
@@ -232,17 +335,31 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
     """mismatch/* of some tokens [M], of which there is at least one."""
     out, mask, gap = {}, torch.ones_like(old, dtype=torch.bool), (old - sampler).abs()
     out["mismatch/kl"] = float(F.approximate_kl(old, sampler, mask))
-    out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = float(gap.mean()), float(gap.max())
+    out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = (
+        float(gap.mean()),
+        float(gap.max()),
+    )
     ratio = (old - sampler).clamp(-20, 20).exp()
     out["mismatch/ratio_max"] = float(ratio.max())
     out["mismatch/out_of_bounds_frac"] = float(((ratio > 2) | (ratio < 0.5)).float().mean())
-    shares = F.effective_sample_size(old, sampler, mask), F.effective_sample_size(old, sampler, mask, owners)
-    out |= dict(zip(WEIGHTS, (float(value) for share in shares for value in (share, 1 / share - 1)), strict=True))
+    shares = (
+        F.effective_sample_size(old, sampler, mask),
+        F.effective_sample_size(old, sampler, mask, owners),
+    )
+    out |= dict(
+        zip(
+            WEIGHTS,
+            (float(value) for share in shares for value in (share, 1 / share - 1)),
+            strict=True,
+        )
+    )
     out["mismatch/pearson"] = float(F.correlation(old.exp(), sampler.exp(), mask))
     return out
 
 
-def staleness_metrics(batch: Batch, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]) -> dict[str, float]:
+def staleness_metrics(
+    batch: Batch, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
+) -> dict[str, float]:
     """How far the weights that sampled were behind those that learn, over trained tokens and before any correction.
 
     staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of the policy's optimiser behind
@@ -258,15 +375,31 @@ def staleness_metrics(batch: Batch, terms: UpdateTerms, *, step: int, updates: M
     Args:
       step: RL steps done before this one. updates: version → optimiser steps until then.
     """
-    names = ("steps_mean", "steps_max", "updates_mean", "kl", "ess_seq", "chi2_token", "chi2_seq", "out_of_bounds_frac")
+    names = (
+        "steps_mean",
+        "steps_max",
+        "updates_mean",
+        "kl",
+        "ess_seq",
+        "chi2_token",
+        "chi2_seq",
+        "out_of_bounds_frac",
+    )
     out = dict.fromkeys((f"staleness/{name}" for name in names), NAN)
-    old, sampler, versions = (_before(batch, terms, name) for name in ("logprobs_old", "logprobs_sampler", "versions"))
+    old, sampler, versions = (
+        _before(batch, terms, name) for name in ("logprobs_old", "logprobs_sampler", "versions")
+    )
     if old is None or sampler is None or versions is None or not len(old):
         return out
     age, owners, first = step - versions, _owners(batch, terms), min(updates.values())
-    behind = [updates.get(step, first) - updates.get(int(version), first) for version in versions.tolist()]
+    behind = [
+        updates.get(step, first) - updates.get(int(version), first) for version in versions.tolist()
+    ]
     every = _mismatch(old, sampler, owners)
-    shares = (every[f"mismatch/{name}"] for name in ("kl", "ess_sequence", "chi2", "chi2_sequence", "out_of_bounds_frac"))
+    shares = (
+        every[f"mismatch/{name}"]
+        for name in ("kl", "ess_sequence", "chi2", "chi2_sequence", "out_of_bounds_frac")
+    )
     values = (float(age.mean()), float(age.max()), sum(behind) / len(behind), *shares)
     out |= dict(zip((f"staleness/{name}" for name in names), values, strict=True))
     if not (fresh := age == 0).any():
@@ -288,7 +421,14 @@ def _advantages(batch: Batch) -> dict[str, float]:
     names = ("adv/mean", "adv/std", "adv/min", "adv/max", "adv/abs_mean", "adv/positive_frac")
     if not len(values):
         return dict.fromkeys(names, NAN)
-    spread = values.mean(), values.std(correction=0), values.min(), values.max(), values.abs().mean(), (values > 0).float().mean()
+    spread = (
+        values.mean(),
+        values.std(correction=0),
+        values.min(),
+        values.max(),
+        values.abs().mean(),
+        (values > 0).float().mean(),
+    )
     return dict(zip(names, map(float, spread), strict=True))
 
 
@@ -297,14 +437,25 @@ def _scale(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
         return {"scale/mean": NAN, "scale/zero_frac": NAN}
     measured = terms.get("scale")  # of every update, where it follows the policy
     values = batch.scale[batch.response_mask].float() if measured is None else measured
-    return {"scale/mean": float(values.mean()), "scale/zero_frac": float((values == 0).float().mean())}
+    return {
+        "scale/mean": float(values.mean()),
+        "scale/zero_frac": float((values == 0).float().mean()),
+    }
 
 
 def _critic(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
-    out = {"value/loss": terms.mean("value_loss"), "value/mean": terms.mean("values"), "value/return_mean": terms.mean("returns")}
+    out = {
+        "value/loss": terms.mean("value_loss"),
+        "value/mean": terms.mean("values"),
+        "value/return_mean": terms.mean("returns"),
+    }
     if batch.values is None or batch.returns is None:
         return out | {"value/explained_variance": NAN}
-    return out | {"value/explained_variance": float(F.explained_variance(batch.values, batch.returns, batch.response_mask))}
+    return out | {
+        "value/explained_variance": float(
+            F.explained_variance(batch.values, batch.returns, batch.response_mask)
+        )
+    }
 
 
 def _optimizer(terms: UpdateTerms) -> dict[str, float]:
@@ -312,8 +463,16 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
     for who, prefix in (("policy", "optim/"), ("critic", "optim/critic_")):
         norms = terms.norms[who]
         mean = sum(norms) / len(norms) if norms else NAN
-        out |= {f"{prefix}grad_norm": mean, f"{prefix}lr": terms.rates[who], f"{prefix}updates": len(norms)}
-    names = {"nonfinite": "skipped_nonfinite", "no_signal": "skipped_no_signal", "target_kl": "ended_by_target_kl"}
+        out |= {
+            f"{prefix}grad_norm": mean,
+            f"{prefix}lr": terms.rates[who],
+            f"{prefix}updates": len(norms),
+        }
+    names = {
+        "nonfinite": "skipped_nonfinite",
+        "no_signal": "skipped_no_signal",
+        "target_kl": "ended_by_target_kl",
+    }
     return out | {f"optim/{name}": terms.skipped[why] for why, name in names.items()}
 
 
@@ -329,9 +488,17 @@ class Clock:
         self.current = ""  # the part under way, the innermost
         self.sessions: list[float] = []  # seconds that each episode spent in its session
         self.captured = NAN  # shapes that the engine has captured as CUDA graphs so far
-        self.late = 0.0  # seconds in which decoding stood still for an answer of a session that was due
+        self.late = (
+            0.0  # seconds in which decoding stood still for an answer of a session that was due
+        )
         self.worked = 0.0  # seconds that the processor worked for this process in the update
-        self.parts = {"generate": 0.0, "environment": 0.0, "reward": 0.0, "update": 0.0, "model": 0.0}
+        self.parts = {
+            "generate": 0.0,
+            "environment": 0.0,
+            "reward": 0.0,
+            "update": 0.0,
+            "model": 0.0,
+        }
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -350,7 +517,11 @@ class Clock:
     @contextmanager
     def sampling(self, engine: Any) -> Iterator[None]:
         """Around a collect: what its engine was busy counts as "model", all else as "environment": sessions, tools, templates."""
-        begun, busy, late = time.perf_counter(), getattr(engine, "busy_s", 0.0), getattr(engine, "late_s", 0.0)
+        begun, busy, late = (
+            time.perf_counter(),
+            getattr(engine, "busy_s", 0.0),
+            getattr(engine, "late_s", 0.0),
+        )
         with self.part("generate"):
             yield
         worked = getattr(engine, "busy_s", 0.0) - busy
@@ -365,7 +536,9 @@ class Clock:
 
     def following(self, *, evaluated: float) -> Clock:
         """The clock of the next step; `evaluated`: seconds of evaluations since the end of this one."""
-        return Clock(0.0 if self.ended is None else max(0.0, time.perf_counter() - self.ended - evaluated))
+        return Clock(
+            0.0 if self.ended is None else max(0.0, time.perf_counter() - self.ended - evaluated)
+        )
 
     def total(self) -> float:
         """Seconds since the step began."""
@@ -383,7 +556,9 @@ def peak_memory(device: torch.device) -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device) -> dict[str, float]:
+def performance(
+    batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device
+) -> dict[str, float]:
     """Wall-clock figures of a step, and what packing saved in its updates; all of perf/* is left out where runs are compared for identity.
 
     perf/outside_model_frac = 1 - model / (step + what stood between it and the one before), in [0, 1]. "model" is the engine at work
@@ -408,7 +583,9 @@ def performance(batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, 
         "perf/session_s_max": max(clock.sessions, default=NAN),
         "perf/late_s": clock.late,
         "perf/captured_shapes": clock.captured,
-        "perf/update_processor_s": clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN,  # else it waits for others
+        "perf/update_processor_s": clock.worked
+        if device.type == "cpu" and ranks.size() == 1
+        else NAN,  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
     }
 

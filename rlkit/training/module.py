@@ -48,7 +48,10 @@ class Steps:
 
 def _of_learner(name: str) -> Any:
     """An attribute of the learner, for callbacks."""
-    return property(lambda self: getattr(self.learner, name), lambda self, value: setattr(self.learner, name, value))
+    return property(
+        lambda self: getattr(self.learner, name),
+        lambda self, value: setattr(self.learner, name, value),
+    )
 
 
 class RLModule(L.LightningModule):
@@ -59,8 +62,12 @@ class RLModule(L.LightningModule):
     made of.
     """
 
-    rl_step, x, experiment, metrics, rollouts = map(_of_learner, ("rl_step", "x", "experiment", "metrics", "rollouts"))
-    trained, batch, minibatch, tokens, clock = map(_of_learner, ("trained", "batch", "minibatch", "tokens", "clock"))
+    rl_step, x, experiment, metrics, rollouts = map(
+        _of_learner, ("rl_step", "x", "experiment", "metrics", "rollouts")
+    )
+    trained, batch, minibatch, tokens, clock = map(
+        _of_learner, ("trained", "batch", "minibatch", "tokens", "clock")
+    )
 
     def __init__(
         self,
@@ -74,17 +81,26 @@ class RLModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False  # a frozen base is not in the checkpoint
-        host = Host(backward=lambda loss: self.manual_backward(loss), optimizer_step=self.step_in_lightning)
+        host = Host(
+            backward=lambda loss: self.manual_backward(loss), optimizer_step=self.step_in_lightning
+        )
         self.learner = Learner(experiment, policy, exact=exact, host=host)
         self.policy, self.tasks, self.process = policy, tasks, process
-        self.model, self.critic = policy.model, self.learner.critic  # where Lightning looks for what it moves and saves
+        self.model, self.critic = (
+            policy.model,
+            self.learner.critic,
+        )  # where Lightning looks for what it moves and saves
         self.flight, self.started = Flight(), time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups that may be learned from again
-        self.droppable = False  # whether nothing is lost that cannot be done again: no update has begun
+        self.droppable = (
+            False  # whether nothing is lost that cannot be done again: no update has begun
+        )
         self.before: dict[str, Any] | None = None  # generators at the start of the step under way
         self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
         self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
-        self.logged: dict[str, list[float]] = {}  # what callbacks have logged since the last row, by name
+        self.logged: dict[
+            str, list[float]
+        ] = {}  # what callbacks have logged since the last row, by name
 
     def training_step(self, index: int, _: int) -> None:
         """Rollouts → rewards → the learner's step."""
@@ -97,7 +113,9 @@ class RLModule(L.LightningModule):
         self.kept = reused.kept
         self.learner.step(groups.sampled, reused.trained)
         self.learner.metrics |= {**sampler_metrics(groups.after.sampler), **reused.metrics}
-        self.trainer.should_stop = ranks.any_rank(self.rl_step >= self.total_steps or self.out_of_time())
+        self.trainer.should_stop = ranks.any_rank(
+            self.rl_step >= self.total_steps or self.out_of_time()
+        )
         self.clock.end()
 
     def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
@@ -119,7 +137,11 @@ class RLModule(L.LightningModule):
     def step_in_lightning(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of one of the learner's optimizers that Lightning sees."""
         known: Any = self.optimizers()
-        next(own for own in (known if isinstance(known, list) else [known]) if own.optimizer is optimizer).step()
+        next(
+            own
+            for own in (known if isinstance(known, list) else [known])
+            if own.optimizer is optimizer
+        ).step()
 
     @property
     def total_steps(self) -> int:
@@ -140,7 +162,11 @@ class RLModule(L.LightningModule):
         return self.learner.make_optimizers()  # again: the weights may lie in shards by now
 
     def configure_model(self) -> None:
-        if self.experiment.trainer.strategy == "fsdp" and ranks.size() > 1 and not ranks.sharded(self.model):
+        if (
+            self.experiment.trainer.strategy == "fsdp"
+            and ranks.size() > 1
+            and not ranks.sharded(self.model)
+        ):
             self.learner.shard(self.device_mesh["data_parallel"])  # type: ignore[index]
 
     def on_train_start(self) -> None:
@@ -148,7 +174,9 @@ class RLModule(L.LightningModule):
             with self.trainer.strategy.precision_plugin.forward_context():
                 probe_memory(self.learner, self.tasks)
         self.droppable = False
-        if self.rl_step >= self.total_steps:  # resumed for its last files alone; the loop would wait for a batch for ever
+        if (
+            self.rl_step >= self.total_steps
+        ):  # resumed for its last files alone; the loop would wait for a batch for ever
             self.trainer.should_stop = True
         if ranks.rank() < len(self.generators):  # only now: setting up draws from them
             rng.restore(self.generators[ranks.rank()])
@@ -161,7 +189,9 @@ class RLModule(L.LightningModule):
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
-        checkpoint["rlkit"] = self.learner.saved() | packed(self.flight, self.process) | {"generators": generators}
+        checkpoint["rlkit"] = (
+            self.learner.saved() | packed(self.flight, self.process) | {"generators": generators}
+        )
         checkpoint["rlkit"]["kept"] = packed_groups(self.kept)
         checkpoint["run"] = self.provenance
 
@@ -170,4 +200,6 @@ class RLModule(L.LightningModule):
         self.generators = state["generators"]
         self.learner.load(checkpoint)
         self.kept = restored_groups(state["kept"], self.tasks)
-        self.flight = continued(self.learner, restored(state, self.tasks, seed=self.experiment.seed), self.process)
+        self.flight = continued(
+            self.learner, restored(state, self.tasks, seed=self.experiment.seed), self.process
+        )

@@ -12,17 +12,27 @@ from rlkit.errors import ConfigError
 from rlkit.types import safe
 
 
-def make_optimizer(make: Callable[..., Any], parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(
+    make: Callable[..., Any], parameters: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     """The optimizer of these parameters. torch's Adam and AdamW are fused on CUDA: one kernel for all tensors instead of about ten."""
     free = not getattr(make, "keywords", {}).keys() & {"fused", "foreach"}
-    if free and getattr(make, "func", make) in (torch.optim.Adam, torch.optim.AdamW) and all(p.device.type == "cuda" for p in parameters):
+    if (
+        free
+        and getattr(make, "func", make) in (torch.optim.Adam, torch.optim.AdamW)
+        and all(p.device.type == "cuda" for p in parameters)
+    ):
         make = partial(make, fused=True)
     return make(parameters)
 
 
 @safe("betas")
 def adamw_8bit(
-    parameters: Sequence[torch.nn.Parameter], *, lr: float, betas: Sequence[float] = (0.9, 0.99), weight_decay: float = 0.0
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    lr: float,
+    betas: Sequence[float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
     """AdamW with moments of 8 bits in blocks: 2 bytes a parameter instead of 8. Tensors below 4,096 entries keep float32.
 
@@ -32,7 +42,11 @@ def adamw_8bit(
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        raise ConfigError(f"optimizer=adamw_8bit: {error}; pip install bitsandbytes, or use optimizer=adamw") from error
+        raise ConfigError(
+            f"optimizer=adamw_8bit: {error}; pip install bitsandbytes, or use optimizer=adamw"
+        ) from error
     if any(hasattr(p, "full_tensor") for p in parameters):
-        raise ConfigError("optimizer=adamw_8bit: bitsandbytes cannot step sharded weights; use trainer=ddp, or optimizer=adamw")
+        raise ConfigError(
+            "optimizer=adamw_8bit: bitsandbytes cannot step sharded weights; use trainer=ddp, or optimizer=adamw"
+        )
     return AdamW8bit(parameters, lr=lr, betas=tuple(betas), weight_decay=weight_decay)

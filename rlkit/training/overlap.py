@@ -49,7 +49,9 @@ from rlkit.types import Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training import overlap; overlap.sampling_main()"
-PIECE = 1 << 30  # bytes that are copied at a time; the system takes a little less than twice as many
+PIECE = (
+    1 << 30
+)  # bytes that are copied at a time; the system takes a little less than twice as many
 
 
 class Setup(NamedTuple):
@@ -68,7 +70,9 @@ class Answer(NamedTuple):
     sampling_s: float  # that it worked on the groups
     sessions: list[float]  # that each episode spent in its session
     kernel: Any  # that drew the tokens
-    named: Mapping[tuple[str, ...], str] = {}  # what functions have changed of that process (rlkit.system.shared_state)
+    named: Mapping[
+        tuple[str, ...], str
+    ] = {}  # what functions have changed of that process (rlkit.system.shared_state)
 
 
 class Said(NamedTuple):
@@ -113,27 +117,44 @@ class WeightSlots:
         at = self.place(version) + 8
         with torch.no_grad():
             for _, p in self.named:
-                own = p.data if p.device.type == "cpu" and p.is_contiguous() else torch.empty(p.shape, dtype=p.dtype)
-                at = _copy(lambda file, data, at: os.preadv(file, [data], at), self.file, _bytes(own), at)
+                own = (
+                    p.data
+                    if p.device.type == "cpu" and p.is_contiguous()
+                    else torch.empty(p.shape, dtype=p.dtype)
+                )
+                at = _copy(
+                    lambda file, data, at: os.preadv(file, [data], at), self.file, _bytes(own), at
+                )
                 if own is not p.data:
                     p.data.copy_(own)
 
     def require(self, version: int) -> None:
         """Raises EngineError where the slot of a version holds another one."""
-        if (found := int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")) != version:
-            raise EngineError(f"asynchrony=overlap: weights of version {version} are asked for, and their place holds version {found}")
+        if (
+            found := int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
+        ) != version:
+            raise EngineError(
+                f"asynchrony=overlap: weights of version {version} are asked for, and their place holds version {found}"
+            )
 
     def saved(self, version: int) -> Tensor:
         """That version's weights as bytes, for a checkpoint."""
         self.require(version)
         out = torch.empty(self.size, dtype=torch.uint8)
-        _copy(lambda file, data, at: os.preadv(file, [data], at), self.file, out.numpy().data, self.place(version) + 8)
+        _copy(
+            lambda file, data, at: os.preadv(file, [data], at),
+            self.file,
+            out.numpy().data,
+            self.place(version) + 8,
+        )
         return out
 
     def restore(self, version: int, saved: Tensor) -> None:
         """Puts that back."""
         if len(saved) != self.size:
-            raise EngineError(f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the model's {self.size}")
+            raise EngineError(
+                f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the model's {self.size}"
+            )
         _copy(os.pwrite, self.file, saved.contiguous().numpy().data, self.place(version) + 8)
         os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
 
@@ -170,12 +191,23 @@ class SamplingProcess:
       journal: keeps what its engine would not sample again alike.
     """
 
-    def __init__(self, again: Callable[[], Experiment], tasks: Sequence[Task], *, log: Path | None = None, journal: Journal | None = None):
+    def __init__(
+        self,
+        again: Callable[[], Experiment],
+        tasks: Sequence[Task],
+        *,
+        log: Path | None = None,
+        journal: Journal | None = None,
+    ):
         self.log, self.journal = log, journal
         self.requests: dict[int, Asked] = {}  # step → what has no answer yet
-        self.behind: StreamState | None = None  # the prompts behind the last request, where the journal has answered it
+        self.behind: StreamState | None = (
+            None  # the prompts behind the last request, where the journal has answered it
+        )
         self.weights = ""  # a digest of the published ones, for the journal
-        self.here: dict[int, tuple[Answer, float]] = {}  # step → groups that no one has taken yet, and the seconds to unpack them
+        self.here: dict[
+            int, tuple[Answer, float]
+        ] = {}  # step → groups that no one has taken yet, and the seconds to unpack them
         self.failure: BaseException | None = None  # why no more answers come
         self.slots: WeightSlots | None = None
         self.figures: dict[str, float] = {}  # of the last answer
@@ -189,7 +221,9 @@ class SamplingProcess:
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
         with ExitStack() as files, theirs:
-            setup = files.enter_context(tempfile.TemporaryFile())  # however large, it waits there until it is read
+            setup = files.enter_context(
+                tempfile.TemporaryFile()
+            )  # however large, it waits there until it is read
             setup.write(data)
             setup.seek(0)
             out: BinaryIO | None = files.enter_context(log.open("ab")) if log else None
@@ -202,7 +236,9 @@ class SamplingProcess:
     def send(self, message: Any) -> None:
         """To the process. Raises EngineError where it is gone."""
         try:
-            self.connection.send_bytes(pickle.dumps(message))  # `send` would share the memory of tensors, which needs a common key
+            self.connection.send_bytes(
+                pickle.dumps(message)
+            )  # `send` would share the memory of tensors, which needs a common key
         except OSError:
             raise self.gone() from None
 
@@ -243,7 +279,9 @@ class SamplingProcess:
 
     def ask(self, request: Asked) -> Asked:
         """Asks for the groups of a step. Answers come in the order of the requests."""
-        request = request._replace(weights=request.weights or self.weights, before=request.before or self.behind)
+        request = request._replace(
+            weights=request.weights or self.weights, before=request.before or self.behind
+        )
         groups = self.journal.find(request) if self.journal else None
         self.behind = groups.after if groups else None
         if groups:
@@ -261,7 +299,11 @@ class SamplingProcess:
             assert self.failure is not None
             raise self.failure
         answer, unpacked_s = self.here.pop(request.step)
-        self.figures = {"idle_s": answer.idle_s, "sampling_s": answer.sampling_s, "handover_s": answer.load_s + unpacked_s}
+        self.figures = {
+            "idle_s": answer.idle_s,
+            "sampling_s": answer.sampling_s,
+            "handover_s": answer.load_s + unpacked_s,
+        }
         self.sessions, self.kernel = answer.sessions, answer.kernel
         return answer.groups
 
@@ -284,7 +326,10 @@ class SamplingProcess:
             self._take()
         if self.journal and ahead:
             self.journal.checkpoint(ahead[0].step)
-        return tuple(self.here[groups.step][0].groups if groups.step in self.here else groups for groups in ahead)
+        return tuple(
+            self.here[groups.step][0].groups if groups.step in self.here else groups
+            for groups in ahead
+        )
 
     def idle(self) -> None:
         """Waits until nothing is being sampled."""
@@ -298,7 +343,9 @@ class SamplingProcess:
         status = self.process.poll()
         how = "closed its connection" if status is None else ending(status) if status else "ended"
         where = f"; what it printed: {self.log}" if self.log else ""
-        return EngineError(f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from its last checkpoint")
+        return EngineError(
+            f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from its last checkpoint"
+        )
 
     def close(self) -> None:
         """The process has ended."""
@@ -328,7 +375,11 @@ def _pickled(setup: Setup) -> bytes:
 
 @contextmanager
 def sampling_process(
-    x: Experiment, again: Callable[[], Experiment] | None, tasks: Sequence[Task], *, folder: Path | None = None
+    x: Experiment,
+    again: Callable[[], Experiment] | None,
+    tasks: Sequence[Task],
+    *,
+    folder: Path | None = None,
 ) -> Iterator[SamplingProcess | None]:
     """The second process of a run with asynchrony=overlap; None in other modes.
 
@@ -346,7 +397,9 @@ def sampling_process(
         )
     engines = _shared(x)
     journal = Journal(folder / "journal", tasks, x.seed) if folder and engines else None
-    process = SamplingProcess(again, tasks, log=folder / "sampler.log" if folder else None, journal=journal)
+    process = SamplingProcess(
+        again, tasks, log=folder / "sampler.log" if folder else None, journal=journal
+    )
     for engine in engines:
         engine.lent = process.idle
     try:
@@ -357,7 +410,11 @@ def sampling_process(
 
 def _shared(x: Experiment) -> list[Any]:
     """The engines that two processes use: servers, which hold one version at a time."""
-    return [engine for own in (x, *phases(x).values()) if hasattr(engine := own.generation.engine, "lent")]
+    return [
+        engine
+        for own in (x, *phases(x).values())
+        if hasattr(engine := own.generation.engine, "lent")
+    ]
 
 
 # --------------------------------------------------------------------------------------------- the sampling process
@@ -399,7 +456,12 @@ def _listen(link: Connection, requests: queue.SimpleQueue[Any], parent: int) -> 
         end_process(0)
 
 
-def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable[[bytes], Any], memory: int) -> None:
+def serve(
+    begin: Callable[[], Setup],
+    receive: Callable[[], Any],
+    send: Callable[[bytes], Any],
+    memory: int,
+) -> None:
     """Answers requests until there are no more (None). An error is the last answer: the trainer raises it."""
     try:
         setup = begin()
@@ -424,7 +486,11 @@ def serve(begin: Callable[[], Setup], receive: Callable[[], Any], send: Callable
                 engine.kernel = message.kernel
             with (
                 autocast(x, device),
-                limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: f"sampling for step {message.step + 1} hangs"),
+                limit_waiting(
+                    x.trainer.max_step_time,
+                    MAX_STEP_TIME,
+                    lambda: f"sampling for step {message.step + 1} hangs",
+                ),
             ):
                 groups = dispatched(x, policy, setup.tasks, message, last, clock=clock)
             last, done = groups.after, time.perf_counter()
@@ -452,8 +518,12 @@ def _policy(x: Experiment) -> tuple[Any, Any]:
 
 def _agreed(slots: WeightSlots, layout: Sequence[Any]) -> WeightSlots:
     """The slots, where the trainer's model has the same trainable weights. Raises ConfigError."""
-    if odd := next((pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None):
-        raise ConfigError(f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer, {odd[1]} in the sampler")
+    if odd := next(
+        (pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None
+    ):
+        raise ConfigError(
+            f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer, {odd[1]} in the sampler"
+        )
     return slots
 
 
@@ -464,4 +534,6 @@ def _told(error: BaseException) -> bytes:
     with suppress(Exception):
         if type(pickle.loads(data := pickle.dumps(error))) is type(error):
             return data
-    return pickle.dumps(EngineError(f"the sampling process failed: {type(error).__name__}: {error}"))
+    return pickle.dumps(
+        EngineError(f"the sampling process failed: {type(error).__name__}: {error}")
+    )

@@ -26,12 +26,16 @@ ADAPTER = "reference"  # name of the second adapter under LoRA
 # ------------------------------------------------------------------------------------------------------- options
 
 
-def moved(reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float) -> tuple[Any, dict[str, float]]:
+def moved(
+    reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float
+) -> tuple[Any, dict[str, float]]:
     """A reference's state after an RL step, and what its update measured, as reference/NAME. PartError where it gives no state."""
     given = reference.update(state, policy, step=step, kl=kl)
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:
-        raise PartError(f"reference.update ({written(reference.update)}): gave None, expected the state; end it with `return state`")
+        raise PartError(
+            f"reference.update ({written(reference.update)}): gave None, expected the state; end it with `return state`"
+        )
     return after, {f"reference/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -47,7 +51,9 @@ def live() -> Reference:
 
 @reaches(path="path", revision="path")
 @safe("key")
-def frozen(*, path: str | None = None, revision: str | None = None, key: str = "reference.path") -> Reference:
+def frozen(
+    *, path: str | None = None, revision: str | None = None, key: str = "reference.path"
+) -> Reference:
     """The policy as it was when this began: at the start of the run, or of the phase that brings it. Or another model: a teacher.
 
     At the start of the run: under LoRA the state is empty, since the start is the same model with its adapter off; otherwise it is a
@@ -60,8 +66,19 @@ def frozen(*, path: str | None = None, revision: str | None = None, key: str = "
     Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another vocabulary.
     """
     if path is not None:
-        return _made_again("frozen", functools.partial(_load_teacher, path=path, revision=revision, key=key), _model)
-    return Reference(name="frozen", init=_freeze, update=_keep, model=_model, save=_save_frozen, load=_load_frozen)
+        return _made_again(
+            "frozen",
+            functools.partial(_load_teacher, path=path, revision=revision, key=key),
+            _model,
+        )
+    return Reference(
+        name="frozen",
+        init=_freeze,
+        update=_keep,
+        model=_model,
+        save=_save_frozen,
+        load=_load_frozen,
+    )
 
 
 def is_start(reference: Reference) -> bool:
@@ -127,7 +144,9 @@ def ema(*, decay: float) -> Reference:
     Raises: ValueError where decay is outside its range.
     """
     if not 0 <= decay < 1:
-        raise ValueError(f"decay={decay}: must be at least 0 and less than 1; for a reference that never moves choose reference=frozen")
+        raise ValueError(
+            f"decay={decay}: must be at least 0 and less than 1; for a reference that never moves choose reference=frozen"
+        )
 
     return _moving("ema", functools.partial(_average, decay=decay))
 
@@ -153,7 +172,9 @@ def _copy_each(state: Moving, policy: nn.Module, *, every: int, step: int, **_: 
     return follow(state, policy) if step % every == 0 else state
 
 
-def on_kl(*, threshold: float, measure: Literal["accumulated", "distance"] = "accumulated") -> Reference:
+def on_kl(
+    *, threshold: float, measure: Literal["accumulated", "distance"] = "accumulated"
+) -> Reference:
     """A copy of the policy, taken again once it has moved too far from the last copy.
 
     accumulated: Σ of the steps' KL since the last copy > threshold; then the sum starts at 0 again
@@ -170,13 +191,20 @@ def on_kl(*, threshold: float, measure: Literal["accumulated", "distance"] = "ac
     Raises: ValueError where threshold is not positive, or the measure is neither.
     """
     if not threshold > 0:
-        raise ValueError(f"threshold={threshold}: must be greater than 0 nats; to copy after every step choose reference=periodic")
+        raise ValueError(
+            f"threshold={threshold}: must be greater than 0 nats; to copy after every step choose reference=periodic"
+        )
     if measure not in ("accumulated", "distance"):
         raise ValueError(f"measure={measure}: must be accumulated or distance")
-    return _moving("on_kl", functools.partial(_copy_beyond, threshold=threshold, accumulated=measure == "accumulated"))
+    return _moving(
+        "on_kl",
+        functools.partial(_copy_beyond, threshold=threshold, accumulated=measure == "accumulated"),
+    )
 
 
-def _copy_beyond(state: Moving, policy: nn.Module, *, threshold: float, accumulated: bool, kl: float, **_: Any) -> Moving:
+def _copy_beyond(
+    state: Moving, policy: nn.Module, *, threshold: float, accumulated: bool, kl: float, **_: Any
+) -> Moving:
     measured = (kl if math.isfinite(kl) else 0.0) + (state.kl if accumulated else 0.0)
     if measured > threshold:
         return follow(state, policy)._replace(kl=0.0)
@@ -189,14 +217,22 @@ def _copy_beyond(state: Moving, policy: nn.Module, *, threshold: float, accumula
 class Moving(NamedTuple):
     """The state of a reference that moves. Every mapping goes by the policy's own names; `update` writes the tensors in place."""
 
-    weights: Mapping[str, Tensor]  # what is averaged, in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
-    scored: Mapping[str, Tensor]  # what scoring reads: the same tensors, unless the policy is narrower than float32
+    weights: Mapping[
+        str, Tensor
+    ]  # what is averaged, in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
+    scored: Mapping[
+        str, Tensor
+    ]  # what scoring reads: the same tensors, unless the policy is narrower than float32
     buffers: Mapping[str, Tensor]  # always copies of the policy's
-    model: nn.Module | None  # the copy that they belong to; None under LoRA, where the policy holds both adapters
+    model: (
+        nn.Module | None
+    )  # the copy that they belong to; None under LoRA, where the policy holds both adapters
     kl: float = 0.0  # nats since the last copy (on_kl)
 
 
-def shard_state(state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]) -> nn.Module | Moving | None:
+def shard_state(
+    state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]
+) -> nn.Module | Moving | None:
     """The state of a reference as shards (rlkit.distributed.ranks.shard): of a model of its own, or of the
     second adapter of a policy that has been sharded by now. Unchanged where it is that already.
     """
@@ -211,7 +247,9 @@ def shard_state(state: nn.Module | Moving | None, policy: nn.Module, shard: Call
 
 
 def _moving(name: str, update: Callable[..., Moving]) -> Reference:
-    return Reference(name=name, init=_start, update=update, model=_model, save=_save_moving, load=_load_moving)
+    return Reference(
+        name=name, init=_start, update=update, model=_model, save=_save_moving, load=_load_moving
+    )
 
 
 def _start(policy: nn.Module, **_: Any) -> Moving:
@@ -229,7 +267,10 @@ def track(model: nn.Module) -> Moving:
 
 
 def _averaged(scored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t.detach().to(torch.promote_types(t.dtype, torch.float32)) for name, t in scored.items()}
+    return {
+        name: t.detach().to(torch.promote_types(t.dtype, torch.float32))
+        for name, t in scored.items()
+    }
 
 
 @torch.no_grad()
@@ -267,7 +308,9 @@ def _model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.M
             finally:
                 _activate(policy, active)
         else:
-            ranks.reshard(policy)  # PEFT switches gradients off and on, which has to be on the same tensors: the shards
+            ranks.reshard(
+                policy
+            )  # PEFT switches gradients off and on, which has to be on the same tensors: the shards
             with policy.disable_adapter():  # type: ignore[operator]
                 try:
                     yield policy
@@ -287,7 +330,9 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
     for live, kept in ((state.weights, saved["weights"]), (state.buffers, saved["buffers"])):
         if live.keys() != kept.keys():
             odd = sorted(live.keys() ^ kept.keys())
-            raise ValueError(f"reference: the checkpoint is of another model: {len(odd)} names differ, the first is '{odd[0]}'")
+            raise ValueError(
+                f"reference: the checkpoint is of another model: {len(odd)} names differ, the first is '{odd[0]}'"
+            )
         for name, tensor in kept.items():
             live[name].copy_(ranks.shard_like(tensor, live[name]))
     _show(state)
@@ -303,7 +348,10 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
 
     if ADAPTER not in policy.peft_config:
         on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
-        with _gradients_kept(policy), torch.random.fork_rng(devices=on):  # its random start is overwritten: nobody else's numbers change
+        with (
+            _gradients_kept(policy),
+            torch.random.fork_rng(devices=on),
+        ):  # its random start is overwritten: nobody else's numbers change
             policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[policy.active_adapter]))
             compute_as_base(policy)
     parameters, pairs = dict(policy.named_parameters()), _twins(policy)
@@ -316,8 +364,17 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
 def _twins(policy: Any) -> dict[str, Tensor]:
     """The tensors of the reference's adapter, without gradient, by the names of those of the active one."""
     parameters = dict(policy.named_parameters())
-    twins = {name: ".".join(ADAPTER if part == policy.active_adapter else part for part in name.split(".")) for name in parameters}
-    pairs = {name: parameters[twin] for name, twin in twins.items() if twin != name and twin in parameters}
+    twins = {
+        name: ".".join(
+            ADAPTER if part == policy.active_adapter else part for part in name.split(".")
+        )
+        for name in parameters
+    }
+    pairs = {
+        name: parameters[twin]
+        for name, twin in twins.items()
+        if twin != name and twin in parameters
+    }
     return {name: tensor.requires_grad_(False).detach() for name, tensor in pairs.items()}
 
 
@@ -344,7 +401,9 @@ def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
 
 def _made_again(name: str, init: Callable[..., Any], model: Callable[..., Any]) -> Reference:
     """One that never moves, and that `init` makes again on resume."""
-    return Reference(name, init, _keep, model, save=lambda state: {}, load=lambda state, policy, saved: state)
+    return Reference(
+        name, init, _keep, model, save=lambda state: {}, load=lambda state, policy, saved: state
+    )
 
 
 def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
@@ -364,7 +423,9 @@ def _load_teacher(policy: Any, *, path: str, revision: str | None, key: str, **_
     weight = own.get_output_embeddings().weight
     rows = None
     if own.name_or_path:
-        rows = check_vocabulary(own.name_or_path, path, teacher_revision=revision, key=key, rows=len(weight))
+        rows = check_vocabulary(
+            own.name_or_path, path, teacher_revision=revision, key=key, rows=len(weight)
+        )
     try:
         teacher = pretrained_model(path, dtype=weight.dtype, revision=revision)
     except ConfigError as error:
@@ -379,10 +440,14 @@ def _save_frozen(state: nn.Module | Moving | None) -> dict[str, Any]:
     return {"frozen": _save_moving(state)} if isinstance(state, Moving) else {}
 
 
-def _load_frozen(state: nn.Module | Moving | None, policy: nn.Module, saved: Mapping[str, Any]) -> Any:
+def _load_frozen(
+    state: nn.Module | Moving | None, policy: nn.Module, saved: Mapping[str, Any]
+) -> Any:
     if "frozen" not in saved:  # it began with the run, or the run had another reference before
         return state
-    return _load_moving(state if isinstance(state, Moving) else _start(policy), policy, saved["frozen"])
+    return _load_moving(
+        state if isinstance(state, Moving) else _start(policy), policy, saved["frozen"]
+    )
 
 
 @contextmanager
@@ -392,5 +457,7 @@ def _policy_itself(state: None, policy: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _no_model(state: None, policy: nn.Module) -> Iterator[nn.Module]:
-    raise ValueError("reference: none is configured, so there is nothing to score with; choose reference=frozen")
+    raise ValueError(
+        "reference: none is configured, so there is nothing to score with; choose reference=frozen"
+    )
     yield policy

@@ -25,7 +25,9 @@ class Reused(NamedTuple):
     metrics: Mapping[str, float]
 
 
-def with_reused(reuse: Reuse, kept: Sequence[Group], trained: Sequence[Rollout], *, step: int, seed: int) -> Reused:
+def with_reused(
+    reuse: Reuse, kept: Sequence[Group], trained: Sequence[Rollout], *, step: int, seed: int
+) -> Reused:
     """The rollouts of a step, groups of equal rewards replaced by kept ones, and the groups that are kept for the steps to come.
 
     A kept group is drawn in proportion to its score, Σ|r - mean| · std of its rewards, at most once a step, if its oldest token was
@@ -43,7 +45,12 @@ def with_reused(reuse: Reuse, kept: Sequence[Group], trained: Sequence[Rollout],
     for rollout in trained:
         groups.setdefault(rollout.group, []).append(rollout)
     fresh = [tuple(own) for own in groups.values() if score_of(own) > 0]
-    pool, ages, out, source = [g for g in kept if age(g, step) <= reuse.staleness], list[int](), list[Rollout](), random.Random()
+    pool, ages, out, source = (
+        [g for g in kept if age(g, step) <= reuse.staleness],
+        list[int](),
+        list[Rollout](),
+        random.Random(),
+    )
     source.seed(f"task reuse/{seed}/{step}")
     free = list(pool)
     for number, own in groups.items():
@@ -57,7 +64,11 @@ def with_reused(reuse: Reuse, kept: Sequence[Group], trained: Sequence[Rollout],
     later = [g for g in (*fresh, *pool) if age(g, step + 1) <= reuse.staleness]
     best = tuple(sorted(later, key=score_of, reverse=True)[: reuse.groups])
     staleness = sum(ages) / len(ages) if ages else float("nan")
-    return Reused(out, best, {"reuse/groups": len(ages), "reuse/staleness": staleness, "reuse/kept": len(best)})
+    return Reused(
+        out,
+        best,
+        {"reuse/groups": len(ages), "reuse/staleness": staleness, "reuse/kept": len(best)},
+    )
 
 
 def score_of(group: Sequence[Rollout]) -> float:
@@ -71,12 +82,16 @@ def score_of(group: Sequence[Rollout]) -> float:
 
 def age(group: Sequence[Rollout], step: int) -> int:
     """RL steps between the oldest weights that sampled a token of the group, and a step. A reply without versions has no age."""
-    return max([0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)])
+    return max(
+        [0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)]
+    )
 
 
 def packed_groups(kept: Sequence[Group]) -> list[torch.Tensor]:
     """Kept groups for a checkpoint, without their tasks' rows."""
-    plain = [[r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in group] for group in kept]
+    plain = [
+        [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in group] for group in kept
+    ]
     return [torch.frombuffer(bytearray(to_bytes(group)), dtype=torch.uint8) for group in plain]
 
 
@@ -84,8 +99,12 @@ def restored_groups(saved: Sequence[torch.Tensor], tasks: Sequence[Task]) -> tup
     """The inverse. Raises DataError where a task is gone."""
     rows = {(task.part, task.id): task for task in tasks} if saved else {}
     groups = [from_bytes(data.numpy().tobytes()) for data in saved]
-    if gone := [r.task.id for group in groups for r in group if (r.task.part, r.task.id) not in rows]:
+    if gone := [
+        r.task.id for group in groups for r in group if (r.task.part, r.task.id) not in rows
+    ]:
         raise DataError(
             f"task.reuse: a kept group is of the problem {gone[0]!r}, which the task no longer has; restore task.path and the data"
         )
-    return tuple(tuple(r._replace(task=rows[r.task.part, r.task.id]) for r in group) for group in groups)
+    return tuple(
+        tuple(r._replace(task=rows[r.task.part, r.task.id]) for r in group) for group in groups
+    )

@@ -60,8 +60,13 @@ def train_in(
     def place() -> str:
         return dogs[0].place() if dogs else ""
 
-    with limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, place), sampling_process(x, again, tasks.train, folder=folder) as process:
-        return _train(x, tasks, folder, process, dogs, started=started, resume=resume, provenance=provenance)
+    with (
+        limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, place),
+        sampling_process(x, again, tasks.train, folder=folder) as process,
+    ):
+        return _train(
+            x, tasks, folder, process, dogs, started=started, resume=resume, provenance=provenance
+        )
 
 
 def _train(
@@ -78,14 +83,18 @@ def _train(
     policy, device, exact = ready(x, tasks)
     from rlkit.episodes.record import FAILED, failed_rollout_kept
     from rlkit.training.callbacks.faults import Watchdog
-    from rlkit.training.callbacks.stopping import StopOnSignal  # brings Lightning, which takes as long as all else: after the first lines
+    from rlkit.training.callbacks.stopping import (
+        StopOnSignal,
+    )  # brings Lightning, which takes as long as all else: after the first lines
     from rlkit.training.module import RLModule
 
     module = RLModule(x, policy, tasks.train, exact=exact, process=process)
     module.provenance = dict(provenance)
     results: Results = {}
     with refusing(folder):
-        if ranks.rank() == 0 and (folder / FAILED).exists():  # of the process that this one continues
+        if (
+            ranks.rank() == 0 and (folder / FAILED).exists()
+        ):  # of the process that this one continues
             put_aside(folder / FAILED, ".earlier")
     trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
     dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
@@ -100,9 +109,13 @@ def _train(
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
     except (KeyboardInterrupt, SystemExit) as error:
         summary["ended"] = "interrupted"
-        if any(isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks):  # then Ctrl-C is no KeyboardInterrupt
+        if any(
+            isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks
+        ):  # then Ctrl-C is no KeyboardInterrupt
             summary["ended"] = f"failed: {(what := raised_at(error))}"
-            raise RLKitError(f"{what} ended the run in step {module.rl_step + 1}; no environment or reward may do that") from error
+            raise RLKitError(
+                f"{what} ended the run in step {module.rl_step + 1}; no environment or reward may do that"
+            ) from error
     except BaseException as error:
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
         raise
@@ -110,7 +123,9 @@ def _train(
         gc.unfreeze()
         if resume is None:  # else what the processes before this one took is not known
             summary["processor_seconds"] = round(time.process_time() - processor, 2)
-        conclude(summary, module, folder, results, seconds=time.perf_counter() - started, device=device)
+        conclude(
+            summary, module, folder, results, seconds=time.perf_counter() - started, device=device
+        )
     return summary, module
 
 
@@ -128,7 +143,9 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     from rlkit.training.selfcheck import check_policy, check_teacher
 
     quiet()
-    rng.seed(x.seed)  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
+    rng.seed(
+        x.seed
+    )  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
     check_teacher(x)
     policy, device = on_device(x)
     print(header(x, policy, device, tasks), flush=True)
@@ -152,7 +169,11 @@ def process_in_words(x: Experiment, device: Any) -> str:
 
     own, trainer = x.asynchrony.sampler.threads, torch.get_num_threads()
     differs = device.type == "cpu" and own != trainer
-    warning = f"; the trainer has {trainer}, so last bits differ from asynchrony=lag unless trainer.threads={own}" if differs else ""
+    warning = (
+        f"; the trainer has {trainer}, so last bits differ from asynchrony=lag unless trainer.threads={own}"
+        if differs
+        else ""
+    )
     return f"sampling: in a second process with {own} thread(s), {x.asynchrony.staleness} step(s) ahead{warning}"
 
 
@@ -175,7 +196,9 @@ def conclude(
     summary |= {
         "before": test.get(0),
         "after": test.get(module.rl_step) if module.rl_step else None,
-        "validation": {**validation[max(validation)], "step": max(validation)} if validation else None,
+        "validation": {**validation[max(validation)], "step": max(validation)}
+        if validation
+        else None,
         "steps": module.rl_step,
         "wall_seconds": round(seconds, 2),
         "tokens": module.tokens,
@@ -204,23 +227,44 @@ def missing() -> dict[str, Any]:
 
     result = {what: why for what, why in LOST.items() if what in RESULT}
     sentence = "; ".join(f"{what} could not be written ({why})" for what, why in result.items())
-    return {"unsaved": sentence or None, "lost": {what: why for what, why in LOST.items() if what not in RESULT}}
+    return {
+        "unsaved": sentence or None,
+        "lost": {what: why for what, why in LOST.items() if what not in RESULT},
+    }
 
 
-def how_it_ended(module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]) -> tuple[str, str]:
+def how_it_ended(
+    module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]
+) -> tuple[str, str]:
     """(the end, why): finished: all steps done, or the target reached; out of time, so it can be resumed; else interrupted."""
-    target, last = module.experiment.evaluation.stop_at, results.get("validation", {}).get(module.rl_step)
+    target, last = (
+        module.experiment.evaluation.stop_at,
+        results.get("validation", {}).get(module.rl_step),
+    )
     if target is not None and last is not None and last["accuracy"] >= target:
-        return "finished", f"validation accuracy {last['accuracy']:.3f} reached evaluation.stop_at={target:g}"
+        return (
+            "finished",
+            f"validation accuracy {last['accuracy']:.3f} reached evaluation.stop_at={target:g}",
+        )
     if module.rl_step >= module.total_steps:
         return "finished", ""
     if module.out_of_time():
-        return "out of time", f"trainer.max_time={module.experiment.trainer.max_time:g} minutes are over"
+        return (
+            "out of time",
+            f"trainer.max_time={module.experiment.trainer.max_time:g} minutes are over",
+        )
     return "interrupted", ""
 
 
 def make_trainer(
-    x: Experiment, module: Any, tasks: Splits, folder: Path, results: dict[Split, Any], device: Any, *, resume: Path | None
+    x: Experiment,
+    module: Any,
+    tasks: Splits,
+    folder: Path,
+    results: dict[Split, Any],
+    device: Any,
+    *,
+    resume: Path | None,
 ) -> tuple[Any, Path | None]:
     """The Lightning trainer with rlkit's callbacks, and the checkpoint to continue from."""
     import lightning as L
@@ -239,15 +283,25 @@ def make_trainer(
         with refusing(folder):
             identity = module.provenance.get("identity", "")
             path, step = ranks.broadcast(lambda: taken_up(resume, folder, identity))
-        says = f"{path}, after step {step}" if path else f"{resume} holds no checkpoint yet; the run begins again"
+        says = (
+            f"{path}, after step {step}"
+            if path
+            else f"{resume} holds no checkpoint yet; the run begins again"
+        )
         print(f"resume: {says}", flush=True)
     with refusing(folder):
-        loggers = [tolerant(make(folder, step)) for make in x.logger.values()] if ranks.rank() == 0 else []
+        loggers = (
+            [tolerant(make(folder, step)) for make in x.logger.values()]
+            if ranks.rank() == 0
+            else []
+        )
     first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog()]
     first += [KernelsNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     # The row is written when every callback has added to it, and a checkpoint says that all that its step writes is there.
-    callbacks.sort(key=lambda callback: (isinstance(callback, RLCheckpoint), isinstance(callback, MetricsFile)))
+    callbacks.sort(
+        key=lambda callback: (isinstance(callback, RLCheckpoint), isinstance(callback, MetricsFile))
+    )
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=x.trainer.devices,
@@ -281,7 +335,14 @@ def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, in
     from rlkit.system import shards
     from rlkit.system.contents import set_others_aside
     from rlkit.system.rows import cut_back
-    from rlkit.training.callbacks.checkpoints import SUFFIX, checkpoints, load_checkpoint, refuse_foreign, set_foreign_aside, supersede
+    from rlkit.training.callbacks.checkpoints import (
+        SUFFIX,
+        checkpoints,
+        load_checkpoint,
+        refuse_foreign,
+        set_foreign_aside,
+        supersede,
+    )
 
     path, step, rows = None, -1, None
     if resume.suffix == SUFFIX or checkpoints(resume):  # else it was killed before its first one
@@ -325,15 +386,27 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     rollouts = x.batch.prompts * x.batch.group_size
     updates = x.algorithm.epochs * x.algorithm.minibatches
     per_update = rollouts // x.algorithm.minibatches
-    on = f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)" if device.type == "cpu" else str(device)
+    on = (
+        f"{device} with {torch.get_num_threads()} thread(s) of {cores()} core(s)"
+        if device.type == "cpu"
+        else str(device)
+    )
     named_tasks = zip(("training", "validation", "test"), tasks, strict=True)
-    counts = [f"{count_in_words(len(own), count_distinct(own))} {name}" for name, own in named_tasks if own]
+    counts = [
+        f"{count_in_words(len(own), count_distinct(own))} {name}"
+        for name, own in named_tasks
+        if own
+    ]
     return (
         f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision {precision(x, device)}\n"
         f"data: {', '.join(counts)} problems\n"
         f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
         f"{x.trainer.steps} steps"
         + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
-        + (f"\nphases: {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}" if len(named) > 1 else "")
+        + (
+            f"\nphases: {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}"
+            if len(named) > 1
+            else ""
+        )
         + f"\n{seen() or 'sandbox: no reward and no tool asks for one'}"
     )

@@ -35,11 +35,20 @@ def check_teacher(x: Experiment) -> None:
     asked += [model.init for model in x.teacher.models.values()] if x.needs_teacher else []
     for init in asked:
         if "path" in own and (served := getattr(init, "keywords", {}).get("served")):
-            served.check(own["path"], **{key: own[key] for key in ("revision", "trust_remote_code") if key in own})
+            served.check(
+                own["path"],
+                **{key: own[key] for key in ("revision", "trust_remote_code") if key in own},
+            )
         if "path" in own and "same_vocabulary" in (declarations(init, "assumes") or ()):
             hub = {key: own[key] for key in ("revision", "trust_remote_code") if key in own}
             given = init.keywords
-            check_vocabulary(own["path"], given["path"], teacher_revision=given["revision"], key=given["key"], **hub)
+            check_vocabulary(
+                own["path"],
+                given["path"],
+                teacher_revision=given["revision"],
+                key=given["key"],
+                **hub,
+            )
 
 
 def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
@@ -53,12 +62,16 @@ def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
     return out
 
 
-def check_contexts(policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]) -> None:
+def check_contexts(
+    policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
+) -> None:
     """The template carries the rows' tools, and the longest rows leave room for a reply.
 
     Raises: TemplateError, DataError naming the row.
     """
-    for task in first_rows(sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages)), LONGEST):
+    for task in first_rows(
+        sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages)), LONGEST
+    ):
         own = opening(task, environment_of(environment, task))
         check_template(policy.renderer, own.schemas)
         length = len(encode_prompt(policy.renderer, own.prompt, own.schemas))
@@ -91,7 +104,10 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         **x.generation._replace(temperature=temperature, max_new_tokens=min(x.generation.max_new_tokens, 32)).params,
     )  # fmt: skip
     if not any(rollout.steps for rollout in rollouts):
-        raise DataError(failures(rollouts) or f"row {few[0].id}: its episode ended before the policy was asked anything")
+        raise DataError(
+            failures(rollouts)
+            or f"row {few[0].id}: its episode ended before the policy was asked anything"
+        )
     device = next(policy.model.parameters()).device
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device=device)
     mask, sampled = batch.response_mask, sum(r.response_length for r in rollouts)
@@ -99,9 +115,13 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         raise SelfCheckError(f"the loss mask has {int(mask.sum())} tokens, {sampled} were sampled")
     few_rows = mask.any(1).nonzero()[:FORWARD_ROWS, 0]
     with torch.no_grad():
-        logprobs = forward_logprobs(policy.model, pack(batch.ids, mask), temperature=temperature).logprobs
+        logprobs = forward_logprobs(
+            policy.model, pack(batch.ids, mask), temperature=temperature
+        ).logprobs
         own = own_log_probs(policy.model, batch.ids[few_rows], mask[few_rows], temperature)
-    half = torch.is_autocast_enabled(device.type) or any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
+    half = torch.is_autocast_enabled(device.type) or any(
+        p.dtype == torch.bfloat16 for p in policy.model.parameters()
+    )
     warnings = _compare(
         logprobs[few_rows][mask[few_rows]] - own, half, "the trainer and the model's own forward",
         f"the trainer would learn from other probabilities than {type(policy.model).__name__} has. Does its forward change the last "
@@ -119,14 +139,20 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
 
     Logits are asked for from the first of these tokens on, where the model can leave the others out.
     """
-    options = inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
+    options = inspect.signature(
+        getattr(model, "get_base_model", lambda: model)().forward
+    ).parameters
     parts = []
     for row, marks in zip(ids, mask, strict=True):
         positions = marks.nonzero()[:, 0]
         last, kept = int(positions[-1]), int(positions[-1] - positions[0]) + 1
         few = {"logits_to_keep": kept} if "logits_to_keep" in options else {}
         logits = model(input_ids=row[None, :last], use_cache=False, **few).logits[0, -kept:]
-        parts.append(token_log_probs(logits[positions - positions[0]], row[positions], temperature=temperature))
+        parts.append(
+            token_log_probs(
+                logits[positions - positions[0]], row[positions], temperature=temperature
+            )
+        )
     return torch.cat(parts)
 
 
@@ -134,9 +160,15 @@ def _compare(gap: Tensor, half: bool, who: str, why: str) -> list[str]:
     """Warnings where two computations of the same log-probs differ by `gap`. Raises: SelfCheckError where they differ too much."""
     mean, most = float(gap.abs().mean()), float(gap.abs().max())
     if not half and not most < FP32_TOLERANCE:
-        raise SelfCheckError(f"the log-probs of {who} differ by up to {most:.2e} nats, more than {FP32_TOLERANCE}: {why}")
+        raise SelfCheckError(
+            f"the log-probs of {who} differ by up to {most:.2e} nats, more than {FP32_TOLERANCE}: {why}"
+        )
     if half and not mean <= BF16_LIMIT:
-        raise SelfCheckError(f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than {BF16_LIMIT}: {why}")
+        raise SelfCheckError(
+            f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than {BF16_LIMIT}: {why}"
+        )
     if half and mean > BF16_WARNING:
-        return [f"the log-probs of {who} differ by {mean:.3f} nats a token on average; rounding to bfloat16 stays below {BF16_WARNING}"]
+        return [
+            f"the log-probs of {who} differ by {mean:.3f} nats a token on average; rounding to bfloat16 stays below {BF16_WARNING}"
+        ]
     return []

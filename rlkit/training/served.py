@@ -44,8 +44,19 @@ class ServedTeacher:
       key: the option that named them, for messages.
     """
 
-    def __init__(self, addresses: Sequence[str], *, model: str | None = None, max_rows: int = 64, key: str = "teacher.addresses"):
-        self.servers, self.model, self.checked = [Server(url, max_rows=max_rows) for url in addresses], model, False
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        model: str | None = None,
+        max_rows: int = 64,
+        key: str = "teacher.addresses",
+    ):
+        self.servers, self.model, self.checked = (
+            [Server(url, max_rows=max_rows) for url in addresses],
+            model,
+            False,
+        )
         self.key = key
 
     def check(self, path: str, **hub: Any) -> None:
@@ -59,24 +70,36 @@ class ServedTeacher:
         try:
             await server.meet()
             if self.model not in (None, server.name):
-                raise ConfigError(f"teacher.model={self.model}: {server.url} serves {server.name}; name that, or another address")
+                raise ConfigError(
+                    f"teacher.model={self.model}: {server.url} serves {server.name}; name that, or another address"
+                )
             ids = sorted(tokenizer.get_vocab().values())
             if await _differs(server, tokenizer, ids):
                 same, odd = 0, len(ids)  # the shortest prefix that differs lies in (same, odd]
                 while odd - same > 1:
                     middle = (same + odd) // 2
-                    same, odd = (same, middle) if await _differs(server, tokenizer, ids[:middle]) else (middle, odd)
+                    same, odd = (
+                        (same, middle)
+                        if await _differs(server, tokenizer, ids[:middle])
+                        else (middle, odd)
+                    )
                 raise ConfigError(
                     f"{self.key}: {server.url} serves {server.name}, which has another vocabulary than model.path={path} (the first "
                     f"token that differs is {tokenizer.convert_ids_to_tokens(ids[odd - 1])!r}, id {ids[odd - 1]}); serve a model with the "
                     "same tokenizer"
                 )
         except Lost as error:
-            raise ConfigError(f"{self.key}: {server.url} does not answer ({error}); start it with `vllm serve MODEL`") from error
+            raise ConfigError(
+                f"{self.key}: {server.url} does not answer ({error}); start it with `vllm serve MODEL`"
+            ) from error
         except (EngineError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self.key}: {server.url} cannot be a teacher: {error}; start it with `vllm serve MODEL`") from error
+            raise ConfigError(
+                f"{self.key}: {server.url} cannot be a teacher: {error}; start it with `vllm serve MODEL`"
+            ) from error
 
-    def read(self, ids: Tensor, mask: Tensor, *, k: int, columns: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def read(
+        self, ids: Tensor, mask: Tensor, *, k: int, columns: int
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """What the servers say of the sampled tokens, as the last states and the head of a model.
 
         Args:
@@ -84,11 +107,19 @@ class ServedTeacher:
         Returns: [M, 2k + 3] float32 in the order of the mask, and the function from rows of it to log-probs [m, V].
         Raises: EngineError where no server answers, one refuses, or a row is too long for it.
         """
-        rows = [(i, own.nonzero().flatten().tolist()) for i, own in enumerate(mask.cpu()) if own.any()]
+        rows = [
+            (i, own.nonzero().flatten().tolist()) for i, own in enumerate(mask.cpu()) if own.any()
+        ]
         asked = ((n, ids[i, : at[-1] + 1].tolist(), k) for n, (i, at) in enumerate(rows))
         found = run(together(self._score(*row) for row in asked))
-        table = [_entry(said[t], k, columns) for (_, at), said in zip(rows, found, strict=True) for t in at]
-        return torch.tensor(table, dtype=torch.float32, device=ids.device), functools.partial(_logits, columns=columns)
+        table = [
+            _entry(said[t], k, columns)
+            for (_, at), said in zip(rows, found, strict=True)
+            for t in at
+        ]
+        return torch.tensor(table, dtype=torch.float32, device=ids.device), functools.partial(
+            _logits, columns=columns
+        )
 
     async def _score(self, row: int, ids: list[int], k: int) -> list[Any]:
         """A row's log-probs from its own server, or from the next one that answers."""
@@ -99,7 +130,9 @@ class ServedTeacher:
                 return await server.score(ids, k)
             except Lost as error:
                 why = f"{server.url} does not answer ({error})"
-        raise EngineError(f"{self.key}: {why}, nor does another; start it again and go on with `rlkit train resume=RUN`")
+        raise EngineError(
+            f"{self.key}: {why}, nor does another; start it again and go on with `rlkit train resume=RUN`"
+        )
 
 
 async def _differs(server: Server, tokenizer: Any, ids: list[int]) -> bool:
@@ -120,11 +153,24 @@ def _logits(table: Tensor, *, columns: int) -> Tensor:
     return table[:, -1:].expand(-1, columns).scatter(1, table[:, :named].long(), table[:, named:-1])
 
 
-def served(addresses: Sequence[str], *, model: str | None = None, max_rows: int = 64, key: str = "teacher.addresses") -> Reference:
+def served(
+    addresses: Sequence[str],
+    *,
+    model: str | None = None,
+    max_rows: int = 64,
+    key: str = "teacher.addresses",
+) -> Reference:
     """A model that only a server has: its `model` gives a `ServedTeacher`, which streams ask in place of a forward pass."""
     teacher = ServedTeacher(addresses, model=model, max_rows=max_rows, key=key)
     init = functools.partial(_meet, served=teacher)
-    return Reference("vllm", init, lambda state, policy, **_: state, functools.partial(_itself, teacher), lambda state: {}, _nothing)
+    return Reference(
+        "vllm",
+        init,
+        lambda state, policy, **_: state,
+        functools.partial(_itself, teacher),
+        lambda state: {},
+        _nothing,
+    )
 
 
 def _meet(policy: Any, *, served: ServedTeacher, **_: Any) -> None:

@@ -29,7 +29,9 @@ from rlkit.types import Batch, Rollout
 if TYPE_CHECKING:
     from rlkit.training.learner import Learner
 
-Prompts = dict[int, tuple[int, list[int]]]  # rollout → (tokens of its own first prompt, the teacher's)
+Prompts = dict[
+    int, tuple[int, list[int]]
+]  # rollout → (tokens of its own first prompt, the teacher's)
 
 
 class Pass(NamedTuple):
@@ -45,7 +47,11 @@ class Pass(NamedTuple):
 def active(learner: Learner) -> dict[str, Stream]:
     """The streams beside the reward's that count in this step."""
     streams = learner.x.algorithm.streams
-    return {name: stream for name, stream in streams.items() if name != "reward" and number(stream.coef) > 0}
+    return {
+        name: stream
+        for name, stream in streams.items()
+        if name != "reward" and number(stream.coef) > 0
+    }
 
 
 def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
@@ -57,7 +63,10 @@ def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) 
 
 def of_parts(batch: Batch, rollouts: Sequence[Rollout], stream: Stream) -> Tensor:
     """[B, 1] bool: whether the rollout of a row is of a part that the stream sees."""
-    seen = torch.tensor([stream.of(rollouts[i].task.part) for i in batch.rollout_ids.tolist()], device=batch.ids.device)
+    seen = torch.tensor(
+        [stream.of(rollouts[i].task.part) for i in batch.rollout_ids.tolist()],
+        device=batch.ids.device,
+    )
     return seen[:, None]
 
 
@@ -74,27 +83,41 @@ def stream_passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
             mask = minibatch.observed_mask & of_parts(minibatch, learner.trained, stream)
             yield from weighed(Pass(name, stream, minibatch._replace(response_mask=mask)))
         else:
-            chosen = [i for i in minibatch.rollout_ids.unique().tolist() if stream.of(learner.trained[i].task.part)]
+            chosen = [
+                i
+                for i in minibatch.rollout_ids.unique().tolist()
+                if stream.of(learner.trained[i].task.part)
+            ]
             if not chosen:
                 continue
             tasks = {learner.trained[i].group: learner.trained[i].task for i in chosen}
-            found = learner.assembled(demonstrations(learner.policy, list(tasks.values()), learner.x.environment))
+            found = learner.assembled(
+                demonstrations(learner.policy, list(tasks.values()), learner.x.environment)
+            )
             yield from weighed(Pass(name, stream, found))
 
 
 def teacher_passes(learner: Learner, stream: Stream, minibatch: Batch) -> Iterator[Pass]:
     """One pass a teacher, each over the rows of its part of the mixture, with the weights of the whole mask."""
     teacher, batch = learner.x.teacher, whole(minibatch)
-    batch = batch._replace(response_mask=batch.response_mask & of_parts(batch, learner.trained, stream))
+    batch = batch._replace(
+        response_mask=batch.response_mask & of_parts(batch, learner.trained, stream)
+    )
     shown = None
     if teacher.show is not None:
         shown = shown_prompts(learner.policy, learner.trained, teacher.show, learner.x.environment)
-        first = batch.step_ids[:, 0] == 0  # a row whose context was rewritten has no first prompt to show anything in
-        told = torch.tensor([i in shown for i in batch.rollout_ids.tolist()], device=batch.ids.device)
+        first = (
+            batch.step_ids[:, 0] == 0
+        )  # a row whose context was rewritten has no first prompt to show anything in
+        told = torch.tensor(
+            [i in shown for i in batch.rollout_ids.tolist()], device=batch.ids.device
+        )
         batch = batch._replace(response_mask=batch.response_mask & (told & first)[:, None])
     for whole_pass in weighed(Pass("teacher", stream, batch, shown=shown)):
         parts = [learner.trained[i].task.part for i in batch.rollout_ids.tolist()]
-        if "" not in teacher.models and (odd := {part for part in parts if stream.of(part)} - set(teacher.models)):
+        if "" not in teacher.models and (
+            odd := {part for part in parts if stream.of(part)} - set(teacher.models)
+        ):
             raise DataError(
                 f"teacher={teacher.name}: there is no teacher for the part {min(odd)!r}; there are: {', '.join(teacher.models)}"
             )
@@ -110,8 +133,12 @@ def weighed(given: Pass) -> Iterator[Pass]:
     if not given.batch.response_mask.any():
         return
     with torch.no_grad():
-        weights, _ = part("aggregation", given.stream.aggregation or token_mean, quantities(given.batch))
-        yield given._replace(batch=given.batch._replace(weights=fill_masked(weights, given.batch.response_mask, 0.0)))
+        weights, _ = part(
+            "aggregation", given.stream.aggregation or token_mean, quantities(given.batch)
+        )
+        yield given._replace(
+            batch=given.batch._replace(weights=fill_masked(weights, given.batch.response_mask, 0.0))
+        )
 
 
 def backward_stream(learner: Learner, given: Pass, terms: Any) -> float:
@@ -124,7 +151,11 @@ def backward_stream(learner: Learner, given: Pass, terms: Any) -> float:
         some = select(batch._replace(scale=factor), rows)
         packed = pack(some.ids, some.response_mask)
         with learner.clock.part("model"):
-            tokens = divergences(learner, given, some, packed) if given.name == "teacher" else nll(learner, packed)
+            tokens = (
+                divergences(learner, given, some, packed)
+                if given.name == "teacher"
+                else nll(learner, packed)
+            )
         assert some.weights is not None
         weights = some.weights[some.response_mask]
         loss = number(given.stream.coef) * (weights * tokens).sum() * float(counts)
@@ -139,7 +170,11 @@ def backward_stream(learner: Learner, given: Pass, terms: Any) -> float:
 def correction(learner: Learner, batch: Batch) -> Tensor | None:
     """The off-policy correction of the sampled tokens of a teacher's pass; None where it is 1."""
     function = learner.x.algorithm.correction
-    if batch.logprobs_old is None or batch.old_share is not None or getattr(function, "func", function) is no_correction:
+    if (
+        batch.logprobs_old is None
+        or batch.old_share is not None
+        or getattr(function, "func", function) is no_correction
+    ):
         return None
     with torch.no_grad():
         return part("correction", function, quantities(batch))[0]
@@ -147,22 +182,35 @@ def correction(learner: Learner, batch: Batch) -> Tensor | None:
 
 def nll(learner: Learner, packed: Packed) -> Tensor:
     """-log π of the pass's tokens [M]."""
-    scores = learner.host.forward(learner.model, forward_logprobs, packed, temperature=learner.temperature)
+    scores = learner.host.forward(
+        learner.model, forward_logprobs, packed, temperature=learner.temperature
+    )
     return -scores.logprobs[packed.response_mask]
 
 
 def divergences(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> Tensor:
     """The divergence at each of the pass's tokens [M]: the teacher reads the same reply, behind its own prompt if it has one."""
     mask, (read, head) = batch.response_mask, teacher_states(learner, given, batch, packed)
-    before = batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler  # then no correction either: the ratio is π / μ
+    before = (
+        batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler
+    )  # then no correction either: the ratio is π / μ
     old = None if before is None else before[mask]
     factor = None if batch.scale is None else batch.scale[mask]
     return learner.host.forward(
-        learner.model, token_divergences, packed, (read, head), old, factor, divergence=given.stream.loss, temperature=learner.temperature
+        learner.model,
+        token_divergences,
+        packed,
+        (read, head),
+        old,
+        factor,
+        divergence=given.stream.loss,
+        temperature=learner.temperature,
     )
 
 
-def teacher_states(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> tuple[Tensor, Any]:
+def teacher_states(
+    learner: Learner, given: Pass, batch: Batch, packed: Packed
+) -> tuple[Tensor, Any]:
     """The teacher's last states at the pass's tokens [M, H] and its head; of a served one what the servers name, as if they were these."""
     rows = (batch.ids, batch.response_mask) if given.shown is None else as_shown(batch, given.shown)
     with learner.teacher_model(given.teacher) as model, torch.no_grad():
@@ -171,16 +219,39 @@ def teacher_states(learner: Learner, given: Pass, batch: Batch, packed: Packed) 
             return model.read(*rows, k=named_tokens(given.stream.loss) or 0, columns=columns)
         theirs = packed if given.shown is None else pack(*rows)
         if not torch.equal(theirs.targets[theirs.inverse], packed.targets[packed.inverse]):
-            raise RuntimeError("the teacher does not read the tokens that the policy sampled; this is a bug in rlkit.training.streams")
-        read = learner.host.forward(model, states, theirs)[theirs.inverse]  # without gradient: a live teacher's head is the policy's
+            raise RuntimeError(
+                "the teacher does not read the tokens that the policy sampled; this is a bug in rlkit.training.streams"
+            )
+        read = learner.host.forward(model, states, theirs)[
+            theirs.inverse
+        ]  # without gradient: a live teacher's head is the policy's
         return read.detach(), trunk_and_head(model)[1]
 
 
-def token_divergences(model: nn.Module, packed: Packed, teacher: tuple[Tensor, Any], old: Any, factor: Any, **settings: Any) -> Tensor:
+def token_divergences(
+    model: nn.Module,
+    packed: Packed,
+    teacher: tuple[Tensor, Any],
+    old: Any,
+    factor: Any,
+    **settings: Any,
+) -> Tensor:
     """The divergence at the sampled tokens of packed rows [M], in the order of the response mask."""
     hidden, head = states(model, packed)[packed.inverse], trunk_and_head(model)[1]
-    size = max(1, CHUNK_LOGITS // (head.weight.shape[0] + getattr(teacher[1], "weight", head.weight).shape[0]))
-    return chunked_divergence((hidden, head), teacher, packed.targets[packed.inverse], old, factor, chunk_size=size, **settings)
+    size = max(
+        1,
+        CHUNK_LOGITS
+        // (head.weight.shape[0] + getattr(teacher[1], "weight", head.weight).shape[0]),
+    )
+    return chunked_divergence(
+        (hidden, head),
+        teacher,
+        packed.targets[packed.inverse],
+        old,
+        factor,
+        chunk_size=size,
+        **settings,
+    )
 
 
 def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
@@ -191,7 +262,9 @@ def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
         own, prompt = shown.get(rollout, (length, []))
         rest = slice(own, length)
         ids.append(torch.cat([batch.ids.new_tensor(prompt), batch.ids[row, rest]]))
-        masks.append(torch.cat([batch.response_mask.new_zeros(len(prompt)), batch.response_mask[row, rest]]))
+        masks.append(
+            torch.cat([batch.response_mask.new_zeros(len(prompt)), batch.response_mask[row, rest]])
+        )
     return pad_sequence(ids, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
@@ -216,7 +289,11 @@ def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
     ids, spans, limit = list(step.prompt_ids), list[tuple[int, int]](), len(step.prompt_ids)
     for message in reversed(step.prompt):
         body = encode_text(renderer, message.get("content") or "")
-        begin = next((i for i in range(limit - len(body), 0, -1) if ids[i : i + len(body)] == body), 0) if body else 0
+        begin = (
+            next((i for i in range(limit - len(body), 0, -1) if ids[i : i + len(body)] == body), 0)
+            if body
+            else 0
+        )
         if begin:
             limit = begin
             spans += [(begin, begin + len(body))] if message["role"] == "tool" else []

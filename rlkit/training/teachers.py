@@ -17,7 +17,9 @@ from rlkit.training.references import ema, frozen, live
 from rlkit.training.served import served
 from rlkit.types import Message, Policy, Reference, Rollout, reaches, safe
 
-Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]  # (rollout, its group) → what is added to the prompt; None: no token counts
+Show = Callable[
+    [Rollout, Sequence[Rollout]], "str | None"
+]  # (rollout, its group) → what is added to the prompt; None: no token counts
 
 
 class Teacher(NamedTuple):
@@ -34,7 +36,9 @@ def no_teacher() -> Teacher:
 
 
 @reaches(path="path", revision="path", paths="path")
-def path_teacher(*, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None) -> Teacher:
+def path_teacher(
+    *, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None
+) -> Teacher:
     """Other models with the policy's vocabulary: one for all prompts, or one for each part of a mixture.
 
     Args:
@@ -42,10 +46,18 @@ def path_teacher(*, path: str | None = None, revision: str | None = None, paths:
     Raises: ValueError where neither or both are given.
     """
     if (path is None) == (not paths):
-        raise ValueError("path: give the teacher as teacher.path=FOLDER, or one for each part of a mixture as +teacher.paths.PART=FOLDER")
+        raise ValueError(
+            "path: give the teacher as teacher.path=FOLDER, or one for each part of a mixture as +teacher.paths.PART=FOLDER"
+        )
     if path is not None:
         return Teacher("path", {"": frozen(path=path, revision=revision, key="teacher.path")})
-    return Teacher("path", {part: frozen(path=own, key=f"teacher.paths.{part}") for part, own in (paths or {}).items()})
+    return Teacher(
+        "path",
+        {
+            part: frozen(path=own, key=f"teacher.paths.{part}")
+            for part, own in (paths or {}).items()
+        },
+    )
 
 
 def start_teacher() -> Teacher:
@@ -79,19 +91,34 @@ def vllm_teacher(
       max_rows: requests at once to each server, > 0.
     Raises: ValueError without a proper address.
     """
-    given = {part: [own] if isinstance(own, str) else list(own) for part, own in (parts or {"": addresses}).items()}
-    fine = all(own and all(address.startswith(("http://", "https://")) for address in own) for own in given.values())
+    given = {
+        part: [own] if isinstance(own, str) else list(own)
+        for part, own in (parts or {"": addresses}).items()
+    }
+    fine = all(
+        own and all(address.startswith(("http://", "https://")) for address in own)
+        for own in given.values()
+    )
     if max_rows < 1 or not fine or (parts and addresses):
         raise ValueError(
             f"addresses={list(addresses)}, parts={dict(parts or {})}, max_rows={max_rows}: give running servers as "
             "teacher.addresses=[http://HOST:8000], or of each part of a mixture as +teacher.parts.PART=[http://HOST:8000], and rows > 0"
         )
     keys = {part: f"teacher.parts.{part}" if part else "teacher.addresses" for part in given}
-    return Teacher("vllm", {part: served(own, model=model, max_rows=max_rows, key=keys[part]) for part, own in given.items()})
+    return Teacher(
+        "vllm",
+        {
+            part: served(own, model=model, max_rows=max_rows, key=keys[part])
+            for part, own in given.items()
+        },
+    )
 
 
 def context_teacher(
-    *, show: Literal["demonstration", "answer", "sibling"], weights: Literal["live", "start", "ema"] = "live", decay: float = 0.95
+    *,
+    show: Literal["demonstration", "answer", "sibling"],
+    weights: Literal["live", "start", "ema"] = "live",
+    decay: float = 0.95,
 ) -> Teacher:
     """The policy itself, with something in its prompt that the policy does not see.
 
@@ -103,29 +130,51 @@ def context_teacher(
     Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
     """
     model = {"live": live, "start": frozen, "ema": lambda: ema(decay=decay)}[weights]()
-    return Teacher("context", {"": model}, {"demonstration": demonstration, "answer": answer, "sibling": sibling}[show])
+    return Teacher(
+        "context",
+        {"": model},
+        {"demonstration": demonstration, "answer": answer, "sibling": sibling}[show],
+    )
 
 
 def demonstration(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
     """The last reply of the conversation in the task's row."""
-    replies = [m["content"] for m in rollout.task.metadata.get("messages", ()) if m["role"] == "assistant"]
-    return f"This is an example of a good response:\n{replies[-1]}\nNow answer with a response of your own." if replies else None
+    replies = [
+        m["content"] for m in rollout.task.metadata.get("messages", ()) if m["role"] == "assistant"
+    ]
+    return (
+        f"This is an example of a good response:\n{replies[-1]}\nNow answer with a response of your own."
+        if replies
+        else None
+    )
 
 
 def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
     """The gold answer of the task's row."""
-    return f"The correct answer is {rollout.task.answer}. Explain how to find it." if rollout.task.answer else None
+    return (
+        f"The correct answer is {rollout.task.answer}. Explain how to find it."
+        if rollout.task.answer
+        else None
+    )
 
 
 def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
     """Another reply to the same prompt that scored 1 or more, and feedback on the rollout's own, where there is some."""
-    good = [r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1]
+    good = [
+        r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1
+    ]
     told = [f"Correct solution:\n{good[0].final_content}"] if good else []
-    told += [f"Feedback on an earlier attempt:\n{said}"] if (said := rollout.metadata.get("feedback")) else []
+    told += (
+        [f"Feedback on an earlier attempt:\n{said}"]
+        if (said := rollout.metadata.get("feedback"))
+        else []
+    )
     return "\n\n".join([*told, "Correctly solve the original question."]) if told else None
 
 
-def shown_prompts(policy: Policy, rollouts: Sequence[Rollout], show: Show, environment: object) -> dict[int, tuple[int, list[int]]]:
+def shown_prompts(
+    policy: Policy, rollouts: Sequence[Rollout], show: Show, environment: object
+) -> dict[int, tuple[int, list[int]]]:
     """Position of a rollout → (tokens of its own first prompt, the ids of the teacher's). Rollouts with nothing to show are left out."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
@@ -139,9 +188,14 @@ def shown_prompts(policy: Policy, rollouts: Sequence[Rollout], show: Show, envir
         if said is None:
             continue
         if rollout.group not in schemas:
-            schemas[rollout.group] = opening(rollout.task, environment_of(environment, rollout.task)).schemas  # type: ignore[arg-type]
+            schemas[rollout.group] = opening(
+                rollout.task, environment_of(environment, rollout.task)
+            ).schemas  # type: ignore[arg-type]
         first = rollout.steps[0]
-        out[i] = len(first.prompt_ids), encode_prompt(policy.renderer, with_hint(first.prompt, said), schemas[rollout.group])
+        out[i] = (
+            len(first.prompt_ids),
+            encode_prompt(policy.renderer, with_hint(first.prompt, said), schemas[rollout.group]),
+        )
     return out
 
 

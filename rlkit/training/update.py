@@ -54,26 +54,47 @@ def with_logprobs(learner: Learner, batch: Batch) -> Batch:
     """
     a, kl = learner.x.algorithm, learner.x.kl
     batch = place_old(batch, a, step=learner.rl_step)
-    before = (a.advantage, a.normalization, a.overlong, a.token_filter, *([a.correction] if a.old == "trainer" else []))
-    asked = {name for part in before for name in inputs(part)} & {"logprobs_old", "entropy_old", "values"}
+    before = (
+        a.advantage,
+        a.normalization,
+        a.overlong,
+        a.token_filter,
+        *([a.correction] if a.old == "trainer" else []),
+    )
+    asked = {name for part in before for name in inputs(part)} & {
+        "logprobs_old",
+        "entropy_old",
+        "values",
+    }
     splits = minibatch_rows(batch, a, learner.shuffle_seed)[0]
     asked |= {"covariance_rank"} & set(inputs(a.policy_loss))
-    if (a.epochs * a.minibatches > 1 and a.old == "trainer") or asked or kl.in_reward or a.critic.active:
+    if (
+        (a.epochs * a.minibatches > 1 and a.old == "trainer")
+        or asked
+        or kl.in_reward
+        or a.critic.active
+    ):
         critic = learner.critic if a.critic.active else None
         old = batch_logprobs(learner, learner.model, _read(learner, batch), splits, critic=critic)
-        batch = batch._replace(logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values)
+        batch = batch._replace(
+            logprobs_old=old.logprobs, entropy_old=old.entropy, values=old.values
+        )
     return with_reference(learner, batch, splits) if kl.active else batch
 
 
 def with_reference(learner: Learner, batch: Batch, splits: Sequence[Tensor]) -> Batch:
     """The batch with the reference's log-probs, computed in these minibatches."""
     with learner.reference_model() as model:
-        return batch._replace(logprobs_ref=batch_logprobs(learner, model, _read(learner, batch), splits).logprobs)
+        return batch._replace(
+            logprobs_ref=batch_logprobs(learner, model, _read(learner, batch), splits).logprobs
+        )
 
 
 def _read(learner: Learner, batch: Batch) -> Batch:
     """The batch with all tokens that log-probs are needed of: for a KL in the baseline those of rollouts that are not trained on too."""
-    return whole(batch) if learner.x.kl.in_baseline or "teacher" in streams.active(learner) else batch
+    return (
+        whole(batch) if learner.x.kl.in_baseline or "teacher" in streams.active(learner) else batch
+    )
 
 
 def step_minibatches(learner: Learner, batch: Batch, terms: UpdateTerms) -> Iterator[Batch]:
@@ -105,13 +126,17 @@ def batch_logprobs(
       splits: row numbers of the minibatches that are cut into micro-batches, each on its own; None is one of all rows.
     """
     out: dict[str, Tensor] = {}
-    for split in [torch.arange(len(batch.ids), device=batch.ids.device)] if splits is None else splits:
+    for split in (
+        [torch.arange(len(batch.ids), device=batch.ids.device)] if splits is None else splits
+    ):
         for own, counts in rank_micro_batches(learner, select(batch, split)):
             rows = split[own]
             part = select(batch, rows)
             packed = pack(part.ids, part.response_mask)
             with learner.clock.part("model"):
-                found = learner.host.forward(model, forward_logprobs, packed, temperature=learner.temperature, critic=critic)
+                found = learner.host.forward(
+                    model, forward_logprobs, packed, temperature=learner.temperature, critic=critic
+                )
             for name, value in found._asdict().items():
                 if value is not None:
                     total = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
@@ -119,7 +144,11 @@ def batch_logprobs(
                         total[rows, : part.ids.shape[1]] = value.to(total.dtype)
     learner.host.all_reduce(out.values())
     nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
-    return TokenLogprobs(**out) if out else TokenLogprobs(nothing, nothing, None if critic is None else nothing)
+    return (
+        TokenLogprobs(**out)
+        if out
+        else TokenLogprobs(nothing, nothing, None if critic is None else nothing)
+    )
 
 
 def with_old(learner: Learner, batch: Batch | None) -> Batch | None:
@@ -131,14 +160,20 @@ def with_old(learner: Learner, batch: Batch | None) -> Batch | None:
 
 def moved_since(learner: Learner, then: Mapping[str, Batch | None]) -> dict[str, float]:
     """Name → KL(old‖now) in nats per token on a batch's tokens, k3, all of them in one pass; nan without a batch."""
-    there = {name: drift.on(batch, learner.device) for name, batch in then.items() if batch is not None}
+    there = {
+        name: drift.on(batch, learner.device) for name, batch in then.items() if batch is not None
+    }
     if not there:
         return dict.fromkeys(then, NAN)
     now = batch_logprobs(learner, learner.model, drift.joined(list(there.values()))).logprobs
     found = dict.fromkeys(then, NAN)
-    for (name, batch), own in zip(there.items(), now.split([len(batch.ids) for batch in there.values()]), strict=True):
+    for (name, batch), own in zip(
+        there.items(), now.split([len(batch.ids) for batch in there.values()]), strict=True
+    ):
         assert batch.logprobs_old is not None
-        found[name] = float(approximate_kl(own[:, : batch.ids.shape[1]], batch.logprobs_old, batch.response_mask))
+        found[name] = float(
+            approximate_kl(own[:, : batch.ids.shape[1]], batch.logprobs_old, batch.response_mask)
+        )
     return found
 
 
@@ -155,7 +190,9 @@ def rank_micro_batches(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor,
         return ((rows, True) for rows in micro_batches(batch, limit))
     own = ranks.assign_groups(batch.attention_mask.sum(1), batch.group_ids[batch.rollout_ids])
     mine = batch._replace(response_mask=batch.response_mask & own[:, None])
-    return ranks.pad_work(list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1])
+    return ranks.pad_work(
+        list(micro_batches(mine, limit)), spare=lambda: list(micro_batches(batch, 1))[-1]
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- one update
@@ -191,7 +228,9 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
             terms.add(part, loss, scores, parts, packed)
         if counts and limit is not None and part.logprobs_old is not None:
             count = int(part.response_mask.sum())
-            moved += count * float(approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask))
+            moved += count * float(
+                approximate_kl(scores.logprobs.detach(), part.logprobs_old, part.response_mask)
+            )
             tokens += count
     summed += sum(streams.backward_stream(learner, given, terms) for given in others)
     sums = torch.tensor([moved, tokens, summed], dtype=torch.float64)
@@ -202,9 +241,15 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
         return False
     with learner.clock.part("model"):
         if learns or others:
-            terms.stepped("policy", *step_optimizer(learner, 0, x.optimizer, learner.trained_parameters(), summed))
+            terms.stepped(
+                "policy",
+                *step_optimizer(learner, 0, x.optimizer, learner.trained_parameters(), summed),
+            )
         if learner.critic is not None and critic.active:
-            terms.stepped("critic", *step_optimizer(learner, 1, critic.optimizer, learner.critic.parameters(), summed))
+            terms.stepped(
+                "critic",
+                *step_optimizer(learner, 1, critic.optimizer, learner.critic.parameters(), summed),
+            )
     return True
 
 
@@ -282,7 +327,11 @@ def known_old(learner: Learner, batch: Batch) -> Batch:
 
 
 def step_optimizer(
-    learner: Learner, index: int, configured: Any, parameters: Iterable[torch.nn.Parameter], loss: float
+    learner: Learner,
+    index: int,
+    configured: Any,
+    parameters: Iterable[torch.nn.Parameter],
+    loss: float,
 ) -> tuple[float, float]:
     """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate.
 
@@ -292,8 +341,14 @@ def step_optimizer(
     for group in optimizer.param_groups:
         group["lr"] = hyperparameters(configured).get("lr", group["lr"])
     parameters = list(parameters)
-    learner.host.all_reduce(p.grad for p in parameters if not hasattr(p, "full_tensor"))  # shards have been added up on the way
-    norm = float(ranks.full_tensors(torch.nn.utils.clip_grad_norm_(parameters, learner.x.trainer.max_grad_norm)))
+    learner.host.all_reduce(
+        p.grad for p in parameters if not hasattr(p, "full_tensor")
+    )  # shards have been added up on the way
+    norm = float(
+        ranks.full_tensors(
+            torch.nn.utils.clip_grad_norm_(parameters, learner.x.trainer.max_grad_norm)
+        )
+    )
     finite = isfinite(norm) and isfinite(loss)
     learner.nonfinite[index] = skipped = 0 if finite else learner.nonfinite.get(index, 0) + 1
     if skipped >= learner.x.trainer.max_nonfinite:
@@ -303,6 +358,8 @@ def step_optimizer(
             "kl often helps"
         )
     if finite:
-        with named("the optimiser's step", "train adapters (model.lora.rank=16), or a smaller model"):
+        with named(
+            "the optimiser's step", "train adapters (model.lora.rank=16), or a smaller model"
+        ):
             learner.host.optimizer_step(optimizer)
     return (norm if finite else NAN), optimizer.param_groups[0]["lr"]

@@ -35,7 +35,10 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def contexts(tiny):
     """Eleven contexts of four questions: siblings, and others of other lengths."""
-    found = [tuple(encode_prompt(tiny.renderer, [{"role": "user", "content": q}], TOOLS)) for q in QUESTIONS]
+    found = [
+        tuple(encode_prompt(tiny.renderer, [{"role": "user", "content": q}], TOOLS))
+        for q in QUESTIONS
+    ]
     return [found[i] for i in (0, 0, 1, 2, 0, 3, 3, 1, 2, 2, 0)]
 
 
@@ -44,9 +47,13 @@ SEEDS = [mix(3, i) for i in range(11)]
 
 def equal(ours: list[Generation], theirs: list[Generation]) -> bool:
     """The same tokens and ends; log-probs equal up to the rounding of another order of summation, in float32."""
-    assert [(g.token_ids, g.finish_reason) for g in ours] == [(g.token_ids, g.finish_reason) for g in theirs]
+    assert [(g.token_ids, g.finish_reason) for g in ours] == [
+        (g.token_ids, g.finish_reason) for g in theirs
+    ]
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-4
+        )
     return True
 
 
@@ -54,46 +61,74 @@ def equal(ours: list[Generation], theirs: list[Generation]) -> bool:
 def count_tokens(model):
     """The tokens that go through the model, pass by pass."""
     read: list[int] = []
-    hook = model.base_model.register_forward_pre_hook(lambda m, a, k: read.append(k["input_ids"].numel()), with_kwargs=True)
+    hook = model.base_model.register_forward_pre_hook(
+        lambda m, a, k: read.append(k["input_ids"].numel()), with_kwargs=True
+    )
     try:
         yield read
     finally:
         hook.remove()
 
 
-LIMITS = [({}, {"max_rows": 3}, {"max_cached_tokens": 600}), ({"max_rows": 1}, {"max_cached_tokens": 1})]
+LIMITS = [
+    ({}, {"max_rows": 3}, {"max_cached_tokens": 600}),
+    ({"max_rows": 1}, {"max_cached_tokens": 1}),
+]
 
 
 @pytest.mark.parametrize(
-    "settings", cases([{"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.9, "top_k": 100}], lambda s: "top_p" in s), ids=str
+    "settings",
+    cases(
+        [{"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.9, "top_k": 100}],
+        lambda s: "top_p" in s,
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("limits", cases(LIMITS, 1))
-def test_replies_are_those_of_the_reference_in_any_slots(tiny, contexts, complete, reference, settings, limits):
+def test_replies_are_those_of_the_reference_in_any_slots(
+    tiny, contexts, complete, reference, settings, limits
+):
     """All at once, three slots for eleven contexts, one, and room for two contexts of the longest."""
     expected = reference(tiny, contexts, SEEDS, max_new_tokens=24, **settings)
-    assert settings["temperature"] == 0 or (len({g.token_ids for g in expected}) > 4 and len({len(g.token_ids) for g in expected}) > 1)
+    assert settings["temperature"] == 0 or (
+        len({g.token_ids for g in expected}) > 4 and len({len(g.token_ids) for g in expected}) > 1
+    )
     for slots in limits:
-        assert equal(complete(Cached(**slots), tiny, contexts, SEEDS, max_new_tokens=24, **settings), expected)
+        assert equal(
+            complete(Cached(**slots), tiny, contexts, SEEDS, max_new_tokens=24, **settings),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("spelled, interruption", [(False, ""), (True, ""), (False, "Time is up.")])
-def test_a_thinking_budget_is_the_same_in_any_slots(tiny, contexts, complete, reference, spelled, interruption):
+def test_a_thinking_budget_is_the_same_in_any_slots(
+    tiny, contexts, complete, reference, spelled, interruption
+):
     """Each slot has the state of its own reply, also where the tags are spelled, and none of the reply before."""
     thinking = make_renderer(tiny.renderer.tokenizer, interruption=interruption).thinking
     tokens = tuple(tiny.renderer.plain.encode(interruption, add_special_tokens=False).ids)
-    assert thinking.close == (*tokens, tiny.renderer.thinking.ids[1]) and (not interruption or len(tokens) > 2)
+    assert thinking.close == (*tokens, tiny.renderer.thinking.ids[1]) and (
+        not interruption or len(tokens) > 2
+    )
     if spelled:  # the tags' own tokens are decoded to the same text
         thinking = thinking._replace(ids=None)
     policy = tiny._replace(renderer=tiny.renderer._replace(thinking=thinking))
-    rows = [*contexts, (*contexts[0], tiny.renderer.thinking.ids[0])]  # the last begins inside a block
+    rows = [
+        *contexts,
+        (*contexts[0], tiny.renderer.thinking.ids[0]),
+    ]  # the last begins inside a block
     settings = {"max_new_tokens": 24, "max_thinking_tokens": 3, "temperature": 1.5}
     expected = reference(policy, rows, [*SEEDS, 5], **settings)
     assert sum(bool(g.forced) for g in expected) > 5
     for slots in ({}, {"max_rows": 3}):
         found = complete(Cached(**slots), policy, rows, [*SEEDS, 5], **settings)
         assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
-    for g in expected:  # what is written is all of it, in a row; nothing of it has a log-prob, or counts as sampled
-        assert [g.token_ids[i] for i in g.forced] == ([*thinking.close] * len(g.forced))[: len(g.forced)]
+    for g in (
+        expected
+    ):  # what is written is all of it, in a row; nothing of it has a log-prob, or counts as sampled
+        assert [g.token_ids[i] for i in g.forced] == ([*thinking.close] * len(g.forced))[
+            : len(g.forced)
+        ]
         assert not any(g.logprobs[i] for i in g.forced)
         assert len(g.forced) % len(thinking.close) == 0 or g.forced[-1] == len(g.token_ids) - 1
 
@@ -109,9 +144,13 @@ def follower(rng_seed: int, rewrites: bool):
         if number > 4 or rng.random() < 0.2:
             return None
         whole = held.get(index, context) + reply.token_ids
-        if rewrites and rng.random() < 0.5:  # the context is written anew from somewhere in the middle
+        if (
+            rewrites and rng.random() < 0.5
+        ):  # the context is written anew from somewhere in the middle
             whole = whole[: rng.randrange(1, len(whole))]
-        held[index] = whole + tuple(rng.randrange(100, 700) for _ in range(rng.randrange(0 if rewrites else 1, 40)))
+        held[index] = whole + tuple(
+            rng.randrange(100, 700) for _ in range(rng.randrange(0 if rewrites else 1, 40))
+        )
         return held[index], mix(rng_seed, index, number, 9)
 
     return follow
@@ -125,16 +164,25 @@ def turns(complete, engine, policy, contexts, rewrites, **params):
         seen.setdefault(index, []).append(reply._replace(versions=()))
         return follow(index, reply, contexts[index])
 
-    last = complete(engine, policy, contexts, SEEDS[: len(contexts)], note, max_new_tokens=12, **params)
+    last = complete(
+        engine, policy, contexts, SEEDS[: len(contexts)], note, max_new_tokens=12, **params
+    )
     assert [replies[-1] for _, replies in sorted(seen.items())] == last
     return [reply for _, replies in sorted(seen.items()) for reply in replies]
 
 
 @pytest.mark.parametrize("rewrites", cases([False, True], [True]))
-@pytest.mark.parametrize("slots", cases([{}, {"max_rows": 2}, {"max_cached_tokens": 700}], [{"max_cached_tokens": 700}]), ids=str)
+@pytest.mark.parametrize(
+    "slots",
+    cases([{}, {"max_rows": 2}, {"max_cached_tokens": 700}], [{"max_cached_tokens": 700}]),
+    ids=str,
+)
 def test_what_follows_is_that_of_contexts_read_afresh(tiny, contexts, complete, rewrites, slots):
     """Every reply of every turn, where contexts go on, are cut back and written anew, and outgrow the room that there is."""
-    found = [turns(complete, engine, tiny, contexts, rewrites) for engine in (Cached(**slots), Transformers())]
+    found = [
+        turns(complete, engine, tiny, contexts, rewrites)
+        for engine in (Cached(**slots), Transformers())
+    ]
     assert len(found[0]) > 20 and equal(*found)
 
 
@@ -150,7 +198,9 @@ def test_a_long_conversation_beside_one_that_gets_a_long_message(tiny, complete,
         return grown[index], 7
 
     found = complete(Cached(), tiny, [grown[0], grown[1]], [1, 2], follow, max_new_tokens=4)
-    assert len(grown[0]) < len(grown[1]) + 20 and equal(found, reference(tiny, [grown[0], grown[1]], [7, 7], max_new_tokens=4))
+    assert len(grown[0]) < len(grown[1]) + 20 and equal(
+        found, reference(tiny, [grown[0], grown[1]], [7, 7], max_new_tokens=4)
+    )
 
 
 def test_siblings_are_read_once_and_a_conversation_costs_its_new_tokens(tiny, contexts, complete):
@@ -165,16 +215,31 @@ def test_siblings_are_read_once_and_a_conversation_costs_its_new_tokens(tiny, co
     held = {i: contexts[0] for i in range(4)}
     with count_tokens(tiny.model) as read:
         complete(Cached(), tiny, [contexts[0]] * 4, SEEDS[:4], same, max_new_tokens=1)
-    assert read == [len(contexts[0])] + [4 * (news + 1)] * 5  # the reply's last token, which had only been drawn, and what is new
+    assert (
+        read == [len(contexts[0])] + [4 * (news + 1)] * 5
+    )  # the reply's last token, which had only been drawn, and what is new
 
 
 def test_an_episode_with_tools_is_the_same_with_either_engine(tiny, experiment):
     """The default task through the whole loop, episodes in slots of their own pace."""
     tasks = experiment.task(split="train")[:6]
-    settings = {"environment": experiment.environment, "group_size": 3, "seed": 5, "max_new_tokens": 48, "temperature": 1.0}
-    ours, theirs = (collect(tiny, tasks, engine=engine, **settings) for engine in (Cached(max_rows=5), Transformers()))
-    assert [[s.response_ids for s in r.steps] for r in ours] == [[s.response_ids for s in r.steps] for r in theirs]
-    assert [(r.status, r.group, r.sample) for r in ours] == [(r.status, r.group, r.sample) for r in theirs]
+    settings = {
+        "environment": experiment.environment,
+        "group_size": 3,
+        "seed": 5,
+        "max_new_tokens": 48,
+        "temperature": 1.0,
+    }
+    ours, theirs = (
+        collect(tiny, tasks, engine=engine, **settings)
+        for engine in (Cached(max_rows=5), Transformers())
+    )
+    assert [[s.response_ids for s in r.steps] for r in ours] == [
+        [s.response_ids for s in r.steps] for r in theirs
+    ]
+    assert [(r.status, r.group, r.sample) for r in ours] == [
+        (r.status, r.group, r.sample) for r in theirs
+    ]
     assert max(len(r.steps) for r in ours) > 1
 
 
@@ -193,7 +258,11 @@ def test_adapters_are_part_of_the_policy(tiny, contexts, complete, reference):
 
 
 WINDOWS = {  # of some layers, or of all
-    "qwen3": {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4},
+    "qwen3": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+    },
     "mistral": {"sliding_window": 4},
 }
 
@@ -208,7 +277,12 @@ def test_layers_with_a_window_are_left_to_the_reference(tiny, complete, referenc
         family, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         head_dim=8, initializer_range=0.5, max_position_embeddings=64, **WINDOWS[family],
     )  # fmt: skip
-    policy = tiny._replace(model=AutoModelForCausalLM.from_config(config).eval(), eos_token_ids=(49,), pad_token_id=0, context_length=64)
+    policy = tiny._replace(
+        model=AutoModelForCausalLM.from_config(config).eval(),
+        eos_token_ids=(49,),
+        pad_token_id=0,
+        context_length=64,
+    )
     contexts, replies = [tuple(range(1, 12)), (5, 6)], []
 
     def follow(index, reply):
@@ -216,7 +290,9 @@ def test_layers_with_a_window_are_left_to_the_reference(tiny, complete, referenc
         return (contexts[index] + reply.token_ids + (7,), 8) if len(replies) <= 2 else None
 
     last = complete(Cached(), policy, contexts, [1, 2], follow, max_new_tokens=5)
-    assert replies[:2] == reference(policy, contexts, [1, 2], max_new_tokens=5) and len(replies) == 4
+    assert (
+        replies[:2] == reference(policy, contexts, [1, 2], max_new_tokens=5) and len(replies) == 4
+    )
     again = [c + r.token_ids + (7,) for c, r in zip(contexts, replies[:2], strict=True)]
     assert last == replies[2:] == reference(policy, again, [8, 8], max_new_tokens=5)
 
@@ -246,7 +322,9 @@ def test_how_often_the_host_looks_changes_no_reply(tiny, contexts, complete, eve
     """Ends by token and by length in any step, refilled slots, a thinking budget: nothing is drawn behind an end."""
     settings = {"max_new_tokens": 18, "temperature": 1.3, "max_thinking_tokens": 3}
     expected = complete(Cached(max_rows=3, check_every=1), tiny, contexts, SEEDS, **settings)
-    assert {g.finish_reason for g in expected} == {"stop", "length"} and any(g.forced for g in expected)
+    assert {g.finish_reason for g in expected} == {"stop", "length"} and any(
+        g.forced for g in expected
+    )
     found = complete(Cached(max_rows=3, check_every=every), tiny, contexts, SEEDS, **settings)
     assert equal(found, expected) and [g.forced for g in found] == [g.forced for g in expected]
 
@@ -257,19 +335,28 @@ def test_parts_cover_all_slots_and_read_less():
     for n in (1, 7, 8, 9, 64):
         reach = torch.tensor([rng.randrange(1, 5000) for _ in range(n)])
         parts = parts_of(reach)
-        assert [start for start, _, _ in parts] == [0, *(stop for _, stop, _ in parts)][:-1] and parts[-1][1] == n
+        assert [start for start, _, _ in parts] == [0, *(stop for _, stop, _ in parts)][
+            :-1
+        ] and parts[-1][1] == n
         assert all(int(reach[start:stop].max()) == length for start, stop, length in parts)
     assert parts_of(torch.full((64,), 300)) == [(0, 64, 300)]
-    assert parts_of(torch.tensor([100] * 31 + [5000])) == [(0, 32 - SIDE_BY_SIDE, 100), (32 - SIDE_BY_SIDE, 32, 5000)]
+    assert parts_of(torch.tensor([100] * 31 + [5000])) == [
+        (0, 32 - SIDE_BY_SIDE, 100),
+        (32 - SIDE_BY_SIDE, 32, 5000),
+    ]
 
 
 def test_slots_of_very_different_lengths(tiny, complete, reference, monkeypatch):
     """Read in parts, the replies are the same: contexts of 20 and of 200 tokens."""
     monkeypatch.setattr("rlkit.engines.cached.attention.CALL", 64)
     rng = random.Random(1)
-    contexts = [tuple(rng.randrange(100, 700) for _ in range(20 if i < 8 else 200)) for i in range(10)]
+    contexts = [
+        tuple(rng.randrange(100, 700) for _ in range(20 if i < 8 else 200)) for i in range(10)
+    ]
     parts, measure = [], Scheduler.measure
-    monkeypatch.setattr(Scheduler, "measure", lambda self: (measure(self), parts.append(len(self.parts))))
+    monkeypatch.setattr(
+        Scheduler, "measure", lambda self: (measure(self), parts.append(len(self.parts)))
+    )
     found = complete(Cached(), tiny, contexts, range(10), max_new_tokens=4)
     assert max(parts) == 2 and equal(found, reference(tiny, contexts, range(10), max_new_tokens=4))
 
@@ -294,8 +381,13 @@ def test_the_cache_never_holds_more_than_it_may(tiny, contexts, complete, most):
     free, held = play(), []
     with pytest.MonkeyPatch.context() as patch:
         hidden, resize = Scheduler.hidden, Slots.resize
-        watch = lambda cache: held.extend((k.shape[0], k.shape[2], cache.slots, cache.capacity) for k in (*cache.keys, *cache.values))  # noqa: E731
-        patch.setattr(Scheduler, "hidden", lambda self, *a: (hidden(self, *a), watch(self.cache))[0])
+        watch = lambda cache: held.extend(
+            (k.shape[0], k.shape[2], cache.slots, cache.capacity)
+            for k in (*cache.keys, *cache.values)
+        )  # noqa: E731
+        patch.setattr(
+            Scheduler, "hidden", lambda self, *a: (hidden(self, *a), watch(self.cache))[0]
+        )
         patch.setattr(Slots, "resize", lambda self, *a: (resize(self, *a), watch(self))[0])
         bounded = play(max_cached_tokens=most)
     assert equal(bounded, free)
@@ -378,10 +470,20 @@ class Day:
 
 
 @pytest.mark.parametrize(
-    "more", cases([{}, {"max_thinking_tokens": 2}, {"max_thinking_tokens": 2, "spelled": True}], lambda m: len(m) == 1), ids=str
+    "more",
+    cases(
+        [{}, {"max_thinking_tokens": 2}, {"max_thinking_tokens": 2, "spelled": True}],
+        lambda m: len(m) == 1,
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize(
-    "slots", cases([{}, {"max_rows": 3}, {"max_cached_tokens": 400}, {"check_every": 4}], [{"max_cached_tokens": 400}]), ids=str
+    "slots",
+    cases(
+        [{}, {"max_rows": 3}, {"max_cached_tokens": 400}, {"check_every": 4}],
+        [{"max_cached_tokens": 400}],
+    ),
+    ids=str,
 )
 def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, more):
     """Slots that grow and are given up while their episodes wait outside, growing room, rows released while they draw: every completion
@@ -389,7 +491,9 @@ def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, mor
     more = dict(more)
     policy = small
     if more.pop("spelled", False):
-        policy = small._replace(renderer=small.renderer._replace(thinking=small.renderer.thinking._replace(ids=None)))
+        policy = small._replace(
+            renderer=small.renderer._replace(thinking=small.renderer.thinking._replace(ids=None))
+        )
     params, capacities, given_up = {"max_new_tokens": 12, "temperature": 1.2} | more, [], 0
     for seed in range(3):
         engine = Cached(**slots)
@@ -401,9 +505,9 @@ def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, mor
         prompts, seeds = zip(*(day.asked[at] for at in day.found), strict=True)
         expected = reference(policy, prompts, seeds, **params)
         assert len(expected) > 20 and equal(list(day.found.values()), expected)
-        assert [g.forced for g in day.found.values()] == [g.forced for g in expected] and ("max_thinking_tokens" in params) == any(
-            g.forced for g in expected
-        )
+        assert [g.forced for g in day.found.values()] == [g.forced for g in expected] and (
+            "max_thinking_tokens" in params
+        ) == any(g.forced for g in expected)
         capacities.append(len(day.capacities))
         given_up += day.given_up
     assert given_up > 0 and (max(capacities) > 1 or "max_cached_tokens" in slots)
@@ -428,7 +532,15 @@ def test_a_key_may_come_back_after_its_release(small, reference):
 class Recorder(TorchDispatchMode):
     """What a CUDA graph is, on a CPU: a fixed list of operations over fixed memory, in which nothing asks the host."""
 
-    LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "lift_fresh", "equal.default")
+    LOOKS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "is_nonzero",
+        "lift_fresh",
+        "equal.default",
+    )
 
     def __init__(self):
         super().__init__()
@@ -447,8 +559,13 @@ class Recorder(TorchDispatchMode):
         """Every operation on the memory that it had, its results into the memory that they had; views are views still."""
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
-            for old, new in zip(*((x if isinstance(x, (tuple, list)) else (x,)) for x in (out, again)), strict=True):
-                if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+            for old, new in zip(
+                *((x if isinstance(x, (tuple, list)) else (x,)) for x in (out, again)), strict=True
+            ):
+                if (
+                    isinstance(old, torch.Tensor)
+                    and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr()
+                ):
                     old.copy_(new)
 
 
@@ -477,7 +594,11 @@ def recording(monkeypatch):
 
     def init(self, *args, **kwargs):
         make(self, *args, **kwargs)
-        budget = () if self.budget is None else (self.budget.inside, self.budget.used, self.budget.written)
+        budget = (
+            ()
+            if self.budget is None
+            else (self.budget.inside, self.budget.used, self.budget.written)
+        )
         buffers[:] = [*(getattr(self, name) for name in STATE), *budget]
 
     monkeypatch.setattr(Sampler, "__init__", init)
@@ -488,9 +609,13 @@ def recording(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings", cases([{}, {"max_thinking_tokens": 3}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 100}], 1), ids=str
+    "settings",
+    cases([{}, {"max_thinking_tokens": 3}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 100}], 1),
+    ids=str,
 )
-def test_a_captured_step_gives_the_same_replies(tiny, contexts, complete, reference, recording, settings):
+def test_a_captured_step_gives_the_same_replies(
+    tiny, contexts, complete, reference, recording, settings
+):
     """The step asks nothing of the host and depends on buffers alone: recorded and replayed, it draws what the reference draws."""
     settings = {"max_new_tokens": 16, "temperature": 1.3} | settings
     expected = reference(tiny, contexts, SEEDS, **settings)
@@ -502,7 +627,10 @@ def test_a_captured_step_gives_the_same_replies(tiny, contexts, complete, refere
 @pytest.mark.slow
 def test_captured_steps_over_many_turns_in_a_cache_that_moves(tiny, contexts, complete, recording):
     """Graphs of the memory before are not replayed into the one after."""
-    found = [turns(complete, engine, tiny, contexts[:5], True) for engine in (Cached(max_cached_tokens=700), Transformers())]
+    found = [
+        turns(complete, engine, tiny, contexts[:5], True)
+        for engine in (Cached(max_cached_tokens=700), Transformers())
+    ]
     assert equal(*found) and recording["replayed"] > recording["captured"] > 2
 
 
@@ -512,7 +640,11 @@ def test_weights_that_change_between_loads_are_seen(tiny, contexts, complete, re
 
     policy = tiny._replace(model=deepcopy(tiny.model))
     engine, replies = Cached(), []
-    for change in (lambda w: None, lambda w: w.data.mul_(1.5), lambda w: setattr(w, "data", w.data * 0.5)):
+    for change in (
+        lambda w: None,
+        lambda w: w.data.mul_(1.5),
+        lambda w: setattr(w, "data", w.data * 0.5),
+    ):
         for weight in policy.model.model.layers[1].mlp.parameters():
             change(weight)
         replies.append(complete(engine, policy, contexts[:4], SEEDS[:4], max_new_tokens=12))
@@ -521,7 +653,9 @@ def test_weights_that_change_between_loads_are_seen(tiny, contexts, complete, re
 
 
 @pytest.mark.parametrize("when", ["capture", "first step"])
-def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, contexts, complete, reference, recording, monkeypatch, when):
+def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(
+    tiny, contexts, complete, reference, recording, monkeypatch, when
+):
     """Found by the capture, or by the step before it, which breaks off in the model and is done again."""
     failures, watched = [], []
 
@@ -543,17 +677,28 @@ def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(tiny, cont
     else:
         attention = Scheduler.attention
         monkeypatch.setattr(graphs, "host_looks_refused", watch)
-        monkeypatch.setattr(Scheduler, "attention", lambda self, *given: fail() if watched else attention(self, *given))
-    with pytest.warns(UserWarning, match="Qwen3ForCausalLM cannot be captured.*cuda_graphs=false .*capturing$") as caught:
+        monkeypatch.setattr(
+            Scheduler,
+            "attention",
+            lambda self, *given: fail() if watched else attention(self, *given),
+        )
+    with pytest.warns(
+        UserWarning, match="Qwen3ForCausalLM cannot be captured.*cuda_graphs=false .*capturing$"
+    ) as caught:
         found = complete(Cached(), tiny, contexts, SEEDS, max_new_tokens=8)
     assert equal(found, expected) and len(caught) == len(failures) == 1
-    assert equal(complete(Cached(), tiny, contexts, SEEDS, max_new_tokens=8), expected) and len(failures) == 1  # the next call does not try
+    assert (
+        equal(complete(Cached(), tiny, contexts, SEEDS, max_new_tokens=8), expected)
+        and len(failures) == 1
+    )  # the next call does not try
 
 
 def test_shapes_are_few_and_never_too_small():
     """Two sets of numbers, of training and evaluation, stay within the bound up to 64 rooms, which are 512 slots."""
     shapes = [bucket(n) for n in range(1, 257)]
-    assert all(n <= shape <= 1.5 * n for n, shape in enumerate(shapes, 1)) and shapes == sorted(shapes)
+    assert all(n <= shape <= 1.5 * n for n, shape in enumerate(shapes, 1)) and shapes == sorted(
+        shapes
+    )
     assert 2 * len(set(shapes[:64])) <= graphs.MOST_SHAPES
 
 
@@ -564,7 +709,9 @@ def test_beyond_the_bound_a_larger_graph_is_replayed(tiny, recording, monkeypatc
     own = graphs.Graphs(tiny.model, torch.device("cpu"))
     for slots in (8, 8, 8, 4, 16):
         own("settings", slots, lambda slots=slots: ran.append(slots))
-    assert own.captured == recording["captured"] == 1 and recording["replayed"] == 3  # for 8, 8 and 4
+    assert (
+        own.captured == recording["captured"] == 1 and recording["replayed"] == 3
+    )  # for 8, 8 and 4
     assert ran == [8, 8, 16]  # kernel by kernel, in the capture, and what no graph covers
 
 
@@ -577,8 +724,12 @@ def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, 
     for temperature in (1.3, 1.2, 1.0, 1.3):
         for weight in policy.model.model.layers[1].mlp.parameters():
             weight.data.mul_(1.1)
-        found = complete(engine, policy, contexts, SEEDS, max_new_tokens=16, temperature=temperature)
-        assert equal(found, reference(policy, contexts, SEEDS, max_new_tokens=16, temperature=temperature))
+        found = complete(
+            engine, policy, contexts, SEEDS, max_new_tokens=16, temperature=temperature
+        )
+        assert equal(
+            found, reference(policy, contexts, SEEDS, max_new_tokens=16, temperature=temperature)
+        )
         counts.append(engine.captured_shapes)
         places.append([tensor.data_ptr() for tensor in engine.decoder.cache.keys])
     assert counts[0] == counts[1] > 0 and counts[2] == counts[3] and places[0] == places[3]
@@ -587,7 +738,9 @@ def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, 
 def test_calls_of_two_kinds_in_turn_share_one_cache(tiny, contexts, complete, monkeypatch):
     """Many short episodes and few long ones, as training and evaluation: the second call of each kind allocates nothing."""
     made, make = [], Slots.__init__
-    monkeypatch.setattr(Slots, "__init__", lambda self, *given: (made.append(given), make(self, *given))[1])
+    monkeypatch.setattr(
+        Slots, "__init__", lambda self, *given: (made.append(given), make(self, *given))[1]
+    )
     engine = Cached()
     for prompts in (contexts[:6], [contexts[0] * 6]) * 3:
         complete(engine, tiny, prompts, SEEDS[: len(prompts)], max_new_tokens=2)
@@ -611,13 +764,29 @@ def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, complete, e
         vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
         max_position_embeddings=16, initializer_range=0.2,
     )  # fmt: skip
-    policy = tiny._replace(model=Qwen3ForCausalLM(config).eval(), eos_token_ids=(99,), pad_token_id=0, context_length=16)
+    policy = tiny._replace(
+        model=Qwen3ForCausalLM(config).eval(),
+        eos_token_ids=(99,),
+        pad_token_id=0,
+        context_length=16,
+    )
     n, context = 4000, (1, 4, 2)
     seeds = [mix(11, i) for i in range(n)]
-    replies = complete(engine(max_rows=n), policy, [context] * n, seeds, max_new_tokens=2, temperature=temperature)
+    replies = complete(
+        engine(max_rows=n), policy, [context] * n, seeds, max_new_tokens=2, temperature=temperature
+    )
     with torch.no_grad():
-        logits = policy.model(torch.tensor([[*context, first] for first in range(6)])).logits[:, -2:] / temperature
-    expected = (logits[0, 0].log_softmax(-1)[:, None] + logits[:, 1].log_softmax(-1)).exp().flatten() * n
-    observed = torch.bincount(torch.tensor([6 * g.token_ids[0] + g.token_ids[1] for g in replies]), minlength=36)
-    assert expected.min() > 5 and expected.max() > 1.5 * expected.median()  # else the statistic means nothing
+        logits = (
+            policy.model(torch.tensor([[*context, first] for first in range(6)])).logits[:, -2:]
+            / temperature
+        )
+    expected = (
+        logits[0, 0].log_softmax(-1)[:, None] + logits[:, 1].log_softmax(-1)
+    ).exp().flatten() * n
+    observed = torch.bincount(
+        torch.tensor([6 * g.token_ids[0] + g.token_ids[1] for g in replies]), minlength=36
+    )
+    assert (
+        expected.min() > 5 and expected.max() > 1.5 * expected.median()
+    )  # else the statistic means nothing
     assert float(((observed - expected) ** 2 / expected).sum()) < 75.0

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from laws import each
 from rlkit.engines import Cached
@@ -19,7 +26,9 @@ SIZES = {
 VARIANTS = {
     "as it is": {},
     "a key head for each": {"num_key_value_heads": 4},
-    "a base of its own": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+    "a base of its own": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    },
 }
 
 
@@ -27,7 +36,9 @@ def model_of(family, **changes):
     """Random weights, norms and biases too, so that each of them matters."""
     torch.manual_seed(0)
     size = {"num_key_value_heads": 2, "head_dim": 8} | SIZES | changes
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size), attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **size), attn_implementation="sdpa"
+    ).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
@@ -36,7 +47,9 @@ def model_of(family, **changes):
 
 def adapted(model):
     """With an adapter that changes what the model says."""
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
     model = get_peft_model(model, config)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -45,8 +58,13 @@ def adapted(model):
 
 
 @each("adapter", [False, True], ids=["plain", "adapter"])
-@each(("family", "variant"), [*((family, "as it is") for family in FORWARDS), *(("qwen3", v) for v in [*VARIANTS][1:])])
-def test_a_step_draws_what_the_reference_engine_draws(tiny, complete, reference, family, variant, adapter):
+@each(
+    ("family", "variant"),
+    [*((family, "as it is") for family in FORWARDS), *(("qwen3", v) for v in [*VARIANTS][1:])],
+)
+def test_a_step_draws_what_the_reference_engine_draws(
+    tiny, complete, reference, family, variant, adapter
+):
     model = model_of(family, **VARIANTS[variant])
     model = adapted(model) if adapter else model
     policy = tiny._replace(model=model, eos_token_ids=(63,), pad_token_id=62, context_length=64)
@@ -57,12 +75,16 @@ def test_a_step_draws_what_the_reference_engine_draws(tiny, complete, reference,
     assert [g.token_ids for g in ours] == [g.token_ids for g in theirs]
     assert sum(len(g.token_ids) for g in ours) > 40
     for a, b in zip(ours, theirs, strict=True):  # float32, sums in another order
-        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-4
+        )
 
 
 def test_a_step_is_left_to_layers_that_are_not_known(tiny):
     assert forward_of(tiny.model.base_model)
-    assert not forward_of(GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8)).base_model)
+    assert not forward_of(
+        GemmaForCausalLM(GemmaConfig(**SIZES, num_key_value_heads=2, head_dim=8)).base_model
+    )
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
     assert forward_of(model.base_model)
 

@@ -23,7 +23,9 @@ from rlkit.models import compiled
 from rlkit.models.head import trunk_and_head
 from rlkit.types import SamplingParams
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
+)
 
 WORDS = 101  # neither a multiple of a tile nor a square: the last block of the draw is short
 
@@ -36,7 +38,10 @@ def policy_of(tiny, family="qwen3", **changes):
         head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, sliding_window=None, initializer_range=0.1, **changes,
     )  # fmt: skip
     if family == "qwen2":
-        config.num_attention_heads, config.num_key_value_heads = 3, 1  # its head size is hidden size / heads
+        config.num_attention_heads, config.num_key_value_heads = (
+            3,
+            1,
+        )  # its head size is hidden size / heads
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
@@ -47,26 +52,45 @@ def policy_of(tiny, family="qwen3", **changes):
 def contexts(number: int, seed: int) -> list[tuple[int, ...]]:
     """Of 1 to 70 tokens; some are the same."""
     rng = random.Random(seed)
-    found = [tuple(rng.randrange(WORDS) for _ in range(rng.randrange(1, 70))) for _ in range(number)]
+    found = [
+        tuple(rng.randrange(WORDS) for _ in range(rng.randrange(1, 70))) for _ in range(number)
+    ]
     return [found[i // 2] for i in range(number)]
 
 
 def sampled(complete, policy, asked, prompts, **params):
     engine = Cached(kernel=asked, max_rows=15)
-    found = complete(engine, policy, prompts, [mix(4, i) for i in range(len(prompts))], max_new_tokens=30, **params)
+    found = complete(
+        engine,
+        policy,
+        prompts,
+        [mix(4, i) for i in range(len(prompts))],
+        max_new_tokens=30,
+        **params,
+    )
     assert engine.decodes == asked
     return found
 
 
-@each(("family", "temperature"), [*((family, 1.0) for family in FORWARDS), ("llama", 0.0), ("qwen3", 0.6), ("qwen3", 1.7)])
+@each(
+    ("family", "temperature"),
+    [*((family, 1.0) for family in FORWARDS), ("llama", 0.0), ("qwen3", 0.6), ("qwen3", 1.7)],
+)
 def test_a_compiled_step_draws_what_calls_of_torch_draw(tiny, complete, family, temperature):
     """40 contexts in 15 slots, more than a block of rows, left and taken again at any time; replies end by token and by length."""
     policy = policy_of(tiny, family)
-    fused, eager = (sampled(complete, policy, asked, contexts(40, 1), temperature=temperature) for asked in ("fused", "eager"))
-    assert [(g.token_ids, g.finish_reason) for g in fused] == [(g.token_ids, g.finish_reason) for g in eager]
+    fused, eager = (
+        sampled(complete, policy, asked, contexts(40, 1), temperature=temperature)
+        for asked in ("fused", "eager")
+    )
+    assert [(g.token_ids, g.finish_reason) for g in fused] == [
+        (g.token_ids, g.finish_reason) for g in eager
+    ]
     assert len({g.finish_reason for g in eager}) == 2 and len({g.token_ids for g in eager}) > 8
     for a, b in zip(fused, eager, strict=True):
-        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-5
+        )
 
 
 @contextmanager
@@ -87,9 +111,17 @@ def decoder_in_the_middle(policy, asked):
 def state(decoder):
     """All of a step's state but what no one reads: the token of slots that do not draw, and what they write behind their completion."""
     sampler, rows = decoder.sampler, [i for i in range(11) if i != 3]
-    tensors = [getattr(sampler, name) for name in ("position", "count", "limit", "seed", "draws", "ended")]
+    tensors = [
+        getattr(sampler, name) for name in ("position", "count", "limit", "seed", "draws", "ended")
+    ]
     tensors += [sampler.last[sampler.draws], sampler.tokens[rows, :-1], sampler.logprobs[rows, :-1]]
-    return [tensor.clone() for tensor in (*tensors, *(store[rows] for store in (*decoder.cache.keys, *decoder.cache.values)))]
+    return [
+        tensor.clone()
+        for tensor in (
+            *tensors,
+            *(store[rows] for store in (*decoder.cache.keys, *decoder.cache.values)),
+        )
+    ]
 
 
 def test_one_step_leaves_the_state_that_calls_of_torch_leave(tiny):
@@ -100,7 +132,9 @@ def test_one_step_leaves_the_state_that_calls_of_torch_leave(tiny):
             seen = int(decoder.sampler.position.min())  # up to there every slot has written
     assert seen > 3 and found[0][4].sum() < 9  # some draw no more
     for ours, theirs in zip(*found, strict=True):
-        ours, theirs = (tensor[:, :, :seen] if tensor.dim() == 4 else tensor for tensor in (ours, theirs))
+        ours, theirs = (
+            tensor[:, :, :seen] if tensor.dim() == 4 else tensor for tensor in (ours, theirs)
+        )
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
@@ -130,7 +164,8 @@ def test_weights_that_change_in_place_are_packed_again(tiny, complete):
     for _ in range(2):
         replies.append(complete(engine, policy, prompts, range(6), max_new_tokens=12))
         assert [g.token_ids for g in replies[-1]] == [
-            g.token_ids for g in complete(Cached(kernel="eager"), policy, prompts, range(6), max_new_tokens=12)
+            g.token_ids
+            for g in complete(Cached(kernel="eager"), policy, prompts, range(6), max_new_tokens=12)
         ]
         for weight in policy.model.parameters():
             weight.data.mul_(0.9)
@@ -145,8 +180,15 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(tiny, complete):
     half = half.bfloat16()
     hooked.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
     wide.lm_head = torch.nn.Linear(96, WORDS, bias=True)
-    adapted = get_peft_model(adapted, LoraConfig(r=2, target_modules=["down_proj"], task_type="CAUSAL_LM")).get_base_model()
-    for model, words in ((half, "float32"), (hooked, "hooks"), (wide, "bias"), (adapted, "adapters")):
+    adapted = get_peft_model(
+        adapted, LoraConfig(r=2, target_modules=["down_proj"], task_type="CAUSAL_LM")
+    ).get_base_model()
+    for model, words in (
+        (half, "float32"),
+        (hooked, "hooks"),
+        (wide, "bias"),
+        (adapted, "adapters"),
+    ):
         trunk, head = trunk_and_head(model)
         forward = forward_of(trunk)
         made, reason = kernel.kernel_of("auto", forward, head)
@@ -159,7 +201,10 @@ def test_a_cut_distribution_and_a_thinking_budget_are_drawn_by_torch(tiny, compl
     """Between steps of one engine that are compiled."""
     prompts, engines = contexts(5, 6), [Cached(kernel=asked) for asked in ("fused", "eager")]
     for params in ({}, {"top_k": 5}, {"max_thinking_tokens": 2}, {}):
-        fused, eager = (complete(engine, tiny, prompts, range(5), max_new_tokens=10, **params) for engine in engines)
+        fused, eager = (
+            complete(engine, tiny, prompts, range(5), max_new_tokens=10, **params)
+            for engine in engines
+        )
         assert [g.token_ids for g in fused] == [g.token_ids for g in eager]
 
 
@@ -178,7 +223,9 @@ def test_nothing_needs_a_compiler(tiny, monkeypatch, tmp_path):
         assert made is None and "no C compiler" in reason
         with pytest.raises(EngineError, match="no C compiler"):
             kernel.kernel_of("fused", forward_of(trunk), head)
-        assert "were fused and are eager" in Cached().go_on_with("fused") and not Cached().go_on_with("eager")
+        assert "were fused and are eager" in Cached().go_on_with(
+            "fused"
+        ) and not Cached().go_on_with("eager")
     finally:
         kernel.compiled.cache_clear()
 

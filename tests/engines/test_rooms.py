@@ -49,7 +49,32 @@ PROMPTS = [
     121,
     139,
 ]
-REPLIES = [127, 143, 152, 164, 171, 180, 189, 202, 208, 217, 223, 233, 239, 248, 261, 270, 279, 289, 301, 313, 326, 338, 348, 363]
+REPLIES = [
+    127,
+    143,
+    152,
+    164,
+    171,
+    180,
+    189,
+    202,
+    208,
+    217,
+    223,
+    233,
+    239,
+    248,
+    261,
+    270,
+    279,
+    289,
+    301,
+    313,
+    326,
+    338,
+    348,
+    363,
+]
 REPLIES += [376, 391, 416, 435, 459, 500, 559, 655]
 
 
@@ -67,13 +92,21 @@ def dry(monkeypatch):
         ended = draws & (count >= self.limit[at])
         if begun:
             self.position[at] += draws
-        self.count[at], self.draws[at], self.ended[at] = count, draws & ~ended, self.ended[at] | ended
+        self.count[at], self.draws[at], self.ended[at] = (
+            count,
+            draws & ~ended,
+            self.ended[at] | ended,
+        )
 
     own = Sampler.begin
     monkeypatch.setattr(Sampler, "begin", begin)
     monkeypatch.setattr(Sampler, "draw", draw)
     monkeypatch.setattr(Scheduler, "pass_through", lambda self, slots: torch.zeros(len(slots), 1))
-    monkeypatch.setattr(Scheduler, "decode", lambda self, slots, length: self.sampler.draw(torch.arange(slots), None, begun=True))
+    monkeypatch.setattr(
+        Scheduler,
+        "decode",
+        lambda self, slots, length: self.sampler.draw(torch.arange(slots), None, begun=True),
+    )
     monkeypatch.setattr("rlkit.engines.cached.scheduler.can_capture", lambda device: True)
 
 
@@ -88,14 +121,20 @@ def test_most_of_the_reserved_cache_is_in_use(tiny, dry):
     asked = {}
     for key in range(320):
         asked[key] = rng.choice(REPLIES)
-        decoder.submit(key, (1,) * PROMPTS[key // 8 % 32], asked[key], SamplingParams(max_new_tokens=1024))
+        decoder.submit(
+            key, (1,) * PROMPTS[key // 8 % 32], asked[key], SamplingParams(max_new_tokens=1024)
+        )
     found, used, there, drawn = {}, 0, 0, 0
     while not decoder.idle:
         for key, reply in decoder.advance():
             found[key] = len(reply.token_ids)
             decoder.release(key)
         if decoder.queue:
-            used += int(decoder.sampler.position[[slot for slot, row in enumerate(decoder.rows) if row.active]].sum())
+            used += int(
+                decoder.sampler.position[
+                    [slot for slot, row in enumerate(decoder.rows) if row.active]
+                ].sum()
+            )
             there += decoder.cache.slots // SHARE * (decoder.cache.capacity + BLOCK)
         drawn += int(decoder.sampler.draws.sum()) * decoder.check_every
     assert found == asked and isinstance(decoder.cache, Rooms)

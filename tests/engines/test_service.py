@@ -134,7 +134,9 @@ def test_an_answer_from_outside_joins_so_many_rounds_after_its_reply(weather, ro
             for key in keys:
                 joined.setdefault(key, []).append(at)
         for key, ats in joined.items():
-            assert [b - a for a, b in itertools.pairwise(ats)] == [uneven(key, turn) + rounds for turn in (1, 2, 3)]
+            assert [b - a for a, b in itertools.pairwise(ats)] == [
+                uneven(key, turn) + rounds for turn in (1, 2, 3)
+            ]
     assert all(seen == found[0] for seen in found) and len({at for at, _ in found[0][1]}) > 3
 
 
@@ -143,21 +145,39 @@ def test_the_decoder_waits_for_a_late_answer():
     decoder, stood = Recorder(lambda key, turn: 20 if key == 0 else 1), []
 
     async def pause(key, turn):
-        while not stood or stood[-1] != decoder.rounds:  # until the decoder stands still for a hundred turns of the loop
+        while (
+            not stood or stood[-1] != decoder.rounds
+        ):  # until the decoder stands still for a hundred turns of the loop
             stood.append(decoder.rounds)
             for _ in range(100):
                 await asyncio.sleep(0)
 
     service = Played(decoder)
-    play(service, [0, 1], 2, lambda key, turn: pause(key, turn) if (key, turn) == (1, 1) else at_once(key, turn), rounds=4)
-    assert decoder.seen == [(0, (0, 1)), (5, (1,)), (20, (0,))] and stood[-1] == 5 and service.late_s > 0
+    play(
+        service,
+        [0, 1],
+        2,
+        lambda key, turn: pause(key, turn) if (key, turn) == (1, 1) else at_once(key, turn),
+        rounds=4,
+    )
+    assert (
+        decoder.seen == [(0, (0, 1)), (5, (1,)), (20, (0,))]
+        and stood[-1] == 5
+        and service.late_s > 0
+    )
 
 
 def test_where_nothing_decodes_the_counter_jumps():
     """No round is decoded for the sake of the counter."""
     decoder, decoded = Recorder(lambda key, turn: 2), []
     decoder.before = decoded.append
-    play(Played(decoder), [0], 2, lambda key, turn: asyncio.sleep(0) if turn == 1 else at_once(key, turn), rounds=100)
+    play(
+        Played(decoder),
+        [0],
+        2,
+        lambda key, turn: asyncio.sleep(0) if turn == 1 else at_once(key, turn),
+        rounds=100,
+    )
     assert decoded == [0, 1, 102, 103]
 
 
@@ -166,7 +186,10 @@ def test_a_barrier_gives_what_answers_at_once_give(weather, seed):
     quiet, windy = Recorder(uneven), Recorder(uneven)
     play(Played(quiet), range(6), 4)
     play(Played(windy), range(6), 4, weather(seed).pause, rule="barrier")
-    assert (windy.seen, sorted(windy.freed)) == (quiet.seen, sorted(quiet.freed)) and windy.rounds == quiet.rounds
+    assert (windy.seen, sorted(windy.freed)) == (
+        quiet.seen,
+        sorted(quiet.freed),
+    ) and windy.rounds == quiet.rounds
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -191,7 +214,16 @@ def test_there_is_no_completion_before_weights_are_loaded():
         run(Cached().generate(0, [1], 0, SamplingParams()))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"top_p": 0.0}, {"top_k": -1}, {"admission_rounds": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"max_new_tokens": 0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"admission_rounds": 0},
+    ],
+)
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match="{}={}: must be".format(*next(iter(wrong.items())))):
         run(Cached().generate(0, [1], 0, SamplingParams(**wrong)))
@@ -219,13 +251,18 @@ def test_completions_with_other_numbers_wait_for_each_other():
     async def main():
         await service.load(None, 0)
         params = [SamplingParams(temperature=t) for t in (1.0, 0.5)]
-        asked = [asyncio.create_task(service.generate(key, (1,), 0, params[key % 2])) for key in range(8)]
+        asked = [
+            asyncio.create_task(service.generate(key, (1,), 0, params[key % 2])) for key in range(8)
+        ]
         await asyncio.wait(asked)
         for key in range(8):
             service.release(key)
 
     run(main())
-    assert all(len(params) == 1 for params in decoder.together) and len(set.union(*decoder.together)) == 2
+    assert (
+        all(len(params) == 1 for params in decoder.together)
+        and len(set.union(*decoder.together)) == 2
+    )
 
 
 def test_a_key_that_is_released_while_it_decodes_or_waits_is_forgotten():
@@ -265,23 +302,38 @@ def test_one_episode_of_many_is_cancelled():
         tasks = [asyncio.create_task(episode(key)) for key in range(5)]
         decoder.before = lambda at: tasks[3].cancel() if at == 4 else None
         found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(found[3], asyncio.CancelledError) and all(len(own) == 3 for i, own in enumerate(found) if i != 3)
+        assert isinstance(found[3], asyncio.CancelledError) and all(
+            len(own) == 3 for i, own in enumerate(found) if i != 3
+        )
 
     run(main())
     assert not service.kept and not decoder.left
 
 
 def test_nothing_is_kept_of_thousands_of_keys():
-    service = Batched(lambda policy, prompts, seeds, params: [Generation((1,), (0.0,), "stop")] * len(prompts))
+    service = Batched(
+        lambda policy, prompts, seeds, params: [Generation((1,), (0.0,), "stop")] * len(prompts)
+    )
     for turns in (1, 2):
         play(service, range(3000), turns)
-    assert not [*service.waiting, *service.running, *service.due, *service.answered, *service.decoder.waiting]
+    assert not [
+        *service.waiting,
+        *service.running,
+        *service.due,
+        *service.answered,
+        *service.decoder.waiting,
+    ]
     assert service.driver is None or service.driver.done()
 
 
 # ------------------------------------------------------------------------------------------------------ failures
 
-ERRORS = [ValueError("no such token"), KeyboardInterrupt("by hand"), Interrupted(signal.SIGTERM), SystemExit(3)]
+ERRORS = [
+    ValueError("no such token"),
+    KeyboardInterrupt("by hand"),
+    Interrupted(signal.SIGTERM),
+    SystemExit(3),
+]
 
 
 @pytest.mark.parametrize("error", cases(ERRORS, ERRORS[:2]), ids=lambda e: type(e).__name__)
@@ -360,4 +412,6 @@ def test_a_service_lives_on_in_a_second_loop():
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(leave())
-    assert not service.kept and run(service.generate(1, (1,), 0, SamplingParams())).token_ids == (7,)
+    assert not service.kept and run(service.generate(1, (1,), 0, SamplingParams())).token_ids == (
+        7,
+    )

@@ -24,11 +24,17 @@ from rlkit.types import SamplingParams
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: tests/vllm_env.sh"),
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="vLLM is not installed: tests/vllm_env.sh"
+    ),
     pytest.mark.filterwarnings("ignore"),  # its own, of what it imports
 ]
 REFERENCE = Transformers()
-QUESTIONS = ("Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?", "Ben has 5 hats.", "Ida has 20 boxes of 9 figs.")
+QUESTIONS = (
+    "Ann has 3 pens. Ann buys 4 more. How many pens does Ann have now?",
+    "Ben has 5 hats.",
+    "Ida has 20 boxes of 9 figs.",
+)
 ROUNDING = 1e-4  # nats: two orders of summation in float32
 
 
@@ -39,7 +45,14 @@ def policy():
 
 @pytest.fixture(scope="module")
 def contexts(policy):
-    return [tuple(encode_prompt(policy.renderer, [{"role": "user", "content": q}], [tool_schema(calculator)])) for q in QUESTIONS]
+    return [
+        tuple(
+            encode_prompt(
+                policy.renderer, [{"role": "user", "content": q}], [tool_schema(calculator)]
+            )
+        )
+        for q in QUESTIONS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +72,12 @@ def move(policy, scale: float) -> None:
     with torch.no_grad():
         for name, weight in policy.model.named_parameters():
             if "lora_B" in name or (weight.requires_grad and "norm" in name):
-                weight.add_(scale * torch.randn(weight.shape, generator=torch.Generator().manual_seed(int(1000 * scale))))
+                weight.add_(
+                    scale
+                    * torch.randn(
+                        weight.shape, generator=torch.Generator().manual_seed(int(1000 * scale))
+                    )
+                )
 
 
 def sample(engine, policy, contexts, seeds, **params):
@@ -70,7 +88,9 @@ def sample(engine, policy, contexts, seeds, **params):
         given = SamplingParams(admission="free", **params)
         asked = enumerate(zip(contexts, seeds, strict=True))
         try:
-            return await asyncio.gather(*(engine.generate(key, ids, seed, given) for key, (ids, seed) in asked))
+            return await asyncio.gather(
+                *(engine.generate(key, ids, seed, given) for key, (ids, seed) in asked)
+            )
         finally:
             for key in range(len(contexts)):
                 engine.release(key)
@@ -81,10 +101,16 @@ def sample(engine, policy, contexts, seeds, **params):
 def agree(engine, policy, contexts, *, temperature: float = 0.0) -> list[tuple[int, ...]]:
     """The greedy replies are those of the reference engine, their log-probs equal up to rounding."""
     ours = sample(engine, policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
-    theirs = sample(REFERENCE, policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
-    assert [(g.token_ids, g.finish_reason) for g in ours] == [(g.token_ids, g.finish_reason) for g in theirs]
+    theirs = sample(
+        REFERENCE, policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature
+    )
+    assert [(g.token_ids, g.finish_reason) for g in ours] == [
+        (g.token_ids, g.finish_reason) for g in theirs
+    ]
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(
+            torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=ROUNDING
+        )
     return [g.token_ids for g in ours]
 
 
@@ -110,7 +136,9 @@ def test_weights_that_stay_are_not_pushed_again(policy, engine, contexts, monkey
     agree(engine, policy, contexts)
 
 
-def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperature(policy, engine, contexts):
+def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperature(
+    policy, engine, contexts
+):
     """Alone, together and in another order; their log-probs are the trainer's at that temperature."""
     settings = {"max_new_tokens": 16, "temperature": 2.0}
     together = sample(engine, policy, contexts * 2, [7, 8, 9, 10, 11, 12], **settings)
@@ -123,7 +151,9 @@ def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperatu
         ids = torch.tensor([context + reply.token_ids])
         mask = torch.arange(ids.shape[1])[None] >= len(context)
         with torch.no_grad():
-            expected = forward_logprobs(policy.model, pack(ids, mask), temperature=2.0).logprobs[mask]
+            expected = forward_logprobs(policy.model, pack(ids, mask), temperature=2.0).logprobs[
+                mask
+            ]
         torch.testing.assert_close(torch.tensor(reply.logprobs), expected, rtol=0, atol=ROUNDING)
         assert (reply.finish_reason == "stop") == (reply.token_ids[-1] in policy.eos_token_ids)
         assert len(reply.token_ids) == 16 or reply.finish_reason == "stop"
@@ -132,7 +162,14 @@ def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperatu
 def test_samples_have_the_distribution_of_the_policy(policy, engine, contexts):
     """First tokens of 2,000 replies at temperature 2: Pearson's χ² over cells of about a sixty-fourth of the probability each."""
     n, cells = 2000, 64
-    replies = sample(engine, policy, contexts[:1] * n, [mix(5, i) for i in range(n)], max_new_tokens=1, temperature=2.0)
+    replies = sample(
+        engine,
+        policy,
+        contexts[:1] * n,
+        [mix(5, i) for i in range(n)],
+        max_new_tokens=1,
+        temperature=2.0,
+    )
     with torch.no_grad():
         probabilities = (policy.model(torch.tensor([contexts[0]])).logits[0, -1] / 2.0).softmax(-1)
     order = probabilities.argsort(descending=True)
@@ -141,20 +178,34 @@ def test_samples_have_the_distribution_of_the_policy(policy, engine, contexts):
     expected = n * torch.zeros(cells).index_add_(0, cell, probabilities)
     found = torch.bincount(cell[[g.token_ids[0] for g in replies]], minlength=cells)
     full = expected > 0  # a likely token is several cells by itself
-    chi, degrees = float(((found - expected)[full] ** 2 / expected[full]).sum()), int(full.sum()) - 1
-    assert degrees >= 8 and found[~full].sum() == 0 and chi < degrees + 5 * (2 * degrees) ** 0.5  # five standard deviations
+    chi, degrees = (
+        float(((found - expected)[full] ** 2 / expected[full]).sum()),
+        int(full.sum()) - 1,
+    )
+    assert (
+        degrees >= 8 and found[~full].sum() == 0 and chi < degrees + 5 * (2 * degrees) ** 0.5
+    )  # five standard deviations
 
 
 def test_episodes_with_tools_are_exact_on_every_token(policy, engine, experiment):
     """The default task through the whole loop: turns follow at once, and the trainer agrees with every sampled token."""
     tasks = experiment.task(split="train")[:4]
     rollouts = collect(
-        policy, tasks, engine=engine, environment=experiment.environment, group_size=4, seed=5, max_new_tokens=48, temperature=1.0
+        policy,
+        tasks,
+        engine=engine,
+        environment=experiment.environment,
+        group_size=4,
+        seed=5,
+        max_new_tokens=48,
+        temperature=1.0,
     )
     assert max(len(r.steps) for r in rollouts) > 1
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id)
     with torch.no_grad():
-        logprobs = forward_logprobs(policy.model, pack(batch.ids, batch.response_mask), temperature=1.0).logprobs
+        logprobs = forward_logprobs(
+            policy.model, pack(batch.ids, batch.response_mask), temperature=1.0
+        ).logprobs
     assert float((logprobs - batch.logprobs_sampler)[batch.response_mask].abs().max()) < ROUNDING
 
 
@@ -174,7 +225,15 @@ def test_an_adapter_goes_alone_or_merged(contexts, merge):
 def test_servers_get_adapters_and_weights_and_are_missed(contexts, capfd):
     """Two, started by rlkit; further engines speak to them as to foreign ones. One is killed in the middle, then the other."""
     adapted = adapter()
-    started = [VLLM(addresses=["start"], max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28}) for _ in range(2)]
+    started = [
+        VLLM(
+            addresses=["start"],
+            max_rows=16,
+            restart_wait=600.0,
+            arguments={"kv_cache_memory_bytes": 1 << 28},
+        )
+        for _ in range(2)
+    ]
     seen = []
     for engine, scale in zip((*started, started[0]), (0.05, 0.08, 0.06), strict=True):
         move(adapted, scale)
@@ -203,7 +262,12 @@ def test_servers_get_adapters_and_weights_and_are_missed(contexts, capfd):
 
 def test_a_served_teacher_names_the_tokens_that_the_model_itself_names(policy, contexts):
     """Log-probs of a row's tokens and of the three likeliest at each, and the check of the vocabulary, by a server that rlkit starts."""
-    engine = VLLM(addresses=["start"], max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28})
+    engine = VLLM(
+        addresses=["start"],
+        max_rows=16,
+        restart_wait=600.0,
+        arguments={"kv_cache_memory_bytes": 1 << 28},
+    )
     agree(engine, policy, contexts)
     served = ServedTeacher([engine.backend.servers[0].url])
     served.check("tiny")
@@ -213,16 +277,25 @@ def test_a_served_teacher_names_the_tokens_that_the_model_itself_names(policy, c
     named = read[:, :4].long()
     with torch.no_grad():
         wanted = policy.model(ids).logits[:, 4:-1].log_softmax(-1).flatten(0, 1)
-    torch.testing.assert_close(logits(read).gather(1, named), wanted.gather(1, named), rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(
+        logits(read).gather(1, named), wanted.gather(1, named), rtol=0, atol=ROUNDING
+    )
     assert torch.equal(named[:, 0], ids[mask]) and all(
         set(a) >= set(b) for a, b in zip(named.tolist(), wanted.topk(3)[1].tolist(), strict=True)
     )
     engine.backend.close()
 
 
-def test_a_run_with_a_served_teacher_learns_what_one_with_the_same_teacher_in_process_learns(policy, contexts, tmp_path):
+def test_a_run_with_a_served_teacher_learns_what_one_with_the_same_teacher_in_process_learns(
+    policy, contexts, tmp_path
+):
     """Two whole commands of two steps; the policy is another model than the teacher, so that there is something to learn."""
-    engine = VLLM(addresses=["start"], max_rows=16, restart_wait=600.0, arguments={"kv_cache_memory_bytes": 1 << 28})
+    engine = VLLM(
+        addresses=["start"],
+        max_rows=16,
+        restart_wait=600.0,
+        arguments={"kv_cache_memory_bytes": 1 << 28},
+    )
     agree(engine, policy, contexts)  # the server is up
     pupil = load_policy(path="tiny")
     torch.manual_seed(1)
@@ -232,22 +305,51 @@ def test_a_run_with_a_served_teacher_learns_what_one_with_the_same_teacher_in_pr
     pupil.model.save_pretrained(tmp_path / "pupil")
     pupil.renderer.tokenizer.save_pretrained(tmp_path / "pupil")
     losses = []
-    for own in (["teacher=path", "teacher.path=tiny"], ["teacher=vllm", f"teacher.addresses=[{engine.backend.servers[0].url}]"]):
-        words = ["algorithm=opd", "debug=fast", f"model.path={tmp_path / 'pupil'}", f"hydra.run.dir={tmp_path / own[0]}", *own]
-        done = subprocess.run([sys.executable, "-m", "rlkit", "train", *words], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    for own in (
+        ["teacher=path", "teacher.path=tiny"],
+        ["teacher=vllm", f"teacher.addresses=[{engine.backend.servers[0].url}]"],
+    ):
+        words = [
+            "algorithm=opd",
+            "debug=fast",
+            f"model.path={tmp_path / 'pupil'}",
+            f"hydra.run.dir={tmp_path / own[0]}",
+            *own,
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "rlkit", "train", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         rows = map(json.loads, (tmp_path / own[0] / "metrics.jsonl").read_text().splitlines())
         losses.append([row["streams/teacher"] for row in rows if "streams/teacher" in row])
     engine.backend.close()
     assert len(losses[0]) == len(losses[1]) == 2 and min(map(abs, losses[0])) > 10 * ROUNDING
-    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=10 * ROUNDING)
+    torch.testing.assert_close(
+        torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=10 * ROUNDING
+    )
 
 
 def test_a_training_run_learns_nothing_wrong(tmp_path):
     """The whole command: start-up equality, steps, evaluation; the gap between sampler and trainer is rounding, and logged."""
-    command = [sys.executable, "-m", "rlkit", "train", "debug=fast", "generation=vllm", "algorithm/correction=token_truncate"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlkit",
+        "train",
+        "debug=fast",
+        "generation=vllm",
+        "algorithm/correction=token_truncate",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     (metrics,) = tmp_path.glob("outputs/*/*/metrics.jsonl")
-    rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if "mismatch/logp_abs_max" in row]
+    rows = [
+        row
+        for row in map(json.loads, metrics.read_text().splitlines())
+        if "mismatch/logp_abs_max" in row
+    ]
     assert rows and all(row["mismatch/logp_abs_max"] < ROUNDING for row in rows)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from rlkit.environments import by_task, calculator, environment_of, hermes, none, single_turn, tool_use, xml
+from rlkit.environments import (
+    by_task,
+    calculator,
+    environment_of,
+    hermes,
+    none,
+    single_turn,
+    tool_use,
+    xml,
+)
 from rlkit.episodes.episode import opening
 from rlkit.errors import ConfigError
 from rlkit.system.loops import run
@@ -35,11 +44,16 @@ def test_tool_use_hands_its_tools_to_a_parser_that_asks_and_its_limits_to_every_
     assert run(environment.execute(call, TOOLS)).content.startswith("100\n[cut")
 
 
-@pytest.mark.parametrize("environment", [single_turn(system_prompt="S"), tool_use(tools=TOOLS, system_prompt="S")])
+@pytest.mark.parametrize(
+    "environment", [single_turn(system_prompt="S"), tool_use(tools=TOOLS, system_prompt="S")]
+)
 def test_a_system_prompt_stands_in_front_and_a_rows_own_is_kept(environment):
     assert environment.first_prompt(TASK) == ({"role": "system", "content": "S"}, *TASK.messages)
     own = TASK._replace(messages=({"role": "system", "content": "own"}, *TASK.messages))
-    assert environment.first_prompt(own) == ({"role": "system", "content": "S\n\nown"}, *TASK.messages)
+    assert environment.first_prompt(own) == (
+        {"role": "system", "content": "S\n\nown"},
+        *TASK.messages,
+    )
     assert own.messages[0]["content"] == "own"
 
 

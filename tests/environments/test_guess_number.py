@@ -19,7 +19,13 @@ def engine(policy, say):
     """An engine without a model: `say` gives the reply to the text of a context."""
 
     def complete(_, prompts, seeds, params):
-        replies = [(*encode_text(policy.renderer, say(decode(policy.renderer, ids))), policy.eos_token_ids[0]) for ids in prompts]
+        replies = [
+            (
+                *encode_text(policy.renderer, say(decode(policy.renderer, ids))),
+                policy.eos_token_ids[0],
+            )
+            for ids in prompts
+        ]
         return [Generation(tuple(ids), (0.0,) * len(ids), "stop") for ids in replies]
 
     return Batched(complete)
@@ -42,21 +48,31 @@ def test_a_player_that_halves_finds_every_number_in_seven_guesses(tiny, number):
         return str(guesses[-1])
 
     (rollout,) = collect(tiny, [game(number)], engine=engine(tiny, say), environment=guess_number())
-    assert guesses[-1] == number and len(guesses) == len(rollout.steps) <= 7 and rollout.status == "terminated"
+    assert (
+        guesses[-1] == number
+        and len(guesses) == len(rollout.steps) <= 7
+        and rollout.status == "terminated"
+    )
     assert few_turns(rollout) == pytest.approx(1 - (len(guesses) - 1) / 50)
-    assert len(assemble([rollout._replace(reward=1.0)], pad_token_id=0).ids) == 1  # append-only: one training sequence
+    assert (
+        len(assemble([rollout._replace(reward=1.0)], pad_token_id=0).ids) == 1
+    )  # append-only: one training sequence
     said = [m["content"] for m in rollout.conversation if m["role"] == "user"][1:]
     assert said == ["higher" if g < number else "lower" for g in guesses[:-1]]
 
 
 def test_a_game_without_the_right_guess_is_truncated_and_worth_nothing(tiny):
-    (rollout,) = collect(tiny, [game(7)], engine=engine(tiny, lambda _: "9"), environment=guess_number(max_turns=5))
+    (rollout,) = collect(
+        tiny, [game(7)], engine=engine(tiny, lambda _: "9"), environment=guess_number(max_turns=5)
+    )
     assert (rollout.status, rollout.truncation, len(rollout.steps)) == ("truncated", "steps", 5)
     assert few_turns(rollout) == 0
 
 
 def test_a_reply_without_a_number_is_asked_for_one(tiny):
-    (rollout,) = collect(tiny, [game(7)], engine=engine(tiny, lambda _: "hm"), environment=guess_number(max_turns=2))
+    (rollout,) = collect(
+        tiny, [game(7)], engine=engine(tiny, lambda _: "hm"), environment=guess_number(max_turns=2)
+    )
     assert rollout.steps[1].prompt == ({"role": "user", "content": "Say a whole number."},)
 
 
@@ -75,7 +91,9 @@ def test_every_number_comes_up_once_before_any_comes_up_again(split):
 
 
 def test_another_seed_or_split_is_another_order():
-    assert [t.answer for t in games(max_samples=9)] != [t.answer for t in games(split="test", max_samples=9)]
+    assert [t.answer for t in games(max_samples=9)] != [
+        t.answer for t in games(split="test", max_samples=9)
+    ]
     assert (
         [t.answer for t in games(seed=1, max_samples=9)]
         == [t.answer for t in games(seed=1, max_samples=9)]
@@ -85,11 +103,16 @@ def test_another_seed_or_split_is_another_order():
         games(low=9, high=9)
 
 
-@pytest.mark.parametrize("turns, found, right", [(1, True, True), (50, True, True), (50, False, False)])
+@pytest.mark.parametrize(
+    "turns, found, right", [(1, True, True), (50, True, True), (50, False, False)]
+)
 def test_a_found_number_is_right_however_late(turns, found, right):
     """Only the first guess earns 1: counting full marks alone would call a perfect player wrong."""
     steps = tuple(Step((), (), (), (), "stop", content="7") for _ in range(turns))
-    (rollout,) = score([Rollout(game(7 if found else 8), steps)], Reward("few_turns", {"few_turns": Term(1.0, few_turns)}, weighted_sum))
+    (rollout,) = score(
+        [Rollout(game(7 if found else 8), steps)],
+        Reward("few_turns", {"few_turns": Term(1.0, few_turns)}, weighted_sum),
+    )
     assert is_correct(rollout) is right
 
 
@@ -97,8 +120,13 @@ def test_a_dialogue_of_ten_lines(tiny):
     """The example functions: the user goes on until the policy says DONE."""
     replies = iter(["one", "two", "DONE"])
     env = dialogue(prompt_fn=continue_with_step, termination_fn=said_done)
-    (rollout,) = collect(tiny, [game(7)], engine=engine(tiny, lambda _: next(replies)), environment=env)
-    assert [s.prompt[-1]["content"] for s in rollout.steps[1:]] == ["Continue with step 1.", "Continue with step 2."]
+    (rollout,) = collect(
+        tiny, [game(7)], engine=engine(tiny, lambda _: next(replies)), environment=env
+    )
+    assert [s.prompt[-1]["content"] for s in rollout.steps[1:]] == [
+        "Continue with step 1.",
+        "Continue with step 2.",
+    ]
     assert rollout.status == "terminated" and rollout.final_content == "DONE"
 
 

@@ -54,10 +54,16 @@ def replies(*texts):
         out = []
         for context, seed in zip(prompts, seeds, strict=True):
             opening = encode_scaffold(policy.renderer, "<|im_start|>assistant\n")
-            turn = sum(list(context[i : i + len(opening)]) == opening for i in range(len(context))) - 1
+            turn = (
+                sum(list(context[i : i + len(opening)]) == opening for i in range(len(context))) - 1
+            )
             text = texts[min(turn, len(texts) - 1)]
             ids = tuple(
-                encode_scaffold(policy.renderer, (text(decode(policy.renderer, context), seed) if callable(text) else text) + "<|im_end|>")
+                encode_scaffold(
+                    policy.renderer,
+                    (text(decode(policy.renderer, context), seed) if callable(text) else text)
+                    + "<|im_end|>",
+                )
             )
             out.append(Generation(ids, (-1.0,) * len(ids), "stop"))
         return out
@@ -68,7 +74,13 @@ def replies(*texts):
 def play(tiny, engine, make=Countdown, tasks=None, group_size=1, **settings):
     Countdown.alive.clear()
     tasks = episodes(max_samples=1) if tasks is None else tasks
-    rollouts = collect(tiny, tasks, engine=engine, environment=gymnasium(make=make, **settings), group_size=group_size)
+    rollouts = collect(
+        tiny,
+        tasks,
+        engine=engine,
+        environment=gymnasium(make=make, **settings),
+        group_size=group_size,
+    )
     return score(rollouts, REWARD)
 
 
@@ -81,7 +93,11 @@ def test_observations_are_the_prompts_and_rewards_stand_at_their_steps(tiny):
     n = number(rollout.steps[0].prompt[0]["content"])
     assert [s.prompt[0]["content"] for s in rollout.steps] == [f"{n - i} left" for i in range(n)]
     assert [s.reward for s in rollout.steps] == [0.1] * (n - 1) + [1.0]
-    assert (rollout.status, rollout.reward, rollout.total_reward) == ("terminated", 0.0, pytest.approx(1.0 + 0.1 * (n - 1)))
+    assert (rollout.status, rollout.reward, rollout.total_reward) == (
+        "terminated",
+        0.0,
+        pytest.approx(1.0 + 0.1 * (n - 1)),
+    )
     assert is_correct(rollout) and all(instance.closed for instance in Countdown.alive)
 
 
@@ -111,13 +127,27 @@ def test_siblings_begin_alike_and_do_not_touch_each_other(tiny):
         (["1"], "steps", 0.1, 0.2),
     ],
 )
-def test_other_ends_are_truncations_and_failures_cannot_be_scored(tiny, said, truncation, last, total):
-    tasks = [t for t in episodes(max_samples=50) if 3 + random.Random(t.metadata["seed"]).randrange(4) == 6][:1]
+def test_other_ends_are_truncations_and_failures_cannot_be_scored(
+    tiny, said, truncation, last, total
+):
+    tasks = [
+        t
+        for t in episodes(max_samples=50)
+        if 3 + random.Random(t.metadata["seed"]).randrange(4) == 6
+    ][:1]
     (rollout,) = play(tiny, replies(*said), tasks=tasks, max_turns=2)
-    assert (rollout.status, rollout.truncation, rollout.steps[-1].reward) == ("truncated", truncation, last)
+    assert (rollout.status, rollout.truncation, rollout.steps[-1].reward) == (
+        "truncated",
+        truncation,
+        last,
+    )
     assert rollout.total_reward == (None if total is None else pytest.approx(total))
-    assert rollout.rewards == {"task": rollout.total_reward}  # what a filter on accuracy, gdpo and the metrics of the term read
-    assert ("RuntimeError: no such move" in rollout.metadata.get("error", "")) == (said[-1] == "break")
+    assert rollout.rewards == {
+        "task": rollout.total_reward
+    }  # what a filter on accuracy, gdpo and the metrics of the term read
+    assert ("RuntimeError: no such move" in rollout.metadata.get("error", "")) == (
+        said[-1] == "break"
+    )
     assert summarize([rollout])[f"stop_reason/{truncation}"] == 1
     assert all(instance.closed for instance in Countdown.alive)
 
@@ -135,7 +165,10 @@ def test_a_reply_that_is_no_action_is_answered_and_counted(tiny):
         return text
 
     (rollout,) = play(tiny, replies("what?", "2"), parse_action=parse)
-    assert rollout.steps[1].prompt[0]["content"] == "That is no action: say 1 or 2" and rollout.steps[0].reward == 0.0
+    assert (
+        rollout.steps[1].prompt[0]["content"] == "That is no action: say 1 or 2"
+        and rollout.steps[0].reward == 0.0
+    )
     assert rollout.status == "terminated"
 
 
@@ -186,7 +219,9 @@ def test_the_real_package(tiny):
     right = replies(lambda text, seed: text.rpartition("Say ")[2][0])
     won, lost = play(tiny, right, make=make), play(tiny, replies("x"), make=make)
     assert [(r.status, r.total_reward, len(r.steps)) for r in won] == [("terminated", 1.0, 1)]
-    assert [(r.status, r.truncation, r.total_reward, len(r.steps)) for r in lost] == [("truncated", "environment", 0.0, 3)]
+    assert [(r.status, r.truncation, r.total_reward, len(r.steps)) for r in lost] == [
+        ("truncated", "environment", 0.0, 3)
+    ]
 
 
 class Fails:
@@ -204,11 +239,21 @@ class Fails:
         return "", 1.0, True, False, {}
 
 
-LINE = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "the line that the run has to name" in line)
+LINE = next(
+    i
+    for i, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+    if "the line that the run has to name" in line
+)
 
 
 def test_an_environment_that_raises_is_named_with_file_and_line(tiny):
-    rollouts = play(tiny, replies(lambda text, seed: "12"[seed % 2]), make=lambda: Fails("1"), tasks=episodes(max_samples=4), group_size=2)
+    rollouts = play(
+        tiny,
+        replies(lambda text, seed: "12"[seed % 2]),
+        make=lambda: Fails("1"),
+        tasks=episodes(max_samples=4),
+        group_size=2,
+    )
     failed = sum(r.truncation == "error" for r in rollouts)
     said = failures(rollouts)
     assert 0 < failed < 8 and said.startswith(f"the environment failed in {failed} of 8 episodes")
@@ -219,19 +264,38 @@ def test_an_environment_that_raises_is_named_with_file_and_line(tiny):
 def test_one_that_always_raises_ends_what_is_played(tiny):
     """The reward was nan for ever, and the advice was to raise max_new_tokens."""
     environment = gymnasium(make=lambda: Fails("12"))
-    with pytest.raises(EnvironmentFailed, match=rf"failed in all 3 episodes.*KeyError: 'nothing' at .*test_gymnasium.py:{LINE}$"):
-        greedy_accuracy(tiny, episodes(max_samples=3), reward=REWARD, engine=replies("1"), environment=environment)
+    with pytest.raises(
+        EnvironmentFailed,
+        match=rf"failed in all 3 episodes.*KeyError: 'nothing' at .*test_gymnasium.py:{LINE}$",
+    ):
+        greedy_accuracy(
+            tiny,
+            episodes(max_samples=3),
+            reward=REWARD,
+            engine=replies("1"),
+            environment=environment,
+        )
 
 
-@pytest.mark.parametrize("part", ["first_prompt", "next_prompt", "stop", "parse_calls", "tools", "session"])
+@pytest.mark.parametrize(
+    "part", ["first_prompt", "next_prompt", "stop", "parse_calls", "tools", "session"]
+)
 def test_every_part_of_an_environment_that_raises_is_named(part, tiny):
     def broken(*_):
         raise ZeroDivisionError("mine")
 
     environment = single_turn()._replace(**{part: broken})
     line = broken.__code__.co_firstlineno + 1
-    with pytest.raises(EnvironmentFailed, match=rf"ZeroDivisionError: mine at .*test_gymnasium.py:{line}, in an episode of task") as said:
-        collect(tiny, [Task("mine/0", ({"role": "user", "content": "hi"},))], engine=replies("1"), environment=environment)
+    with pytest.raises(
+        EnvironmentFailed,
+        match=rf"ZeroDivisionError: mine at .*test_gymnasium.py:{line}, in an episode of task",
+    ) as said:
+        collect(
+            tiny,
+            [Task("mine/0", ({"role": "user", "content": "hi"},))],
+            engine=replies("1"),
+            environment=environment,
+        )
     assert isinstance(said.value.__cause__, ZeroDivisionError)
 
 
@@ -266,17 +330,25 @@ def test_samples_of_a_task_step_a_vector_environment_together(tiny, admission):
     Vector.made.clear()
     engine = replies(lambda context, seed: "3" if seed % 2 else "1")
     tasks = episodes(max_samples=2)
-    rollouts = collect(tiny, tasks, gymnasium_vector(make=Vector), engine=engine, group_size=4, admission=admission)
+    rollouts = collect(
+        tiny, tasks, gymnasium_vector(make=Vector), engine=engine, group_size=4, admission=admission
+    )
     lengths = [len(r.steps) for r in rollouts]
-    assert {1, 3} <= set(lengths) and all(r.status == "terminated" and r.steps[-1].reward == 1 for r in rollouts)
+    assert {1, 3} <= set(lengths) and all(
+        r.status == "terminated" and r.steps[-1].reward == 1 for r in rollouts
+    )
     assert rollouts[lengths.index(3)].steps[1].prompt[0]["content"] == "{'left': 2}"
-    assert [(len(v.steps), v.closed) for v in Vector.made] == [(max(lengths[i : i + 4]), 1) for i in (0, 4)]
+    assert [(len(v.steps), v.closed) for v in Vector.made] == [
+        (max(lengths[i : i + 4]), 1) for i in (0, 4)
+    ]
 
 
 def test_a_vector_environment_that_breaks_ends_the_episodes_of_its_task(tiny):
     Vector.made.clear()
     engine = replies(lambda context, seed: "break" if seed % 8 < 2 else "1")
-    rollouts = collect(tiny, episodes(max_samples=4), gymnasium_vector(make=Vector), engine=engine, group_size=2)
+    rollouts = collect(
+        tiny, episodes(max_samples=4), gymnasium_vector(make=Vector), engine=engine, group_size=2
+    )
     ends = [{r.truncation for r in rollouts[i : i + 2]} for i in range(0, 8, 2)]
     assert all(len(end) == 1 for end in ends) and {"error", ""} == set().union(*ends)
     assert all(v.closed == 1 for v in Vector.made)
@@ -285,19 +357,32 @@ def test_a_vector_environment_that_breaks_ends_the_episodes_of_its_task(tiny):
 def test_gymnasiums_own_vector_environments_play(tiny):
     gym = pytest.importorskip("gymnasium")
     made = partial(gym.make_vec, "CartPole-v1", vectorization_mode="sync")
-    environment = gymnasium_vector(make=made, parse_action=lambda text: int(text) % 2, render=lambda seen: f"{seen[2]:.3f}", max_turns=3)
-    rollouts = collect(tiny, episodes(max_samples=1), environment, engine=replies("0", "1"), group_size=3)
-    assert [len(r.steps) for r in rollouts] == [3, 3, 3] and all(s.reward == 1 for r in rollouts for s in r.steps)
+    environment = gymnasium_vector(
+        make=made,
+        parse_action=lambda text: int(text) % 2,
+        render=lambda seen: f"{seen[2]:.3f}",
+        max_turns=3,
+    )
+    rollouts = collect(
+        tiny, episodes(max_samples=1), environment, engine=replies("0", "1"), group_size=3
+    )
+    assert [len(r.steps) for r in rollouts] == [3, 3, 3] and all(
+        s.reward == 1 for r in rollouts for s in r.steps
+    )
     assert len({r.steps[0].prompt[0]["content"] for r in rollouts}) == 1
 
 
 def test_the_decoder_does_not_wait_for_an_episode_that_waits_for_the_decoding(tiny):
     """Replies of several lengths: at 1 round after its reply, the shortest would be due while the others are still sampled."""
     tasks = [
-        task._replace(messages=({"role": "user", "content": "Ann has 5 pens. Ben gives Ann 3. How many?"},))
+        task._replace(
+            messages=({"role": "user", "content": "Ann has 5 pens. Ben gives Ann 3. How many?"},)
+        )
         for task in episodes(max_samples=1)
     ]
     environment = gymnasium_vector(make=Vector, parse_action=lambda text: 1)
-    rollouts = collect(tiny, tasks, environment, group_size=4, max_new_tokens=48, admission_rounds=1)
+    rollouts = collect(
+        tiny, tasks, environment, group_size=4, max_new_tokens=48, admission_rounds=1
+    )
     assert len({len(step.response_ids) for r in rollouts for step in r.steps}) > 1
     assert {r.truncation for r in rollouts} <= {"", "length"}

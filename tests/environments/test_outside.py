@@ -35,7 +35,12 @@ def saying(reply):
         out = []
         for ids, seed in zip(prompts, seeds, strict=True):
             text = decode(policy.renderer, ids)
-            ids = (*encode_scaffold(policy.renderer, reply(text, text.count("<|im_start|>assistant") - 1, seed)), policy.eos_token_ids[0])
+            ids = (
+                *encode_scaffold(
+                    policy.renderer, reply(text, text.count("<|im_start|>assistant") - 1, seed)
+                ),
+                policy.eos_token_ids[0],
+            )
             out.append(Generation(ids, (-1.0,) * len(ids), "stop"))
         return out
 
@@ -51,9 +56,16 @@ def test_a_shelf_is_an_episodes_own_and_its_end_state_is_rewarded(tiny, chosen, 
 
     def reply(context, turn, seed):
         says = "7" if seed % 2 else "8"
-        return [call("put", name="a", text=says), call("read", name="a") + call("put", name="b", text="7"), "done"][turn]
+        return [
+            call("put", name="a", text=says),
+            call("read", name="a") + call("put", name="b", text="7"),
+            "done",
+        ][turn]
 
-    rollouts = score(collect(tiny, [TASK], engine=saying(reply), environment=x.environment, group_size=6), x.reward)
+    rollouts = score(
+        collect(tiny, [TASK], engine=saying(reply), environment=x.environment, group_size=6),
+        x.reward,
+    )
     for r in rollouts:
         own, full = (given.content for given in r.steps[1].tool_results)
         assert full == "Error: the shelf is full." and r.state == {"shelf": {"books": {"a": own}}}
@@ -66,17 +78,34 @@ def test_a_shelf_is_an_episodes_own_and_its_end_state_is_rewarded(tiny, chosen, 
 def test_the_tool_with_state_of_the_page_runs_as_it_is_shown(tiny, tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "own_parts.md").read_text()
     for name in ("my_tools.py", "environment/shelf.yaml", "reward/shelved.yaml"):
-        shown = re.search(rf"^    # (?:my_conf/)?{name}\n((?:    .*\n|\n)+?)(?=    #|    PYTHONPATH)", text, re.M)[1]
+        shown = re.search(
+            rf"^    # (?:my_conf/)?{name}\n((?:    .*\n|\n)+?)(?=    #|    PYTHONPATH)", text, re.M
+        )[1]
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(shown))
     monkeypatch.syspath_prepend(str(tmp_path))
-    x = experiment(compose([f"hydra.searchpath=[file://{tmp_path}]", "environment=shelf", "reward=shelved", "task.max_samples=40"]))
+    x = experiment(
+        compose(
+            [
+                f"hydra.searchpath=[file://{tmp_path}]",
+                "environment=shelf",
+                "reward=shelved",
+                "task.max_samples=40",
+            ]
+        )
+    )
     load_tasks(x)  # a reward of the end state is taken, though no gold answer puts a book there
     engine = saying(
-        lambda context, turn, seed: "done" if turn else call("put", name="a", text="7") + call("calculator", expression="1 + 1")
+        lambda context, turn, seed: (
+            "done"
+            if turn
+            else call("put", name="a", text="7") + call("calculator", expression="1 + 1")
+        )
     )
     (rollout,) = collect(tiny, [TASK], engine=engine, environment=x.environment)
-    assert [r.content for r in rollout.steps[0].tool_results] == ["1 books", "2"] and score([rollout], x.reward)[0].reward == 1.0
+    assert [r.content for r in rollout.steps[0].tool_results] == ["1 books", "2"] and score(
+        [rollout], x.reward
+    )[0].reward == 1.0
 
 
 def test_a_policy_plays_both_sides_and_each_reply_gets_its_own_players_reward(tiny, chosen):
@@ -89,6 +118,10 @@ def test_a_policy_plays_both_sides_and_each_reply_gets_its_own_players_reward(ti
     rollouts = collect(tiny, [TASK], engine=saying(reply), environment=x.environment, group_size=8)
     for r in rollouts:
         won = ("Ann", "Bob").index(r.metadata["winner"])
-        assert [s.reward for s in r.steps] == [1.0 if i % 2 == won else -1.0 for i in range(len(r.steps))]
-        assert r.status == "terminated" and (r.state["stones"] == 0) == (won == (len(r.steps) - 1) % 2)
+        assert [s.reward for s in r.steps] == [
+            1.0 if i % 2 == won else -1.0 for i in range(len(r.steps))
+        ]
+        assert r.status == "terminated" and (r.state["stones"] == 0) == (
+            won == (len(r.steps) - 1) % 2
+        )
     assert {r.metadata["winner"] for r in rollouts} == {"Ann", "Bob"}

@@ -33,12 +33,20 @@ CALLS = {
     "nothing": ("x = 1", "(no output)", True),
     "None is nothing": ("None", "(no output)", True),
     "main guard": ("if __name__ == '__main__': print('main')", "main", True),
-    "error": ("print('before')\n1 / 0", "ZeroDivisionError: division by zero (line 2); before that it printed: before", False),
+    "error": (
+        "print('before')\n1 / 0",
+        "ZeroDivisionError: division by zero (line 2); before that it printed: before",
+        False,
+    ),
     "not Python": ("1 +", "SyntaxError", False),
     "endless": ("while True: pass", "took longer", False),
     "exit": ("import os\nos._exit(0)", "ended early", False),
     "file": ("open('/etc/passwd').read()", "PermissionError", False),
-    "network": ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "PermissionError", False),
+    "network": (
+        "import socket\nsocket.create_connection(('127.0.0.1', 80))",
+        "PermissionError",
+        False,
+    ),
     "long": ("'x' * 10**4", "[cut: 10002 characters", True),
     "long before an error": ("print('x' * 10**4)\n1 / 0", "ZeroDivisionError", False),
 }
@@ -61,7 +69,9 @@ def test_calls_keep_nothing():
 
 def test_its_schema_has_the_code_alone():
     schema = tool_schema(TOOL)["function"]
-    assert schema["name"] == "python" == tool_name(TOOL) and list(schema["parameters"]["properties"]) == ["code"]
+    assert schema["name"] == "python" == tool_name(TOOL) and list(
+        schema["parameters"]["properties"]
+    ) == ["code"]
     assert tool_use(tools={"python": TOOL}).max_steps == 4
 
 
@@ -69,13 +79,20 @@ def test_a_session_keeps_its_names_until_it_is_lost_and_no_longer():
     """Time, output and an exit take the interpreter and its names; an exception does not. Each episode has its own."""
     one, other = PythonSession(sandbox=Sandbox(time_limit=0.5)), PythonSession()
     try:
-        assert one.python("x = 20\nx + 1") == "21" and one.python("def f(y):\n    return x * y\nf(2)") == "40"
+        assert (
+            one.python("x = 20\nx + 1") == "21"
+            and one.python("def f(y):\n    return x * y\nf(2)") == "40"
+        )
         with pytest.raises(ValueError, match=r"ZeroDivisionError.*\(line 2\)"):
             one.python("x += 1\n1 / 0")
         assert one.python("print(x)") == "21"
         with pytest.raises(ValueError, match="NameError"):
             other.python("x")
-        for end in ("while True: pass", "import os\nos._exit(0)", "raise_ = [print('a' * 60000) for _ in range(9)]\nwhile True: print(1)"):
+        for end in (
+            "while True: pass",
+            "import os\nos._exit(0)",
+            "raise_ = [print('a' * 60000) for _ in range(9)]\nwhile True: print(1)",
+        ):
             one.python("x = 1")
             with pytest.raises(ValueError, match="the variables of this session are lost"):
                 one.python(end)
@@ -91,10 +108,17 @@ def test_a_session_keeps_its_names_until_it_is_lost_and_no_longer():
 def test_a_session_is_confined_as_a_program_is():
     session = PythonSession()
     try:
-        for code in ("open('/etc/passwd').read()", "__import__('_socket').socket()", "import os\nos.fork()"):
+        for code in (
+            "open('/etc/passwd').read()",
+            "__import__('_socket').socket()",
+            "import os\nos.fork()",
+        ):
             with pytest.raises(ValueError, match=r"PermissionError|not permitted"):
                 session.python(code)
-        assert session.python("open('note', 'w').write('hi')") == "2" and session.python("open('note').read()") == "'hi'"
+        assert (
+            session.python("open('note', 'w').write('hi')") == "2"
+            and session.python("open('note').read()") == "'hi'"
+        )
     finally:
         session.close()
 
@@ -103,10 +127,14 @@ def test_a_thread_that_an_earlier_call_left_in_c_does_not_hold_up_the_next_one()
     """It kept the interpreter from reading, and a call of more than a pipe holds was written to it for ever."""
     session = PythonSession(sandbox=Sandbox(time_limit=1.0, allow_weak=True))
     counts = "lambda: (time.sleep(0.2), sum(range(10**12)))"
-    session.python(f"import threading, time\nthreading.Thread(target={counts}, daemon=True).start()")
+    session.python(
+        f"import threading, time\nthreading.Thread(target={counts}, daemon=True).start()"
+    )
     time.sleep(0.4)
     before = time.monotonic()
-    with pytest.raises(ValueError, match="the code took longer than 1 s; the variables of this session are lost"):
+    with pytest.raises(
+        ValueError, match="the code took longer than 1 s; the variables of this session are lost"
+    ):
         session.python(f"text = {'x' * 200_000!r}")
     assert time.monotonic() - before < 20
     session.close()
@@ -137,7 +165,9 @@ def test_an_episode_ends_its_session():
     async def say(rollout, messages, session):
         made.append(session.tools["python"].__self__.interpreter)
         calls = ("x = 2", "x * 21")
-        said = tuple(ToolCall("call_0", "python", {"code": code}) for code in calls[len(rollout.steps) :][:1])
+        said = tuple(
+            ToolCall("call_0", "python", {"code": code}) for code in calls[len(rollout.steps) :][:1]
+        )
         return Step((), (), (), (), "tool" if said else "stop", content="42", tool_calls=said)
 
     rollout = run(play(Task("t", ({"role": "user", "content": "Go."},)), environment, say))

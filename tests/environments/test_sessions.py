@@ -28,7 +28,10 @@ EPISODES = 4
 def reply(content: str = "ok", *calls: str) -> Step:
     """A reply that calls tools by name, without arguments or with one named `text`: "note", "note:hello"."""
     parts = [call.partition(":") for call in calls]
-    made = tuple(ToolCall(f"call_{i}", name, {"text": text} if colon else {}) for i, (name, colon, text) in enumerate(parts))
+    made = tuple(
+        ToolCall(f"call_{i}", name, {"text": text} if colon else {})
+        for i, (name, colon, text) in enumerate(parts)
+    )
     return Step((), (), (), (), "tool" if made else "stop", content=content, tool_calls=made)
 
 
@@ -45,7 +48,9 @@ def played(environment: Environment, *replies: Step, n: int = 1) -> list[Rollout
     """n episodes at the same time."""
 
     async def all_of_them():
-        return await asyncio.gather(*(play(TASK, environment, saying(*replies), sample=i) for i in range(n)))
+        return await asyncio.gather(
+            *(play(TASK, environment, saying(*replies), sample=i) for i in range(n))
+        )
 
     return run(all_of_them())
 
@@ -184,13 +189,17 @@ def says(tiny, error=None):
         "its deadline",
     ],
 )
-def test_every_session_is_closed_exactly_once(tiny, interruptible, do, engine, deadline, raised, form, inside):
+def test_every_session_is_closed_exactly_once(
+    tiny, interruptible, do, engine, deadline, raised, form, inside
+):
     """An environment that raised, or Ctrl-C, left the other sessions open."""
     Counted.opened = Counted.ended = 0
     environment = Environment(session=lambda task: form(do), deadline=deadline)
 
     def collected():
-        return collect(tiny, [TASK], engine=says(tiny, engine), environment=environment, group_size=EPISODES)
+        return collect(
+            tiny, [TASK], engine=says(tiny, engine), environment=environment, group_size=EPISODES
+        )
 
     async def in_a_loop():
         return collected()
@@ -214,7 +223,12 @@ def test_one_cancelled_episode_closes_its_session_and_no_other(form):
         return rollout, None
 
     async def main():
-        playing = [asyncio.create_task(play(TASK, Environment(session=lambda task: form(together)), saying(reply()))) for _ in range(3)]
+        playing = [
+            asyncio.create_task(
+                play(TASK, Environment(session=lambda task: form(together)), saying(reply()))
+            )
+            for _ in range(3)
+        ]
         while Counted.opened < 3:
             await asyncio.sleep(0)
         playing[1].cancel()
@@ -234,7 +248,8 @@ def test_a_failing_close_does_not_hide_the_first_error_and_is_told_otherwise():
 
     environment = Environment(session=lambda task: Stuck(raises))
     with pytest.raises(
-        EnvironmentFailed, match=r"session's close raised OSError: stuck at .*test_sessions.py:\d+, in an episode of task 't/0'"
+        EnvironmentFailed,
+        match=r"session's close raised OSError: stuck at .*test_sessions.py:\d+, in an episode of task 't/0'",
     ):
         played(environment, reply())
     with pytest.raises(EnvironmentFailed, match="answer raised ZeroDivisionError: mine") as said:
@@ -251,7 +266,11 @@ def test_a_manager_cannot_make_an_error_vanish():
             return True
 
     with pytest.raises(EnvironmentFailed, match="mine"):
-        run(play(TASK, Environment(session=lambda task: Swallows(raises)), saying(reply()), sample=1))
+        run(
+            play(
+                TASK, Environment(session=lambda task: Swallows(raises)), saying(reply()), sample=1
+            )
+        )
 
 
 def test_what_is_no_session_is_named_and_closed():
@@ -309,11 +328,15 @@ def test_the_tools_of_a_class_keep_their_state_and_share_it_with_no_other_episod
         return saying(reply("", f"put:{i}{i}{i}{i}"), reply("", "get"), reply("done"))
 
     async def main():
-        return await asyncio.gather(*(play(TASK, environment, say_own(i), sample=i) for i in range(4)))
+        return await asyncio.gather(
+            *(play(TASK, environment, say_own(i), sample=i) for i in range(4))
+        )
 
     rollouts = run(main())
     assert [result(r, 1) for r in rollouts] == ["000", "111", "222", "333"] == sorted(Shelf.closed)
-    assert [r.state for r in rollouts] == [{"shelf": {"word": str(i) * 3, "task": "t/0"}} for i in range(4)]
+    assert [r.state for r in rollouts] == [
+        {"shelf": {"word": str(i) * 3, "task": "t/0"}} for i in range(4)
+    ]
 
 
 def test_a_closure_keeps_its_state_over_the_episode():
@@ -326,7 +349,13 @@ def test_a_closure_keeps_its_state_over_the_episode():
 
         return {"count": count}
 
-    rollouts = played(tool_use(tools={"x": Shelf})._replace(tools=tools), reply("", "count"), reply("", "count"), reply("done"), n=3)
+    rollouts = played(
+        tool_use(tools={"x": Shelf})._replace(tools=tools),
+        reply("", "count"),
+        reply("", "count"),
+        reply("done"),
+        n=3,
+    )
     assert [(result(r, 0), result(r, 1)) for r in rollouts] == [("1", "2")] * 3
     assert all("state" not in r.metadata for r in rollouts)
 
@@ -340,13 +369,20 @@ def test_the_methods_of_a_class_are_read_by_a_parser_and_named_in_the_schema():
         async with opened(environment, TASK) as session:
             from rlkit.environments import tool_schema
 
-            return {name: list(tool_schema(tool)["function"]["parameters"]["properties"]) for name, tool in session.tools.items()}
+            return {
+                name: list(tool_schema(tool)["function"]["parameters"]["properties"])
+                for name, tool in session.tools.items()
+            }
 
     assert run(names()) == {"put": ["text"], "get": []}
 
 
 @pytest.mark.parametrize(
-    ("tools", "words"), [({"a": Counted}, "no public method with a docstring"), ({"a": Shelf, "b": Shelf}, "two tools of the name 'get'")]
+    ("tools", "words"),
+    [
+        ({"a": Counted}, "no public method with a docstring"),
+        ({"a": Shelf, "b": Shelf}, "two tools of the name 'get'"),
+    ],
 )
 def test_classes_that_give_no_tools_are_refused(tools, words):
     with pytest.raises(ConfigError, match=words):
@@ -363,7 +399,9 @@ def test_a_tool_class_that_cannot_be_made_is_blamed_and_the_others_are_closed():
 
     Broken.put = Broken.get = None
     Shelf.closed.clear()
-    with pytest.raises(EnvironmentFailed, match=r"tools raised ValueError: no room at .*test_sessions.py"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"tools raised ValueError: no room at .*test_sessions.py"
+    ):
         played(tool_use(tools={"shelf": Shelf, "broken": Broken}), reply())
     assert Shelf.closed == [""]
 
@@ -421,7 +459,12 @@ def test_calls_of_one_reply_wait_together_only_where_all_are_independent():
         independent = True
 
     def run_two(made, name):
-        return [r.content for r in played(tool_use(tools={"m": made}), reply("", name, name), reply("done"))[0].steps[0].tool_results]
+        return [
+            r.content
+            for r in played(tool_use(tools={"m": made}), reply("", name, name), reply("done"))[0]
+            .steps[0]
+            .tool_results
+        ]
 
     assert run_two(Both, "meet") == ["met", "met"]
     assert (run_two(Both, "alone"), run_two(Meeting, "alone")) == (["2", "2"], ["1", "1"])
@@ -436,7 +479,9 @@ def test_an_answer_without_anything_outside_never_suspends():
     async def answer():
         async with opened(tool_use(tools={"shelf": Quick}, deadline=9.0), TASK) as session:
             rollout = Rollout(TASK, (reply("", "put:a", "get", "nothing", "put"),))
-            with pytest.raises(StopIteration):  # what a coroutine raises that ends without a single await
+            with pytest.raises(
+                StopIteration
+            ):  # what a coroutine raises that ends without a single await
                 session.answer(rollout).send(None)
             over = session.answer(Rollout(TASK, (reply("over"),)))
             with pytest.raises(StopIteration):
@@ -461,7 +506,9 @@ def test_functions_may_be_async_and_a_deadline_cuts_them_short():
         await asyncio.Event().wait()
 
     tools = {"shelf": Shelf}
-    (rollout,) = played(dialogue(prompt_fn=never, tools=tools, deadline=0.01), reply("", "put:a"), reply())
+    (rollout,) = played(
+        dialogue(prompt_fn=never, tools=tools, deadline=0.01), reply("", "put:a"), reply()
+    )
     assert (rollout.status, rollout.truncation, len(rollout.steps)) == ("truncated", "deadline", 2)
     assert rollout.state["shelf"]["word"] == "a"
 
@@ -476,7 +523,9 @@ def test_an_executor_of_the_users_may_be_plain_or_async(plain):
     async def awaited_answer(call, tools):
         return answer(call, tools)
 
-    environment = tool_use(tools={"shelf": Shelf})._replace(execute=answer if plain else awaited_answer)
+    environment = tool_use(tools={"shelf": Shelf})._replace(
+        execute=answer if plain else awaited_answer
+    )
     assert result(played(environment, reply("", "get"), reply("done"))[0]) == "by hand: get"
 
 
@@ -488,6 +537,19 @@ def test_a_session_of_the_users_answers_calls_with_the_shipped_function():
             self.tools = {"put": shelf.put}
 
         async def answer(self, rollout):
-            return await answer_calls(rollout, self.tools) if rollout.steps[-1].tool_calls else (rollout, None)
+            return (
+                await answer_calls(rollout, self.tools)
+                if rollout.steps[-1].tool_calls
+                else (rollout, None)
+            )
 
-    assert result(played(Environment(session=lambda task: Own(), max_steps=3), reply("", "put:x"), reply("done"))[0]) == "kept x"
+    assert (
+        result(
+            played(
+                Environment(session=lambda task: Own(), max_steps=3),
+                reply("", "put:x"),
+                reply("done"),
+            )[0]
+        )
+        == "kept x"
+    )

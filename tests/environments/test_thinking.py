@@ -49,7 +49,10 @@ def bytes_with_tags():
 
     vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     backend.add_tokens([AddedToken(tag, normalized=False) for tag in THINK_TAGS[::-1]])
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
@@ -60,13 +63,19 @@ def without_tags(tokenizer):
     from transformers import PreTrainedTokenizerFast
 
     description = json.loads(tokenizer.backend_tokenizer.to_str())
-    description["added_tokens"] = [t for t in description["added_tokens"] if t["content"] not in THINK_TAGS]
+    description["added_tokens"] = [
+        t for t in description["added_tokens"] if t["content"] not in THINK_TAGS
+    ]
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(description)))
 
 
 def renderers(tiny):
     template = tiny.renderer.tokenizer.chat_template
-    tokenizers = {"tiny": tiny.renderer.tokenizer, "bytes": bytes_with_tags(), "spelled": without_tags(tiny.renderer.tokenizer)}
+    tokenizers = {
+        "tiny": tiny.renderer.tokenizer,
+        "bytes": bytes_with_tags(),
+        "spelled": without_tags(tiny.renderer.tokenizer),
+    }
     for tokenizer in tokenizers.values():
         tokenizer.chat_template = template
     return {name: make_renderer(tokenizer) for name, tokenizer in tokenizers.items()}
@@ -78,10 +87,18 @@ def codec_of(tiny):
 
 
 def test_the_ids_are_those_of_the_tokenizer(codec_of):
-    assert codec_of["tiny"].thinking.ids == tuple(codec_of["tiny"].tokenizer.convert_tokens_to_ids(list(THINK_TAGS)))
-    assert codec_of["bytes"].thinking.ids == (257, 256) and codec_of["bytes"].thinking.close == (256,)
+    assert codec_of["tiny"].thinking.ids == tuple(
+        codec_of["tiny"].tokenizer.convert_tokens_to_ids(list(THINK_TAGS))
+    )
+    assert codec_of["bytes"].thinking.ids == (257, 256) and codec_of["bytes"].thinking.close == (
+        256,
+    )
     spelled = codec_of["spelled"].thinking
-    assert spelled.ids is None and len(spelled.close) > 1 and spelled.decode(spelled.close) == "</think>"
+    assert (
+        spelled.ids is None
+        and len(spelled.close) > 1
+        and spelled.decode(spelled.close) == "</think>"
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny", "bytes", "spelled"])
@@ -91,15 +108,26 @@ def test_only_tags_that_are_tokens_count_where_there_are_such_tokens(codec_of, n
     for _ in range(300):
         ids, text = [], ""
         for _ in range(rng.randint(0, 7)):
-            kind, word = rng.choice(["tag", "quoted", "word"]), rng.choice(["a ", " é", "18\n", "think>"])
+            kind, word = (
+                rng.choice(["tag", "quoted", "word"]),
+                rng.choice(["a ", " é", "18\n", "think>"]),
+            )
             tag = rng.choice(THINK_TAGS)
-            ids += encode_scaffold(renderer, tag) if kind == "tag" else encode_text(renderer, tag if kind == "quoted" else word)
+            ids += (
+                encode_scaffold(renderer, tag)
+                if kind == "tag"
+                else encode_text(renderer, tag if kind == "quoted" else word)
+            )
             text += {"tag": tag, "quoted": tag.replace("<", "‹"), "word": word}[kind]
         if name == "spelled":
             text = text.replace("‹", "<")
         opened = rng.random() < 0.3
         thinking, content, closed = split_thinking(text, opened=opened)
-        assert split_reply(renderer.thinking, ids, opened=opened) == (thinking.replace("‹", "<"), content.replace("‹", "<"), closed)
+        assert split_reply(renderer.thinking, ids, opened=opened) == (
+            thinking.replace("‹", "<"),
+            content.replace("‹", "<"),
+            closed,
+        )
 
 
 @pytest.mark.parametrize("name", ["tiny", "bytes", "spelled"])
@@ -107,9 +135,16 @@ def test_only_tags_that_are_tokens_count_where_there_are_such_tokens(codec_of, n
 def test_a_template_may_open_the_block(codec_of, name, ending):
     """Read at the end of the context: tags of the user, of earlier turns and of closed blocks open nothing."""
     tokenizer = copy.deepcopy(codec_of[name].tokenizer)
-    said = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": "a", "reasoning_content": "<think>"}]
+    said = [
+        {"role": "user", "content": "<think>"},
+        {"role": "assistant", "content": "a", "reasoning_content": "<think>"},
+    ]
     said.append({"role": "user", "content": "why <think>\n"})
-    for generation_prompt, expected in ((ending, True), ("", False), ("<think>\n\n</think>\n\n", False)):
+    for generation_prompt, expected in (
+        (ending, True),
+        ("", False),
+        ("<think>\n\n</think>\n\n", False),
+    ):
         tokenizer.chat_template = codec_of[name].tokenizer.chat_template + generation_prompt
         renderer = make_renderer(tokenizer)
         assert renderer.thinking.opened(encode_prompt(renderer, said)) is expected

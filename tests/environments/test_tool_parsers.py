@@ -26,7 +26,9 @@ def test_text_without_a_call_is_unchanged():
 
 
 def test_arguments_may_be_a_json_string_or_left_out():
-    assert hermes('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>')[1][0].arguments == {"a": 1}
+    assert hermes('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>')[1][
+        0
+    ].arguments == {"a": 1}
     assert hermes('<tool_call>{"name": "f"}</tool_call>')[1][0][1:] == ("f", {}, "")
 
 
@@ -67,7 +69,11 @@ def test_a_call_that_is_never_closed_is_an_error():
     content, calls = hermes(CALL + " and " + CALL.removesuffix("</tool_call>"))
     assert content == "and"
     assert [c.error == "" for c in calls] == [True, False]
-    assert calls[1].name == "calculator" and calls[1].arguments == {} and "</tool_call> is missing" in calls[1].error
+    assert (
+        calls[1].name == "calculator"
+        and calls[1].arguments == {}
+        and "</tool_call> is missing" in calls[1].error
+    )
 
 
 def test_the_error_of_a_bad_call_is_what_the_policy_reads():
@@ -94,7 +100,9 @@ TOOLS = {f.__name__: f for f in (calculator, get_weather, ratio, count, now)}
 def test_xml_gives_its_text_to_the_only_required_parameter():
     """In order, parameters with defaults left to their defaults, a text for a number read as JSON; a Hermes tag is none."""
     text = 'So <tool name="calculator"> 1 < 2 </tool>\n<tool\n name = \'get_weather\' >Paris</tool><tool name="count">3</tool> end'
-    content, calls = xml(text + '<tool name="now"></tool><tool_call>{}</tool_call> <tools>', tools=TOOLS)
+    content, calls = xml(
+        text + '<tool name="now"></tool><tool_call>{}</tool_call> <tools>', tools=TOOLS
+    )
     assert content == "So\nend\n<tool_call>{}</tool_call> <tools>"
     assert [(c.id, c.name, c.arguments, c.error) for c in calls] == [
         ("call_0", "calculator", {"expression": "1 < 2"}, ""),
@@ -102,13 +110,20 @@ def test_xml_gives_its_text_to_the_only_required_parameter():
         ("call_2", "count", {"n": 3}, ""),
         ("call_3", "now", {}, ""),
     ]
-    assert "'n' must be int, not str" in run(execute(xml('<tool name="count">three</tool>', tools=TOOLS)[1][0], TOOLS)).content
+    assert (
+        "'n' must be int, not str"
+        in run(execute(xml('<tool name="count">three</tool>', tools=TOOLS)[1][0], TOOLS)).content
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "name", "reason"),
     [
-        ('<tool name="ratio">1</tool>', "ratio", "ratio(top: int, *, bottom: float), which has 2 required parameters"),
+        (
+            '<tool name="ratio">1</tool>',
+            "ratio",
+            "ratio(top: int, *, bottom: float), which has 2 required parameters",
+        ),
         ('<tool name="now">x</tool>', "now", "now(), which has 0 required parameters"),
         ('<tool name="nope">x</tool>', "nope", "there is no tool 'nope'; the tools are calculator"),
         ('<tool name="calculator">1 + 1', "calculator", "</tool> is missing"),
@@ -126,10 +141,22 @@ def test_xml_that_is_no_call_becomes_an_error_that_says_why(text, name, reason):
 
 
 def test_xml_text_without_a_call_is_unchanged():
-    assert xml(" The </tool> <toolbox> is 2.\n", tools=TOOLS) == (" The </tool> <toolbox> is 2.\n", [])
+    assert xml(" The </tool> <toolbox> is 2.\n", tools=TOOLS) == (
+        " The </tool> <toolbox> is 2.\n",
+        [],
+    )
 
 
-@pytest.mark.parametrize("piece", ["<tool_call>", "<tool_call></tool_call>", "</tool_call><tool_call>", '<tool_call>{"name": "', "["])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<tool_call>",
+        "<tool_call></tool_call>",
+        "</tool_call><tool_call>",
+        '<tool_call>{"name": "',
+        "[",
+    ],
+)
 def test_a_megabyte_of_tags_is_read(piece):
     _, calls = hermes(piece * (10**6 // len(piece)))
     assert all(call.error for call in calls)

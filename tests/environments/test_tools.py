@@ -24,7 +24,9 @@ def executed(*args, **settings):
     return run(execute(*args, **settings))
 
 
-def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", at: list[float] | None = None) -> dict[str, object]:
+def weather(
+    city: str, days: int = 1, unit: Literal["C", "F"] = "C", at: list[float] | None = None
+) -> dict[str, object]:
     """Tells the weather.
 
     Args:
@@ -109,7 +111,20 @@ def undocumented(x):
 
 
 ENDS = (stop, interrupted, leave, leave_at_once, forking)
-TOOLS = {f.__name__: f for f in (weather, fail, fail_silently, flood, half, own_timeout, calculator, get_weather, *ENDS)}
+TOOLS = {
+    f.__name__: f
+    for f in (
+        weather,
+        fail,
+        fail_silently,
+        flood,
+        half,
+        own_timeout,
+        calculator,
+        get_weather,
+        *ENDS,
+    )
+}
 
 
 def call(name: str, **arguments) -> ToolCall:
@@ -120,13 +135,17 @@ def test_schema_of_the_calculator_is_short():
     function = tool_schema(calculator)["function"]
     assert function["name"] == "calculator"
     assert function["description"] == "Evaluates arithmetic."
-    assert function["parameters"]["properties"] == {"expression": {"type": "string", "description": "The expression."}}
+    assert function["parameters"]["properties"] == {
+        "expression": {"type": "string", "description": "The expression."}
+    }
 
 
 def test_a_bound_keyword_leaves_the_schema():
     schema = tool_schema(functools.partial(weather, city="Paris"))["function"]
     assert schema["name"] == "weather"
-    assert "city" not in schema["parameters"]["properties"] and "city" not in schema["parameters"].get("required", [])
+    assert "city" not in schema["parameters"]["properties"] and "city" not in schema[
+        "parameters"
+    ].get("required", [])
 
 
 def test_a_function_without_docstring_is_refused_with_its_place_and_an_example():
@@ -156,9 +175,18 @@ def test_a_result_carries_the_id_and_text():
         (call("fail"), ["KeyError"]),
         (call("fail_silently"), ["Unprintable"]),
         (call("own_timeout"), ["Error: TimeoutError: no answer from the server."]),
-        (call("get_weather", city="Atlantis"), ["no weather is known for 'Atlantis'", "Paris, London, Tokyo"]),
-        (call("get_weather", city="Paris", unit="kelvin"), ["'unit' must be", "celsius", "fahrenheit"]),
-        (call("stop", code=0), ["stop tried to end the process", "SystemExit(0) at ", "test_tools.py:"]),
+        (
+            call("get_weather", city="Atlantis"),
+            ["no weather is known for 'Atlantis'", "Paris, London, Tokyo"],
+        ),
+        (
+            call("get_weather", city="Paris", unit="kelvin"),
+            ["'unit' must be", "celsius", "fahrenheit"],
+        ),
+        (
+            call("stop", code=0),
+            ["stop tried to end the process", "SystemExit(0) at ", "test_tools.py:"],
+        ),
         (call("interrupted"), ["KeyboardInterrupt at ", "test_tools.py:"]),
         (call("leave", status=3), ["os._exit(3) at ", "test_tools.py:"]),
         (call("leave_at_once", status=0), ["os._exit(0) at ", "test_tools.py:"]),
@@ -183,7 +211,10 @@ def test_a_tool_that_ends_the_process_is_named_to_the_user_once(capsys):
     for _ in range(2):
         executed(call("leave", status=3), TOOLS)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: the tool leave tried to end the process: os._exit(3) at ") and "test_tools.py:" in line
+    assert (
+        line.startswith("warning: the tool leave tried to end the process: os._exit(3) at ")
+        and "test_tools.py:" in line
+    )
 
 
 def test_a_tool_may_fork_a_process_that_exits():
@@ -191,14 +222,19 @@ def test_a_tool_may_fork_a_process_that_exits():
     assert executed(call("forking"), TOOLS).content == "7"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a signal that rlkit handles"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a signal that rlkit handles"]
+)
 def test_a_real_interruption_passes(number):
     """A signal reaches the main thread wherever the tool runs; it was answered to the policy as the tool's own failure."""
 
     def handle(signum, frame):
         raise Interrupted(signum)
 
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, handle), signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, handle),
+        signal.SIGINT: signal.getsignal(signal.SIGINT),
+    }
     signal.signal(signal.SIGINT, signal.default_int_handler)
     waiting = threading.Event()
 
@@ -227,7 +263,10 @@ def test_a_long_result_is_cut_and_says_so():
 def test_a_call_that_takes_too_long_is_given_up(tool):
     """The tool's thread waits for ever; its result, or making text of it, is no longer waited for."""
     result = executed(call(tool.__name__), {tool.__name__: tool}, timeout=0.02)
-    assert not result.ok and result.content == f"Error: {tool.__name__} took longer than 0.02 s and was given up."
+    assert (
+        not result.ok
+        and result.content == f"Error: {tool.__name__} took longer than 0.02 s and was given up."
+    )
     assert result.seconds >= 0.02
 
 
@@ -243,7 +282,10 @@ def test_a_plain_tool_runs_in_a_thread_unless_it_is_bounded():
 
     short.bounded = True
     here = threading.current_thread().name
-    assert all(executed(call("name"), {"name": name}, timeout=limit).content != here for limit in (None, 9.0))
+    assert all(
+        executed(call("name"), {"name": name}, timeout=limit).content != here
+        for limit in (None, 9.0)
+    )
     for tool in (named, short, functools.partial(short)):  # a config makes the latter
         assert executed(call("tool"), {"tool": tool}).content == here
 
@@ -252,13 +294,19 @@ def test_a_plain_tool_runs_in_a_thread_unless_it_is_bounded():
 def test_an_async_tool_fails_as_a_plain_one_does(timeout):
     """In the loop's own thread, an exit or a cancellation of its own must end neither the episode nor the run."""
     for tool in (stop, fail, interrupted, leave, own_timeout, get_weather):
-        arguments = {"stop": {"code": 0}, "leave": {"status": 3}, "get_weather": {"city": "Paris"}}.get(tool.__name__, {})
+        arguments = {
+            "stop": {"code": 0},
+            "leave": {"status": 3},
+            "get_weather": {"city": "Paris"},
+        }.get(tool.__name__, {})
 
         async def same(tool=tool, **arguments: Any) -> str:
             await asyncio.sleep(0)
             return tool(**arguments)
 
-        plain, other = (executed(call("t", **arguments), {"t": t}, timeout=timeout) for t in (tool, same))
+        plain, other = (
+            executed(call("t", **arguments), {"t": t}, timeout=timeout) for t in (tool, same)
+        )
         assert (other.content, other.ok) == (plain.content, plain.ok)
 
     async def cancelled() -> str:
@@ -276,7 +324,10 @@ def test_an_async_tool_that_takes_too_long_is_cancelled():
         finally:
             ended.append(True)
 
-    assert executed(call("wait"), {"wait": wait}, timeout=0.02).content == "Error: wait took longer than 0.02 s and was given up."
+    assert (
+        executed(call("wait"), {"wait": wait}, timeout=0.02).content
+        == "Error: wait took longer than 0.02 s and was given up."
+    )
     assert ended == [True]
 
 
@@ -287,7 +338,14 @@ def test_get_weather_knows_both_units():
     assert "18 °C" in get_weather("paris ") and "64.4 °F" in get_weather("Paris", "fahrenheit")
 
 
-SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
 def test_a_schema_and_an_implementation_make_a_tool():
@@ -296,10 +354,16 @@ def test_a_schema_and_an_implementation_make_a_tool():
     assert tool_schema(tool) == SCHEMA
     assert executed(call("add", a=2), {"add": tool}).content == "3"
     assert "missing argument 'a'" in executed(call("add", b=2), {"add": tool}).content
-    assert "'city' must be str" in executed(call("add", city=2), {"add": with_schema(SCHEMA, get_weather)}).content
+    assert (
+        "'city' must be str"
+        in executed(call("add", city=2), {"add": with_schema(SCHEMA, get_weather)}).content
+    )
 
 
-@pytest.mark.parametrize("schema", [{}, {"function": {}}, {"function": {"name": 3}}, {"name": "add"}, "add", {"function": "add"}])
+@pytest.mark.parametrize(
+    "schema",
+    [{}, {"function": {}}, {"function": {"name": 3}}, {"name": "add"}, "add", {"function": "add"}],
+)
 def test_what_is_no_schema_is_refused(schema):
     with pytest.raises(ConfigError, match="is no schema"):
         with_schema(schema, get_weather)

@@ -111,16 +111,31 @@ def play(policy, tasks, function, env, **settings):
 
 
 def test_call_result_answer(policy):
-    engine = Scripted("<think>\nadd\n</think>\n\n" + call("calculator", expression="3 + 4"), "#### 7")
+    engine = Scripted(
+        "<think>\nadd\n</think>\n\n" + call("calculator", expression="3 + 4"), "#### 7"
+    )
     rollout = one(policy, engine)
     first, second = rollout.steps
-    assert (rollout.status, rollout.truncation, rollout.final_content) == ("terminated", "", "#### 7")
-    assert (first.thinking, first.content, first.tool_calls[0].arguments) == ("add", "", {"expression": "3 + 4"})
+    assert (rollout.status, rollout.truncation, rollout.final_content) == (
+        "terminated",
+        "",
+        "#### 7",
+    )
+    assert (first.thinking, first.content, first.tool_calls[0].arguments) == (
+        "add",
+        "",
+        {"expression": "3 + 4"},
+    )
     assert [(r.content, r.ok) for r in first.tool_results] == [("7", True)]
-    assert second.prompt == ({"role": "tool", "tool_call_id": "call_0", "name": "calculator", "content": "7"},)
+    assert second.prompt == (
+        {"role": "tool", "tool_call_id": "call_0", "name": "calculator", "content": "7"},
+    )
     assert second.kept == len(first.prompt_ids + first.response_ids)
     new = decode(policy.renderer, second.prompt_ids)
-    assert new == "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        new
+        == "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_replies_are_kept_as_sampled(tiny):
@@ -143,11 +158,16 @@ def test_another_end_token_ends_a_reply_and_the_template_closes_the_turn(tiny):
     engine.reply = stopped
     rollout = one(tiny, engine, environment(next_prompt=lambda r, i: "go on" if i == 0 else None))
     assert rollout.steps[0].content == "a"
-    assert "a<|endoftext|><|im_end|>\n<|im_start|>user\ngo on" in decode(tiny.renderer, rollout.context(1))
+    assert "a<|endoftext|><|im_end|>\n<|im_start|>user\ngo on" in decode(
+        tiny.renderer, rollout.context(1)
+    )
 
 
 def test_several_calls_in_one_reply_are_answered_in_order(policy):
-    rollout = one(policy, Scripted(call("note", text="a") + "\n" + call("calculator", expression="2 * 3"), "done"))
+    rollout = one(
+        policy,
+        Scripted(call("note", text="a") + "\n" + call("calculator", expression="2 * 3"), "done"),
+    )
     assert [r.content for r in rollout.steps[0].tool_results] == ["noted a", "6"]
     text = decode(policy.renderer, rollout.context(1))
     assert text.index("noted a") < text.index("<tool_response>\n6\n")
@@ -155,10 +175,18 @@ def test_several_calls_in_one_reply_are_answered_in_order(policy):
 
 
 def test_calls_beyond_the_limit_are_not_run(tiny):
-    rollout = one(tiny, Scripted("\n".join(call("note", text=t) for t in "abc"), "done"), environment(max_calls=1))
+    rollout = one(
+        tiny,
+        Scripted("\n".join(call("note", text=t) for t in "abc"), "done"),
+        environment(max_calls=1),
+    )
     results = rollout.steps[0].tool_results
     assert RUNS == ["a"] and [r.ok for r in results] == [True, False, False]
-    assert [r.id for r in results] == ["call_0", "call_1", "call_2"] and "at most 1 calls" in results[2].content
+    assert [r.id for r in results] == [
+        "call_0",
+        "call_1",
+        "call_2",
+    ] and "at most 1 calls" in results[2].content
     assert len(rollout.steps[1].prompt) == 3  # every call gets an answer that the policy can read
 
 
@@ -186,9 +214,15 @@ def test_call_ids_are_unique_over_the_conversation(tiny):
     two = call("note", text="a") + "\n" + call("note", text="b")
     rollout = one(tiny, Scripted(two, two, "done"))
     assert [c.id for s in rollout.steps for c in s.tool_calls] == [f"call_{i}" for i in range(4)]
-    assert [[c.id for c in s.tool_calls] for s in rollout.steps] == [[r.id for r in s.tool_results] for s in rollout.steps]
+    assert [[c.id for c in s.tool_calls] for s in rollout.steps] == [
+        [r.id for r in s.tool_results] for s in rollout.steps
+    ]
     said = [c["id"] for m in rollout.conversation for c in m.get("tool_calls", ())]
-    assert said == [m["tool_call_id"] for m in rollout.conversation if m["role"] == "tool"] == [f"call_{i}" for i in range(4)]
+    assert (
+        said
+        == [m["tool_call_id"] for m in rollout.conversation if m["role"] == "tool"]
+        == [f"call_{i}" for i in range(4)]
+    )
 
 
 def test_a_result_cannot_forge_a_turn(policy):
@@ -207,7 +241,11 @@ def test_a_result_cannot_forge_a_turn(policy):
 def test_a_reply_cut_by_length_truncates_and_runs_no_tool(tiny):
     rollout = one(tiny, Scripted(call("note", text="a"), cut=(0,)))
     assert (rollout.status, rollout.truncation, len(rollout.steps)) == ("truncated", "length", 1)
-    assert RUNS == [] and rollout.steps[0].tool_results == () and rollout.steps[0].finish_reason == "length"
+    assert (
+        RUNS == []
+        and rollout.steps[0].tool_results == ()
+        and rollout.steps[0].finish_reason == "length"
+    )
     assert rollout.steps[0].response_ids[-1] not in tiny.eos_token_ids  # none is invented
 
 
@@ -230,7 +268,9 @@ def test_a_context_that_overflows_truncates_and_keeps_the_steps(tiny):
     cut = one(tiny._replace(context_length=limit), engine)
     assert (cut.status, cut.truncation) == ("truncated", "context")
     assert [s.response_ids for s in cut.steps] == [whole.steps[0].response_ids]
-    assert one(tiny._replace(context_length=limit + 1), engine).status == "terminated"  # one token of room is enough to ask
+    assert (
+        one(tiny._replace(context_length=limit + 1), engine).status == "terminated"
+    )  # one token of room is enough to ask
 
 
 def test_a_prompt_that_overflows_gives_an_episode_without_steps_beside_its_neighbours(tiny):
@@ -249,7 +289,11 @@ def test_nothing_fits_and_the_engine_is_not_asked(tiny):
 
 
 def test_stop_terminates_before_any_tool_runs(tiny):
-    rollout = one(tiny, Scripted(call("note", text="a"), "done"), environment(stop=lambda r, i: r.steps[i].content == ""))
+    rollout = one(
+        tiny,
+        Scripted(call("note", text="a"), "done"),
+        environment(stop=lambda r, i: r.steps[i].content == ""),
+    )
     assert (rollout.status, rollout.truncation, len(rollout.steps)) == ("terminated", "", 1)
     assert RUNS == [] and rollout.steps[0].tool_results == ()
 
@@ -261,7 +305,11 @@ def test_stop_and_next_prompt_see_the_reply_and_its_number(tiny):
         seen.append((index, rollout.steps[index].content))
         return index == 1
 
-    one(tiny, Scripted("a", "b"), environment(stop=stop, next_prompt=lambda r, i: f"{r.steps[i].content} again"))
+    one(
+        tiny,
+        Scripted("a", "b"),
+        environment(stop=stop, next_prompt=lambda r, i: f"{r.steps[i].content} again"),
+    )
     assert seen == [(0, "a"), (1, "b")]
 
 
@@ -269,11 +317,22 @@ def test_stop_and_next_prompt_see_the_reply_and_its_number(tiny):
 def test_next_prompt_is_a_user_turn_and_none_ends(policy, said):
     env = single_turn()._replace(next_prompt=lambda r, i: said if i < 2 else None, max_steps=9)
     rollout = one(policy, Scripted("30", "20", "10"), env)
-    assert [s.content for s in rollout.steps] == ["30", "20", "10"] and rollout.status == "terminated"
+    assert [s.content for s in rollout.steps] == [
+        "30",
+        "20",
+        "10",
+    ] and rollout.status == "terminated"
     assert rollout.steps[1].prompt == ({"role": "user", "content": "colder"},)
     text = decode(policy.renderer, rollout.context(2))
     assert text.count("<|im_start|>user\ncolder<|im_end|>\n<|im_start|>assistant\n") == 2
-    assert [m["content"] for m in rollout.conversation] == ["How many?", "30", "colder", "20", "colder", "10"]
+    assert [m["content"] for m in rollout.conversation] == [
+        "How many?",
+        "30",
+        "colder",
+        "20",
+        "colder",
+        "10",
+    ]
 
 
 # ------------------------------------------------------------------------------------- who is who in the batch
@@ -295,8 +354,12 @@ def test_order_is_task_by_task_however_long_each_episode_lasts(tiny):
     tasks = [task(str(i), i) for i in range(4)]
     env = environment(next_prompt=lambda r, i: "more" if i < (r.group * 2 + r.sample) % 3 else None)
     rollouts = play(tiny, tasks, Scripted("a", "b", "c"), env, group_size=2)
-    assert [(r.group, r.sample, r.task.id) for r in rollouts] == [(i, j, f"row/{i}") for i in range(4) for j in range(2)]
-    assert [len(r.steps) for r in rollouts] == [(2 * i + j) % 3 + 1 for i in range(4) for j in range(2)]
+    assert [(r.group, r.sample, r.task.id) for r in rollouts] == [
+        (i, j, f"row/{i}") for i in range(4) for j in range(2)
+    ]
+    assert [len(r.steps) for r in rollouts] == [
+        (2 * i + j) % 3 + 1 for i in range(4) for j in range(2)
+    ]
 
 
 def test_all_waiting_episodes_are_one_call_of_the_engine(tiny):
@@ -314,17 +377,27 @@ def test_the_same_call_gives_the_same_rollouts_and_so_does_a_part_of_it(tiny):
     """Randomness is a function of (seed, step, position, sample, turn): neither call, batch nor group size enters."""
 
     def run(tasks, **settings):
-        engine = Scripted(say=lambda context, turn, seed: call("note", text=f"{seed % 1000}") if turn == 0 else f"{seed % 997}")
+        engine = Scripted(
+            say=lambda context, turn, seed: (
+                call("note", text=f"{seed % 1000}") if turn == 0 else f"{seed % 997}"
+            )
+        )
         return play(tiny, tasks, engine, environment(), **settings)
 
     def ids(rollouts):
-        return {(r.group, r.sample): [(s.prompt_ids, s.response_ids) for s in r.steps] for r in rollouts}
+        return {
+            (r.group, r.sample): [(s.prompt_ids, s.response_ids) for s in r.steps] for r in rollouts
+        }
 
     tasks = [task(str(i), i) for i in range(4)]
     whole = ids(run(tasks, group_size=3, seed=5, step=2))
     assert whole == ids(run(tasks, group_size=3, seed=5, step=2))
-    assert ids(run(tasks[:2], group_size=3, seed=5, step=2)) == {k: v for k, v in whole.items() if k[0] < 2}
-    assert ids(run(tasks, group_size=1, seed=5, step=2)) == {k: v for k, v in whole.items() if k[1] == 0}
+    assert ids(run(tasks[:2], group_size=3, seed=5, step=2)) == {
+        k: v for k, v in whole.items() if k[0] < 2
+    }
+    assert ids(run(tasks, group_size=1, seed=5, step=2)) == {
+        k: v for k, v in whole.items() if k[1] == 0
+    }
     for other in ({"seed": 6, "step": 2}, {"seed": 5, "step": 3}):
         assert all(v != whole[k] for k, v in ids(run(tasks, group_size=3, **other)).items())
 
@@ -332,10 +405,19 @@ def test_the_same_call_gives_the_same_rollouts_and_so_does_a_part_of_it(tiny):
 def test_further_prompts_of_a_step_are_those_of_one_larger_step(tiny):
     """Refilling samples what a batch with more prompts would have: nothing is sampled twice with one seed."""
     tasks = [task(str(i), i) for i in range(4)]
-    settings = {"engine": Transformers(), "environment": single_turn(), "group_size": 2, "seed": 1, "temperature": 1.0, "max_new_tokens": 4}
+    settings = {
+        "engine": Transformers(),
+        "environment": single_turn(),
+        "group_size": 2,
+        "seed": 1,
+        "temperature": 1.0,
+        "max_new_tokens": 4,
+    }
     whole = collect(tiny, tasks, **settings)
     parts = collect(tiny, tasks[:1], **settings) + collect(tiny, tasks[1:], first=1, **settings)
-    assert [[s.response_ids for s in r.steps] for r in parts] == [[s.response_ids for s in r.steps] for r in whole]
+    assert [[s.response_ids for s in r.steps] for r in parts] == [
+        [s.response_ids for s in r.steps] for r in whole
+    ]
     assert [r.group for r in parts] == [r.group for r in whole] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -345,7 +427,9 @@ def test_no_two_replies_share_a_seed(tiny):
     play(tiny, [task(), task("b", 1)], engine, env, group_size=4, seed=3, step=7)
     seeds = [seed for _, seed, _ in engine.seen]
     assert len(set(seeds)) == 16
-    assert seeds[:4] == [mix(mix(3, 7, 0, j), 0) for j in range(4)]  # pinned: a change of the scheme changes every run
+    assert seeds[:4] == [
+        mix(mix(3, 7, 0, j), 0) for j in range(4)
+    ]  # pinned: a change of the scheme changes every run
 
 
 def test_settings_reach_the_engine(tiny):
@@ -355,25 +439,37 @@ def test_settings_reach_the_engine(tiny):
 
 
 def test_each_task_brings_its_environment(tiny):
-    lookup = by_task(environments={"tool_use": environment(), "plain": single_turn(system_prompt="Be brief.")})
+    lookup = by_task(
+        environments={"tool_use": environment(), "plain": single_turn(system_prompt="Be brief.")}
+    )
     tasks = [task(), task("b", 1)._replace(environment="plain")]
     rollouts = play(tiny, tasks, Scripted(call("note", text="a"), "done"), lookup)
     assert [len(r.steps) for r in rollouts] == [2, 1] and rollouts[1].steps[0].tool_calls == ()
-    assert ["<tools>" in decode(tiny.renderer, r.steps[0].prompt_ids) for r in rollouts] == [True, False]
+    assert ["<tools>" in decode(tiny.renderer, r.steps[0].prompt_ids) for r in rollouts] == [
+        True,
+        False,
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------- history
 
 TURNS = (
     "<think>\nsecret one\n</think>\n\n" + call("calculator", expression="1 + 1"),
-    "<think>  secret two\n\n\n</think>  " + call("note", text="b") + " \n\n ",  # white space that no template would write
+    "<think>  secret two\n\n\n</think>  "
+    + call("note", text="b")
+    + " \n\n ",  # white space that no template would write
     " \n  no thinking, odd   spaces \t",
     "<think>secret three</think>the end",
 )
 
 
 def talk(policy, history):
-    env = environment(next_prompt=lambda r, i: "and then?" if i == 2 else None, history=history, max_steps=9, parse_calls=hermes)
+    env = environment(
+        next_prompt=lambda r, i: "and then?" if i == 2 else None,
+        history=history,
+        max_steps=9,
+        parse_calls=hermes,
+    )
     return one(policy, Scripted(*TURNS), env)
 
 
@@ -393,9 +489,21 @@ def test_stripping_thinking_leaves_none_in_any_context(policy):
     assert [s.thinking for s in rollout.steps] == ["secret one", "secret two", "", "secret three"]
     said = [decode(policy.renderer, rollout.context(n)) for n in range(4)]
     assert not any("secret" in text for text in said)
-    assert [(t.count("<tool_response>\n2\n"), t.count("noted b")) for t in said] == [(0, 0), (1, 0), (1, 1), (1, 1)]
+    assert [(t.count("<tool_response>\n2\n"), t.count("noted b")) for t in said] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (1, 1),
+    ]
     last = said[3]
-    parts = ["How many?", '"expression": "1 + 1"', "<tool_response>\n2\n", "noted b", "no thinking, odd   spaces", "and then?"]
+    parts = [
+        "How many?",
+        '"expression": "1 + 1"',
+        "<tool_response>\n2\n",
+        "noted b",
+        "no thinking, odd   spaces",
+        "and then?",
+    ]
     positions = [last.index(part) for part in parts]
     assert positions == sorted(positions) and all(last.count(part) == 1 for part in parts)
     assert last.endswith("and then?<|im_end|>\n<|im_start|>assistant\n")
@@ -418,8 +526,17 @@ def test_qwen3s_own_template_strips_what_is_stripped_here(tiny, shared):
     tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
     tokenizer.chat_template = (shared / "qwen3" / "chat_template.jinja").read_text()
     policy = tiny._replace(renderer=make_renderer(tokenizer))
-    texts = ["<think>\nsecret one\n</think>\n\nfirst", "<think>secret two</think>second", "<think></think>third", "done"]
-    env = single_turn()._replace(next_prompt=lambda r, i: f"and {i}?" if i < 3 else None, history="strip_thinking", max_steps=9)
+    texts = [
+        "<think>\nsecret one\n</think>\n\nfirst",
+        "<think>secret two</think>second",
+        "<think></think>third",
+        "done",
+    ]
+    env = single_turn()._replace(
+        next_prompt=lambda r, i: f"and {i}?" if i < 3 else None,
+        history="strip_thinking",
+        max_steps=9,
+    )
     rollout = one(policy, Scripted(*texts), env)
     kept = one(policy, Scripted(*texts), env._replace(history="keep_thinking"))
     for n, step in enumerate(rollout.steps):
@@ -449,7 +566,10 @@ def test_a_block_that_the_template_opened_is_read_as_thinking(tiny):
     tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
     tokenizer.chat_template += "{{ '<think>\\n' }}"
     policy = tiny._replace(renderer=make_renderer(tokenizer))
-    closed, unclosed = one(policy, Scripted("a</think>18")).steps[0], one(policy, Scripted("18")).steps[0]
+    closed, unclosed = (
+        one(policy, Scripted("a</think>18")).steps[0],
+        one(policy, Scripted("18")).steps[0],
+    )
     assert (closed.thinking, closed.content, closed.thinking_closed) == ("a", "18", True)
     assert (unclosed.thinking, unclosed.content, unclosed.thinking_closed) == ("18", "", False)
 
@@ -464,7 +584,9 @@ def test_the_finish_reason_is_the_first_that_holds(tiny):
     calls = call("note", text="a")
     assert steps("#### 7").finish_reason == "stop"
     assert steps(calls).finish_reason == steps("<tool_call>{nonsense").finish_reason == "tool"
-    assert steps(calls, forced=(0,)).finish_reason == "budget" and steps("#### 7", forced=(0,)).forced == (0,)
+    assert steps(calls, forced=(0,)).finish_reason == "budget" and steps(
+        "#### 7", forced=(0,)
+    ).forced == (0,)
     assert steps(calls, forced=(0,), finish_reason="length").finish_reason == "length"
 
 
@@ -479,29 +601,59 @@ def test_the_oldest_exchanges_are_dropped_to_make_room(policy, history, said):
     def text(context, turn, seed):
         number = next(n for n in count() if f"word {n}" not in seen)
         seen.append(f"word {number}")
-        return f"<think>secret {number}</think>" + (call("note", text=seen[-1]) if said == "tool" else seen[-1])
+        return f"<think>secret {number}</think>" + (
+            call("note", text=seen[-1]) if said == "tool" else seen[-1]
+        )
 
     def run(limit, **changes):
         seen.clear()
-        changes |= {"next_prompt": lambda r, i: f"noted word {i}", "stop": lambda r, i: i == 5, "max_steps": 9, "history": history}
-        return one(policy._replace(context_length=limit), Scripted(say=text), environment(**changes), max_new_tokens=30)
+        changes |= {
+            "next_prompt": lambda r, i: f"noted word {i}",
+            "stop": lambda r, i: i == 5,
+            "max_steps": 9,
+            "history": history,
+        }
+        return one(
+            policy._replace(context_length=limit),
+            Scripted(say=text),
+            environment(**changes),
+            max_new_tokens=30,
+        )
 
     seen: list[str] = []
     free = run(10_000)
     room = free.steps[3].prompt_length + 30  # the fourth context fits, the fifth does not
     rollout = run(room, overflow="drop_oldest")
-    assert rollout.status == "terminated" and [s.dropped for s in rollout.steps] == [0, 0, 0, 0, 1, 2]
+    assert rollout.status == "terminated" and [s.dropped for s in rollout.steps] == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        2,
+    ]
     assert [s.response_ids for s in rollout.steps] == [s.response_ids for s in free.steps]
     for n, step in enumerate(rollout.steps):
         context, whole = rollout.context(n), free.context(n)
         shown = decode(policy.renderer, context)
-        assert context[:20] == whole[:20] and "How many?" in shown and step.prompt_length + 30 <= room
-        assert [f"noted word {i}" in shown for i in range(6)] == [step.dropped <= i < n for i in range(6)]
-        assert [f"secret {i}" in shown for i in range(6)] == [history == "keep_thinking" and step.dropped <= i < n for i in range(6)]
+        assert (
+            context[:20] == whole[:20] and "How many?" in shown and step.prompt_length + 30 <= room
+        )
+        assert [f"noted word {i}" in shown for i in range(6)] == [
+            step.dropped <= i < n for i in range(6)
+        ]
+        assert [f"secret {i}" in shown for i in range(6)] == [
+            history == "keep_thinking" and step.dropped <= i < n for i in range(6)
+        ]
         turns = [m.split("\n")[0] for m in shown.split("<|im_start|>")[1:]]
-        assert turns[-1 - 2 * (n - step.dropped) :] == ["assistant", *["user", "assistant"] * (n - step.dropped)]
+        assert turns[-1 - 2 * (n - step.dropped) :] == [
+            "assistant",
+            *["user", "assistant"] * (n - step.dropped),
+        ]
         cut = free.steps[step.dropped].prompt_length - free.steps[0].prompt_length
-        if history == "keep_thinking":  # cut out of the stream of the episode without a limit, whose ids these are
+        if (
+            history == "keep_thinking"
+        ):  # cut out of the stream of the episode without a limit, whose ids these are
             first = free.steps[0].prompt_length
             assert context == whole[:first] + whole[first + cut :]
     truncated = run(room - 30, overflow="truncate")
@@ -510,12 +662,21 @@ def test_the_oldest_exchanges_are_dropped_to_make_room(policy, history, said):
 
 def test_the_first_prompt_and_the_last_exchange_always_stay(tiny):
     """With nothing left to drop, what room there is serves; with none, the episode ends."""
-    env = single_turn()._replace(next_prompt=lambda r, i: "go on " * 9, max_steps=4, overflow="drop_oldest")
+    env = single_turn()._replace(
+        next_prompt=lambda r, i: "go on " * 9, max_steps=4, overflow="drop_oldest"
+    )
     free = one(tiny, Scripted("a", "b", "c", "d"), env)
     limit = free.steps[1].prompt_length + 1
-    rollout = one(tiny._replace(context_length=limit), Scripted(say=lambda *_: "a"), env, max_new_tokens=30)
+    rollout = one(
+        tiny._replace(context_length=limit), Scripted(say=lambda *_: "a"), env, max_new_tokens=30
+    )
     assert [s.dropped for s in rollout.steps] == [0, 0, 1, 2] and rollout.truncation == "steps"
-    ended = one(tiny._replace(context_length=limit - 1), Scripted(say=lambda *_: "a"), env, max_new_tokens=30)
+    ended = one(
+        tiny._replace(context_length=limit - 1),
+        Scripted(say=lambda *_: "a"),
+        env,
+        max_new_tokens=30,
+    )
     assert (ended.truncation, len(ended.steps)) == ("context", 1)
 
 
@@ -525,15 +686,25 @@ def test_an_episode_stores_what_is_said_once(tiny, history):
 
     def stored(turns: int) -> tuple[int, int]:
         """Token ids of an episode, and bytes of its row."""
-        env = single_turn()._replace(next_prompt=lambda r, i: "go on" if i < turns - 1 else None, history=history, max_steps=turns)
+        env = single_turn()._replace(
+            next_prompt=lambda r, i: "go on" if i < turns - 1 else None,
+            history=history,
+            max_steps=turns,
+        )
         engine = Scripted(*["<think>so</think>more"] * turns)
         rollout = one(tiny._replace(context_length=10**6), engine, env)
-        assert [rollout.context(n) for n in range(turns)] == [context for context, *_ in engine.seen]
-        return sum(len(s.prompt_ids) + len(s.response_ids) for s in rollout.steps), len(json.dumps(to_row(rollout)))
+        assert [rollout.context(n) for n in range(turns)] == [
+            context for context, *_ in engine.seen
+        ]
+        return sum(len(s.prompt_ids) + len(s.response_ids) for s in rollout.steps), len(
+            json.dumps(to_row(rollout))
+        )
 
     five, twenty, fifty = (stored(turns) for turns in (5, 20, 50))
     for short, middle, long in zip(five, twenty, fifty, strict=True):
-        assert long - middle == pytest.approx(2 * (middle - short), rel=0.01)  # 30 turns more, and 15
+        assert long - middle == pytest.approx(
+            2 * (middle - short), rel=0.01
+        )  # 30 turns more, and 15
 
 
 # ------------------------------------------------------------------------------------------------- a real model
@@ -543,10 +714,18 @@ def test_the_tiny_model_through_the_real_engine(tiny):
     """Whole episodes of the embedded model, tool calls among them: complete and append-only."""
     tasks = arithmetic(max_samples=4)
     environment = tool_use(tools={"calculator": calculator})
-    settings = {"engine": Transformers(), "environment": environment, "group_size": 2, "seed": 1, "max_new_tokens": 64}
+    settings = {
+        "engine": Transformers(),
+        "environment": environment,
+        "group_size": 2,
+        "seed": 1,
+        "max_new_tokens": 64,
+    }
     rollouts = collect(tiny, tasks, **settings)
     assert [(r.group, r.sample) for r in rollouts] == [(i, j) for i in range(4) for j in range(2)]
-    assert any(s.tool_results for r in rollouts for s in r.steps)  # it was warmed up to call the calculator
+    assert any(
+        s.tool_results for r in rollouts for s in r.steps
+    )  # it was warmed up to call the calculator
     assert rollouts[:2] != rollouts[2:4]
     for rollout in rollouts:
         assert (rollout.truncation != "") == (rollout.status == "truncated")

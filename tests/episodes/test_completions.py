@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkit.episodes.completions import COLUMNS, completion_row, completions_table, cut_completions, write_completions
+from rlkit.episodes.completions import (
+    COLUMNS,
+    completion_row,
+    completions_table,
+    cut_completions,
+    write_completions,
+)
 from rlkit.episodes.record import save_rollouts
 from rlkit.system.files import LOST
 from rlkit.training.callbacks.conversations import Completions, mean_advantages
@@ -16,8 +22,22 @@ from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 
 def rollout(sample=0, *, reward=1.0, text="4"):
     """One reply."""
-    step = Step(({"role": "user", "content": "2 + 2?"},), (1,), (2, 3), (-0.1, -0.1), "stop", content=text, versions=((0, 4),))
-    return Rollout(Task("row/0", (), answer="4"), (step,), sample=sample, reward=reward, rewards={"task": reward, "brief": 0.5})
+    step = Step(
+        ({"role": "user", "content": "2 + 2?"},),
+        (1,),
+        (2, 3),
+        (-0.1, -0.1),
+        "stop",
+        content=text,
+        versions=((0, 4),),
+    )
+    return Rollout(
+        Task("row/0", (), answer="4"),
+        (step,),
+        sample=sample,
+        reward=reward,
+        rewards={"task": reward, "brief": 0.5},
+    )
 
 
 def rows(steps):
@@ -26,18 +46,40 @@ def rows(steps):
 
 def test_a_row_says_what_was_asked_said_and_scored():
     row = completion_row(rollout(), 5, -0.25)
-    assert row["prompt"] == "2 + 2?" and row["completion"] == "4" and row["answer"] == "4" and row["policy_version"] == 4
-    assert (row["reward"], row["reward_task"], row["reward_brief"], row["advantage"]) == (1.0, 1.0, 0.5, -0.25)
+    assert (
+        row["prompt"] == "2 + 2?"
+        and row["completion"] == "4"
+        and row["answer"] == "4"
+        and row["policy_version"] == 4
+    )
+    assert (row["reward"], row["reward_task"], row["reward_brief"], row["advantage"]) == (
+        1.0,
+        1.0,
+        0.5,
+        -0.25,
+    )
 
 
 def test_turns_are_told_apart_in_a_completion():
     call, result = ToolCall("c", "add", {"a": 2}), ToolResult("c", "add", "4", True)
     first = Step(
-        ({"role": "user", "content": "?"},), (1,), (2,), (-1.0,), "tool", thinking="so", tool_calls=(call,), tool_results=(result,)
+        ({"role": "user", "content": "?"},),
+        (1,),
+        (2,),
+        (-1.0,),
+        "tool",
+        thinking="so",
+        tool_calls=(call,),
+        tool_results=(result,),
     )
-    last = Step(({"role": "tool", "content": "4"},), (1, 2, 3), (4,), (-1.0,), "stop", content="It is 4.")
+    last = Step(
+        ({"role": "tool", "content": "4"},), (1, 2, 3), (4,), (-1.0,), "stop", content="It is 4."
+    )
     row = completion_row(Rollout(Task("t", ()), (first, last)), 1)
-    assert row["completion"] == 'assistant: <think>\nso\n</think>\n\n\n→ add({"a": 2})\n\ntool: 4\n\nassistant: It is 4.'
+    assert (
+        row["completion"]
+        == 'assistant: <think>\nso\n</think>\n\n\n→ add({"a": 2})\n\ntool: 4\n\nassistant: It is 4.'
+    )
     assert row["turns"] == 2 and row["reward"] is None and row["policy_version"] is None
 
 
@@ -56,11 +98,18 @@ def test_the_table_and_the_record_open_in(library, tmp_path):
     save_rollouts(tmp_path / "rollouts.jsonl.gz", [rollout(i) for i in range(2)])
     files, record = str(tmp_path / "completions" / "*.parquet"), str(tmp_path / "rollouts.jsonl.gz")
     if library == "datasets":
-        table = package.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-        whole = package.load_dataset("json", data_files=record, split="train", cache_dir=str(tmp_path / "cache"))
+        table = package.load_dataset(
+            "parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache")
+        )
+        whole = package.load_dataset(
+            "json", data_files=record, split="train", cache_dir=str(tmp_path / "cache")
+        )
         columns = table.column_names
     elif library == "pandas":
-        table, whole = package.read_parquet(tmp_path / "completions"), package.read_json(record, lines=True)
+        table, whole = (
+            package.read_parquet(tmp_path / "completions"),
+            package.read_json(record, lines=True),
+        )
         columns = list(table)
     else:
         table, whole = package.read_parquet(files), package.read_ndjson(record)
@@ -72,10 +121,20 @@ def test_the_table_and_the_record_open_in(library, tmp_path):
 def played(step):
     """A module after an RL step, of two rollouts with two tokens each; of the second nothing was trained on."""
     mask = torch.tensor([[True, True], [False, False]])
-    batch = SimpleNamespace(response_mask=mask, rollout_ids=torch.tensor([0, 1]), advantages=torch.tensor([[1.0, 2.0], [9.0, 9.0]]))
+    batch = SimpleNamespace(
+        response_mask=mask,
+        rollout_ids=torch.tensor([0, 1]),
+        advantages=torch.tensor([[1.0, 2.0], [9.0, 9.0]]),
+    )
     both = [rollout(0), rollout(1)]
     phases = {"": SimpleNamespace(reward=SimpleNamespace(terms={"task": None, "brief": None}))}
-    return SimpleNamespace(rl_step=step, rollouts=both, trained=both, batch=batch, learner=SimpleNamespace(phases=phases))
+    return SimpleNamespace(
+        rl_step=step,
+        rollouts=both,
+        trained=both,
+        batch=batch,
+        learner=SimpleNamespace(phases=phases),
+    )
 
 
 TRAINER = SimpleNamespace(loggers=[], is_global_zero=True, should_stop=False)
@@ -131,7 +190,9 @@ def test_an_advantage_is_that_of_the_trained_tokens():
 
 def test_without_pyarrow_the_run_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
     found = __import__("importlib.util").util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "pyarrow" else found(name, *a))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: None if name == "pyarrow" else found(name, *a)
+    )
     trained(tmp_path / "completions", 1, 2, saves=(2,))
     assert "pyarrow is not installed" in capsys.readouterr().err and not list(tmp_path.iterdir())
     LOST.clear()

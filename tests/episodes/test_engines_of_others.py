@@ -17,7 +17,9 @@ GOOD = Generation((5, 6), (-0.5, -0.1), "length")
 
 
 def play(tiny, engine, **more):
-    return collect(tiny, [TASK] * 3, engine=engine, environment=single_turn(), max_new_tokens=2, **more)
+    return collect(
+        tiny, [TASK] * 3, engine=engine, environment=single_turn(), max_new_tokens=2, **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,10 @@ def test_a_completion_that_cannot_be_trained_on_is_refused(tiny, reply, said):
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize("replies, said", [([GOOD] * 2, "2 completions for 3 prompts"), ([], "0 completions"), (None, "None for 3")])
+@pytest.mark.parametrize(
+    "replies, said",
+    [([GOOD] * 2, "2 completions for 3 prompts"), ([], "0 completions"), (None, "None for 3")],
+)
 def test_a_function_that_gives_another_number_of_completions_is_named(tiny, replies, said):
     def short(policy, prompts, seeds, params):
         return replies
@@ -73,8 +78,12 @@ def test_an_engine_may_be_plain_and_is_told_of_each_episodes_end_once(tiny):
 
 @pytest.mark.parametrize("prompt", [None, [], [{"content": "no role"}], 7])
 def test_a_first_prompt_that_is_none_is_blamed(tiny, prompt):
-    with pytest.raises(EnvironmentFailed, match="first prompt raised TypeError: it must be messages"):
-        collect(tiny, [TASK], engine=Cached(), environment=Environment(first_prompt=lambda task: prompt))
+    with pytest.raises(
+        EnvironmentFailed, match="first prompt raised TypeError: it must be messages"
+    ):
+        collect(
+            tiny, [TASK], engine=Cached(), environment=Environment(first_prompt=lambda task: prompt)
+        )
 
 
 def test_a_reward_of_the_end_state_is_tried_on_the_state_at_the_start():
@@ -92,5 +101,9 @@ def test_a_reward_of_the_end_state_is_tried_on_the_state_at_the_start():
         def state(self):
             return {"books": []}
 
-    shelved = Reward("shelved", {"shelved": Term(1.0, lambda rollout: float("4" in rollout.state["books"]))}, weighted_sum)
+    shelved = Reward(
+        "shelved",
+        {"shelved": Term(1.0, lambda rollout: float("4" in rollout.state["books"]))},
+        weighted_sum,
+    )
     check_reward([TASK], shelved, Environment(session=lambda task: Shelf()))

@@ -40,7 +40,12 @@ class Talk:
     async def answer(self, rollout):
         await self.pause()
         n = len(rollout.steps)
-        return rollout, None if n == TURNS else [{"role": "user", "content": "And then? " * (1 + len(rollout.steps[-1].response_ids) % 3)}]
+        return rollout, None if n == TURNS else [
+            {
+                "role": "user",
+                "content": "And then? " * (1 + len(rollout.steps[-1].response_ids) % 3),
+            }
+        ]
 
     async def close(self):
         self.closed += 1
@@ -79,7 +84,10 @@ def tokens(rollouts):
 def plain(policy, tasks):
     """The episodes whose answers wait for nothing."""
     rollouts = play(policy, tasks, Cached())
-    assert sum(len(r.steps) for r in rollouts) > 25 and len({len(s.response_ids) for r in rollouts for s in r.steps}) > 5
+    assert (
+        sum(len(r.steps) for r in rollouts) > 25
+        and len({len(s.response_ids) for r in rollouts for s in r.steps}) > 5
+    )
     return rollouts
 
 
@@ -90,21 +98,30 @@ def test_two_collects_on_one_engine_are_one_collect_on_two(policy, tasks, plain)
 
 
 @pytest.mark.parametrize(
-    "engine", cases([Cached(max_rows=3), Cached(max_cached_tokens=1500), Transformers()], 1), ids=["rows", "cache", "reference"]
+    "engine",
+    cases([Cached(max_rows=3), Cached(max_cached_tokens=1500), Transformers()], 1),
+    ids=["rows", "cache", "reference"],
 )
 def test_slots_change_no_token(policy, tasks, plain, engine):
     found = play(policy, tasks, engine)
     assert tokens(found) == tokens(plain)
     for a, b in zip(found, plain, strict=True):
         for ours, theirs in zip(a.steps, b.steps, strict=True):
-            torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=1e-5, atol=1e-5
+            )
 
 
-@pytest.mark.parametrize("more", cases([{}, {"max_rows": 3}, {"max_cached_tokens": 1500}], [{"max_rows": 3}]), ids=str)
+@pytest.mark.parametrize(
+    "more", cases([{}, {"max_rows": 3}, {"max_cached_tokens": 1500}], [{"max_rows": 3}]), ids=str
+)
 @pytest.mark.parametrize("seeds", cases([2, 5], 1))
 def test_a_run_repeats_itself_whenever_answers_come(policy, tasks, plain, weather, more, seeds):
     """First prompts and answers in five orders, some early, some late: the same bits; and the tokens of answers at once."""
-    runs = [play(policy, tasks, Cached(**more), weather(seed).pause, late=True, admission_rounds=6) for seed in range(seeds)]
+    runs = [
+        play(policy, tasks, Cached(**more), weather(seed).pause, late=True, admission_rounds=6)
+        for seed in range(seeds)
+    ]
     assert all(bits(found) == bits(runs[0]) for found in runs) and tokens(runs[0]) == tokens(plain)
 
 
@@ -115,11 +132,15 @@ def test_a_barrier_gives_the_bits_of_answers_at_once(policy, tasks, plain, weath
 @pytest.mark.parametrize("more", cases([{}, {"max_rows": 3}], 1), ids=str)
 def test_free_gives_the_same_tokens(policy, tasks, plain, weather, more):
     """Prompts and answers join as they come: slots grow after the first burst."""
-    assert tokens(play(policy, tasks, Cached(**more), weather(1).pause, late=True, admission="free")) == tokens(plain)
+    assert tokens(
+        play(policy, tasks, Cached(**more), weather(1).pause, late=True, admission="free")
+    ) == tokens(plain)
 
 
 def test_versions_stand_on_every_step(policy, tasks):
-    assert {step.versions for r in play(policy, tasks[:2], Cached(), version=7) for step in r.steps} == {((0, 7),)}
+    assert {
+        step.versions for r in play(policy, tasks[:2], Cached(), version=7) for step in r.steps
+    } == {((0, 7),)}
 
 
 def test_weights_are_not_changed_under_episodes_in_play(policy, tasks):
@@ -161,7 +182,10 @@ def test_a_session_that_closes_slowly_holds_up_no_decoding(policy, tasks):
         await asyncio.sleep(0)
 
     environment = Environment(session=lambda task: Slow(task, outside), max_steps=9)
-    assert len(collect(policy, tasks[:4], engine=Cached(), environment=environment, max_new_tokens=16)) == 4
+    assert (
+        len(collect(policy, tasks[:4], engine=Cached(), environment=environment, max_new_tokens=16))
+        == 4
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ failures
@@ -171,7 +195,9 @@ ERRORS = [RuntimeError("by hand"), KeyboardInterrupt(), Interrupted(signal.SIGTE
 
 @pytest.mark.parametrize("error", cases(ERRORS, 1), ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("where", ["decoder", "answer", "close"])
-def test_after_an_error_sessions_are_closed_and_the_engine_is_as_new(policy, tasks, plain, monkeypatch, capfd, where, error):
+def test_after_an_error_sessions_are_closed_and_the_engine_is_as_new(
+    policy, tasks, plain, monkeypatch, capfd, where, error
+):
     """It comes out as it was raised, or as the environment's; the model is in its own mode, and nothing complains."""
     sessions, calls, raised = [], [], []
 
@@ -201,11 +227,20 @@ def test_after_an_error_sessions_are_closed_and_the_engine_is_as_new(policy, tas
         environment = Environment(session=opened, max_steps=9)
         blamed = isinstance(error, Exception) and where != "decoder"
         with pytest.raises(EnvironmentFailed if blamed else type(error)) as caught:
-            collect(policy, tasks, engine=engine, environment=environment, group_size=2, max_new_tokens=16)
+            collect(
+                policy,
+                tasks,
+                engine=engine,
+                environment=environment,
+                group_size=2,
+                max_new_tokens=16,
+            )
     assert "by hand" in str(caught.value) if blamed else caught.value is error
     assert len(sessions) == 10 and [session.closed for session in sessions] == [1] * 10
     assert (policy.model.config._attn_implementation, policy.model.training) == mode
-    complaints = [line for line in capfd.readouterr().err.splitlines() if "by hand" not in line]  # the error itself comes first
+    complaints = [
+        line for line in capfd.readouterr().err.splitlines() if "by hand" not in line
+    ]  # the error itself comes first
     assert not complaints and bits(play(policy, tasks, engine)) == bits(plain)
 
 
@@ -230,8 +265,16 @@ def test_an_error_in_the_loop_itself_comes_out_as_it_was_raised(policy, tasks, p
         return sessions[-1]
 
     with pytest.raises(Interrupted):
-        collect(policy, tasks, engine=engine, environment=Environment(session=opened, max_steps=9), max_new_tokens=16)
-    assert [session.closed for session in sessions] == [1] * len(tasks) and bits(play(policy, tasks, engine)) == bits(plain)
+        collect(
+            policy,
+            tasks,
+            engine=engine,
+            environment=Environment(session=opened, max_steps=9),
+            max_new_tokens=16,
+        )
+    assert [session.closed for session in sessions] == [1] * len(tasks) and bits(
+        play(policy, tasks, engine)
+    ) == bits(plain)
 
 
 class Dice:
@@ -270,11 +313,18 @@ def test_what_a_session_draws_is_its_own():
 
     async def played(*samples):
         task, dice = Task("a", ()), Environment(session=lambda task: Dice(), max_steps=3)
-        return await together([one_episode(task, dice, say, sample=i, seed=100 + i) for i in samples])
+        return await together(
+            [one_episode(task, dice, say, sample=i, seed=100 + i) for i in samples]
+        )
 
     before = rng.state()["torch"]
     with rng.kept():
-        several, alone = asyncio.run(played(2, 0, 1)), [asyncio.run(played(i))[0] for i in (2, 0, 1)]
+        several, alone = (
+            asyncio.run(played(2, 0, 1)),
+            [asyncio.run(played(i))[0] for i in (2, 0, 1)],
+        )
     assert several == alone and (rng.state()["torch"] == before).all()
-    drawn = [number for rollout in several for triple in rollout.state["drawn"] for number in triple]
+    drawn = [
+        number for rollout in several for triple in rollout.state["drawn"] for number in triple
+    ]
     assert len(drawn) == 3 * 5 * 3 == len(set(drawn))

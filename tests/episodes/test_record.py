@@ -38,13 +38,33 @@ def rollout(text: str = ODD, reward: float | None = 0.1 + 0.2) -> Rollout:
             ToolCall("call_0", "calculator", {"expression": "1 + 1", "deep": [1, {"a": None}]}),
             ToolCall("call_1", "", {}, "Error"),
         ),
-        tool_results=(ToolResult("call_0", "calculator", "2", True, 1 / 3), ToolResult("call_1", "", "Error", False)),
+        tool_results=(
+            ToolResult("call_0", "calculator", "2", True, 1 / 3),
+            ToolResult("call_1", "", "Error", False),
+        ),
         reward=None,
     )
-    last = Step((), (1,), (5, 6), (0.0, -1.0), "length", reward=-0.0, forced=(0,), dropped=1, versions=((0, 2), (1, 3)))
-    task = Task("row/0", ({"role": "system", "content": text}, {"role": "user", "content": "?"}), text, metadata={"a": [1.5, None, text]})
+    last = Step(
+        (),
+        (1,),
+        (5, 6),
+        (0.0, -1.0),
+        "length",
+        reward=-0.0,
+        forced=(0,),
+        dropped=1,
+        versions=((0, 2), (1, 3)),
+    )
+    task = Task(
+        "row/0",
+        ({"role": "system", "content": text}, {"role": "user", "content": "?"}),
+        text,
+        metadata={"a": [1.5, None, text]},
+    )
     rewards = {"numeric": 1e22, "format": None}
-    return Rollout(task, (first, last), "truncated", "length", 3, 1, reward, rewards, {"note": text})
+    return Rollout(
+        task, (first, last), "truncated", "length", 3, 1, reward, rewards, {"note": text}
+    )
 
 
 # ------------------------------------------------------------------------------------------------- what is saved
@@ -88,18 +108,39 @@ def some_rollouts(random: Random) -> list[Rollout]:
 
     def anything() -> Any:
         scalars = (text(), number(), random.getrandbits(70), True, None)
-        return random.choice((*scalars, list(random.sample(scalars, 2)), {text(): random.choice(scalars), text(): [{}]}, [], {}))
+        return random.choice(
+            (
+                *scalars,
+                list(random.sample(scalars, 2)),
+                {text(): random.choice(scalars), text(): [{}]},
+                [],
+                {},
+            )
+        )
 
     def mapping(make: Callable[[], Any] = anything) -> dict[str, Any]:
         return dict(several(lambda: (text(), make())))
 
     def message() -> Message:
-        call = {"id": text(), "type": "function", "function": {"name": text(), "arguments": mapping()}}
-        other = {"reasoning_content": text(), "tool_calls": [call], "tool_call_id": text(), "name": text(), text(): anything()}
+        call = {
+            "id": text(),
+            "type": "function",
+            "function": {"name": text(), "arguments": mapping()},
+        }
+        other = {
+            "reasoning_content": text(),
+            "tool_calls": [call],
+            "tool_call_id": text(),
+            "name": text(),
+            text(): anything(),
+        }
         other = {name: value for name, value in other.items() if random.random() < 0.3}
         content = random.choice(({}, {"content": text()}, {"content": text()}))
         return (
-            {"role": random.choice(("user", "tool"))} | content | other | random.choice(({}, {"content": None}) if not content else ({},))
+            {"role": random.choice(("user", "tool"))}
+            | content
+            | other
+            | random.choice(({}, {"content": None}) if not content else ({},))
         )
 
     def ids() -> tuple[int, ...]:
@@ -110,14 +151,23 @@ def some_rollouts(random: Random) -> list[Rollout]:
             several(lambda: ToolCall(text(), text(), mapping(), text())),
             several(lambda: ToolResult(text(), text(), text(), random.random() < 0.5, number())),
         )
-        said = (random.choice(("stop", "length", "another")), text(), text(), random.random() < 0.5)  # there is no closed list of reasons
-        return Step(several(message), ids(), ids(), several(number), *said, calls, results, maybe(number()))
+        said = (
+            random.choice(("stop", "length", "another")),
+            text(),
+            text(),
+            random.random() < 0.5,
+        )  # there is no closed list of reasons
+        return Step(
+            several(message), ids(), ids(), several(number), *said, calls, results, maybe(number())
+        )
 
     def one() -> Rollout:
         task = Task(text(), several(message), text(), text(), text(), mapping())
         ended = random.choice((("terminated", ""), ("truncated", "length")))
         scores = (maybe(number()), mapping(lambda: maybe(number())), mapping(), mapping(text))
-        return Rollout(task, several(step), *ended, random.getrandbits(40), random.getrandbits(8), *scores)
+        return Rollout(
+            task, several(step), *ended, random.getrandbits(40), random.getrandbits(8), *scores
+        )
 
     return list(several(one) + several(one))
 
@@ -134,7 +184,9 @@ def test_loaded_equals_saved(tmp_path, ending):
             append_rollouts(path, [one])
         loaded = load_rollouts(path, strict=True)
         assert loaded == rollouts
-        assert repr(loaded) == repr(rollouts)  # tells -0.0 from 0.0 and lists from tuples, which == partly does not
+        assert repr(loaded) == repr(
+            rollouts
+        )  # tells -0.0 from 0.0 and lists from tuples, which == partly does not
         assert_histories(loaded, rollouts)
 
 
@@ -145,8 +197,15 @@ def assert_histories(loaded: list[Rollout], rollouts: list[Rollout]) -> None:
             whole = after.history(k, thinking=True)
             replies = [m for m in whole if m["role"] == "assistant"]
             assert whole == before.history(k, thinking=True)
-            assert [m.get("reasoning_content", "") for m in replies] == [s.thinking for s in before.steps[:k]]
-            without = [m if m["role"] != "assistant" else {n: v for n, v in m.items() if n != "reasoning_content"} for m in whole]
+            assert [m.get("reasoning_content", "") for m in replies] == [
+                s.thinking for s in before.steps[:k]
+            ]
+            without = [
+                m
+                if m["role"] != "assistant"
+                else {n: v for n, v in m.items() if n != "reasoning_content"}
+                for m in whole
+            ]
             assert after.history(k, thinking=False) == without
 
 
@@ -198,13 +257,20 @@ def found(path: Path) -> tuple[list[Rollout], list[str]]:
     return rollouts, [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("damage", ["not JSON", "{}", "[]", "3", '{"task": 1, "steps": []}', "\xff", "[" * 100_000, "cut"])
+@pytest.mark.parametrize(
+    "damage",
+    ["not JSON", "{}", "[]", "3", '{"task": 1, "steps": []}', "\xff", "[" * 100_000, "cut"],
+)
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
 def test_a_damaged_line_is_named_and_the_rest_is_kept(tmp_path, ending, damage):
     path, pack = tmp_path / f"r{ending}", gzip.compress if ending == ".jsonl.gz" else bytes
     kept = [rollout("a"), rollout("c")]
     first, last = (json.dumps(to_row(r)) for r in kept)
-    path.write_bytes(pack("\n".join([first, last[:-9] if damage == "cut" else damage, "", last]).encode("latin-1")))
+    path.write_bytes(
+        pack(
+            "\n".join([first, last[:-9] if damage == "cut" else damage, "", last]).encode("latin-1")
+        )
+    )
     rollouts, (warning,) = found(path)
     assert rollouts == kept and warning.startswith(f"{path}:2: not a rollout")
     with pytest.raises(DataError, match=rf"{path}:2: not a rollout"):
@@ -219,14 +285,27 @@ def test_whatever_is_cut_off_costs_no_whole_line(tmp_path, ending):
         append_rollouts(path, [one])
         borders.append(path.stat().st_size)
     whole = path.read_bytes()
-    for cut in sorted({*range(1, len(whole), 83), *borders, *(b + d for b in borders[:-1] for d in (-9, -8, -1, 1, 9, 10, 11))}):
+    for cut in sorted(
+        {
+            *range(1, len(whole), 83),
+            *borders,
+            *(b + d for b in borders[:-1] for d in (-9, -8, -1, 1, 9, 10, 11)),
+        }
+    ):
         path.write_bytes(whole[:cut])
         complete = sum(border <= cut for border in borders)
         append_rollouts(path, [rollout("later")])
         kept, warned = found(path)
-        assert kept[-1] == rollout("later") and kept[:-1] in (rollouts[:complete], rollouts[: complete + 1])
-        damaged = cut not in borders and not (ending == ".jsonl" and cut + 1 in borders)  # the line's end is added again
-        assert bool(warned) == damaged  # what stands behind a cut may be unpacked to several lines that are none
+        assert kept[-1] == rollout("later") and kept[:-1] in (
+            rollouts[:complete],
+            rollouts[: complete + 1],
+        )
+        damaged = cut not in borders and not (
+            ending == ".jsonl" and cut + 1 in borders
+        )  # the line's end is added again
+        assert (
+            bool(warned) == damaged
+        )  # what stands behind a cut may be unpacked to several lines that are none
 
 
 def test_a_damaged_member_leaves_the_others_whole(tmp_path):
@@ -240,18 +319,26 @@ def test_a_damaged_member_leaves_the_others_whole(tmp_path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         kept, warned = found(path)
         assert kept[0] == rollouts[0] and kept[-1] == rollouts[2]
-        assert (kept == rollouts and place < borders[0] + 10) or any("the compressed data is damaged" in warning for warning in warned)
+        assert (kept == rollouts and place < borders[0] + 10) or any(
+            "the compressed data is damaged" in warning for warning in warned
+        )
 
 
 def test_what_stands_before_a_damaged_byte_is_kept(tmp_path):
     path, rollouts = tmp_path / "r.jsonl.gz", [rollout(str(i), 0.5) for i in range(20)]
     save_rollouts(path, rollouts)
     whole = path.read_bytes()
-    for place in range(3 * len(whole) // 4, len(whole), 41):  # behind the first line, which the others repeat
+    for place in range(
+        3 * len(whole) // 4, len(whole), 41
+    ):  # behind the first line, which the others repeat
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         before = zlib.decompressobj(wbits=31).decompress(whole[: place - 1]).count(b"\n")
         kept, warned = found(path)
-        assert before and kept[:before] == rollouts[:before] and any("damaged" in warning for warning in warned)
+        assert (
+            before
+            and kept[:before] == rollouts[:before]
+            and any("damaged" in warning for warning in warned)
+        )
 
 
 @pytest.mark.parametrize("ending, data", [(".jsonl.gz", b'{"task": 1}\n'), (".jsonl", b"\x1f\x8b")])
@@ -266,7 +353,10 @@ def test_a_file_without_any_rollout_is_refused(tmp_path, ending, data):
 def test_the_rollout_on_which_a_reward_fails_is_kept(tmp_path):
     with pytest.raises(RewardError) as caught, failed_rollout_kept(tmp_path):
         raise RewardError("broken", rollout("a"))
-    assert load_rollouts(tmp_path / FAILED) == [rollout("a")] and str(tmp_path / FAILED) in caught.value.__notes__[0]
+    assert (
+        load_rollouts(tmp_path / FAILED) == [rollout("a")]
+        and str(tmp_path / FAILED) in caught.value.__notes__[0]
+    )
     with pytest.raises(RewardError), failed_rollout_kept(tmp_path / "none"):
         raise RewardError("no rollout is to blame")
     assert not (tmp_path / "none").exists()
@@ -280,8 +370,15 @@ def test_the_columns_are_those_of_the_contracts():
     schema, row = rollout_schema(), to_row(rollout())
     steps = schema.field("steps").type.value_type
     assert tuple(schema.names) == (*COLUMNS, *Rollout._fields) == tuple(row)
-    found = [schema.field("task").type, steps, steps.field("tool_calls").type.value_type, steps.field("tool_results").type.value_type]
-    assert [tuple(f.name for f in kind) for kind in found] == [c._fields for c in (Task, Step, ToolCall, ToolResult)]
+    found = [
+        schema.field("task").type,
+        steps,
+        steps.field("tool_calls").type.value_type,
+        steps.field("tool_results").type.value_type,
+    ]
+    assert [tuple(f.name for f in kind) for kind in found] == [
+        c._fields for c in (Task, Step, ToolCall, ToolResult)
+    ]
 
 
 def test_lines_are_json_objects_of_plain_types(tmp_path):
@@ -290,7 +387,10 @@ def test_lines_are_json_objects_of_plain_types(tmp_path):
     (line,) = gzip.decompress((tmp_path / "r.jsonl.gz").read_bytes()).decode().split("\n")[:-1]
     data = json.loads(line)
     assert [data[name] for name in COLUMNS] == [None, "row/0", 2, 3, 0.1 + 0.2 - 0.0]
-    assert "naïve 数字 🙂" in line and json.loads(data["rewards"]) == {"numeric": 1e22, "format": None}
+    assert "naïve 数字 🙂" in line and json.loads(data["rewards"]) == {
+        "numeric": 1e22,
+        "format": None,
+    }
 
 
 @pytest.mark.slow
@@ -300,27 +400,55 @@ def test_files_open_in_datasets(tmp_path, ending):
     import datasets
 
     def load(files, **more):
-        return datasets.load_dataset("json", data_files=[str(f) for f in files], split="train", cache_dir=str(tmp_path / "cache"), **more)
+        return datasets.load_dataset(
+            "json",
+            data_files=[str(f) for f in files],
+            split="train",
+            cache_dir=str(tmp_path / "cache"),
+            **more,
+        )
 
     def called(arguments, **more) -> Rollout:
         call = rollout("a").steps[0]._replace(tool_calls=(ToolCall("call_0", "f", arguments),))
         return rollout("a")._replace(steps=(call,), **more)
 
-    varied = [called({"x": 1}, rewards={"numeric": 1.0}), called({"x": "1"}, metadata={"x": [1]}), called({"y": [{}]}, metadata={"x": "1"})]
-    plain = Rollout(Task("empty", ({"role": "user", "content": "?"},)), (Step((), (), (), (), "stop"),))
+    varied = [
+        called({"x": 1}, rewards={"numeric": 1.0}),
+        called({"x": "1"}, metadata={"x": [1]}),
+        called({"y": [{}]}, metadata={"x": "1"}),
+    ]
+    plain = Rollout(
+        Task("empty", ({"role": "user", "content": "?"},)), (Step((), (), (), (), "stop"),)
+    )
     file, bare, odd = (tmp_path / f"{name}{ending}" for name in ("varied", "bare", "odd"))
     save_rollouts(file, [*varied, plain])
     rows = load([file])
     assert [from_row(row) for row in rows] == [*varied, plain]
-    assert [row["task_id"] for row in rows.filter(lambda row: row["num_steps"] == 1 and row["reward"] is not None)] == ["row/0"] * 3
+    assert [
+        row["task_id"]
+        for row in rows.filter(lambda row: row["num_steps"] == 1 and row["reward"] is not None)
+    ] == ["row/0"] * 3
     save_rollouts(odd, [rollout()])
     assert "naïve 数字 🙂" in load([odd])[0]["task"]["answer"]
     save_rollouts(bare, [plain])  # nothing in the first file tells what a tool call or a reward is
     features = datasets.Features.from_arrow_schema(rollout_schema())
-    assert [from_row(row) for row in load([bare, file], features=features)] == [plain, *varied, plain]
+    assert [from_row(row) for row in load([bare, file], features=features)] == [
+        plain,
+        *varied,
+        plain,
+    ]
     load([bare, file], features=features).to_parquet(tmp_path / "all.parquet")
-    again = datasets.load_dataset("parquet", data_files=str(tmp_path / "all.parquet"), split="train", cache_dir=str(tmp_path / "cache"))
-    assert again.features == features and [from_row(row) for row in again] == [plain, *varied, plain]
+    again = datasets.load_dataset(
+        "parquet",
+        data_files=str(tmp_path / "all.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert again.features == features and [from_row(row) for row in again] == [
+        plain,
+        *varied,
+        plain,
+    ]
 
 
 # -------------------------------------------------------------------------------------------------- transcripts

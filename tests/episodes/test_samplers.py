@@ -43,7 +43,11 @@ def rows(*groups):
 def step(sampler, tasks, state, n, rates, seed=0):
     """The tasks of one step, and the state after groups of four, of which so many succeed as `rates` says of the task."""
     drawn, state = take(tasks, state, n, seed=seed, sampler=sampler)
-    played = [Rollout(task, (), group=k, reward=float(j < rates[task.id])) for k, task in enumerate(drawn) for j in range(4)]
+    played = [
+        Rollout(task, (), group=k, reward=float(j < rates[task.id]))
+        for k, task in enumerate(drawn)
+        for j in range(4)
+    ]
     return drawn, state._replace(sampler=with_outcomes(sampler, state.sampler, played))
 
 
@@ -65,7 +69,15 @@ def test_weights_are_those_of_the_sources():
     assert unsolved_sampler().weigh(known).tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
-@each("sampler", [pool_sampler(), variance_sampler(), variance_sampler(explore=1.0), TaskSampler("own", lambda r: r[:, LAST], explore=0.2)])
+@each(
+    "sampler",
+    [
+        pool_sampler(),
+        variance_sampler(),
+        variance_sampler(explore=1.0),
+        TaskSampler("own", lambda r: r[:, LAST], explore=0.2),
+    ],
+)
 def test_every_problem_has_a_positive_probability_whatever_was_scored(sampler):
     """P(i) ≥ explore / n, and > 0; pools have a smallest weight instead."""
     generator = torch.Generator().manual_seed(0)
@@ -90,11 +102,20 @@ def test_retests_ask_every_problem_in_time_though_one_is_always_preferred():
 
 def test_problems_with_signal_are_asked_more_often_and_a_solved_one_no_more():
     rates = {task.id: 2 if int(task.id[2:]) < 2 else 0 for task in TASKS}
-    for sampler, least in ((pool_sampler(), 1.5), (variance_sampler(), 1.5), (prioritised_sampler(), 4)):
+    for sampler, least in (
+        (pool_sampler(), 1.5),
+        (variance_sampler(), 1.5),
+        (prioritised_sampler(), 4),
+    ):
         counts, _ = run(sampler, 100, 1, rates)
         assert counts["t/0"] + counts["t/1"] > least * 10, sampler.name  # uniform: 10
-    counts, state = run(unsolved_sampler(), 100, 1, {task.id: 4 if task.id != "t/3" else 0 for task in TASKS})
-    assert all(counts[task.id] == 1 for task in TASKS if task.id != "t/3") and sampler_metrics(state.sampler)["sampler/seen"] == 1.0
+    counts, state = run(
+        unsolved_sampler(), 100, 1, {task.id: 4 if task.id != "t/3" else 0 for task in TASKS}
+    )
+    assert (
+        all(counts[task.id] == 1 for task in TASKS if task.id != "t/3")
+        and sampler_metrics(state.sampler)["sampler/seen"] == 1.0
+    )
 
 
 @each("sampler", SAMPLERS)
@@ -103,7 +124,11 @@ def test_draws_add_up_and_a_mixture_keeps_its_turns(sampler):
     whole, end = take(MIXED, state, 7, seed=0, sampler=sampler)
     first, between = take(MIXED, state, 3, seed=0, sampler=sampler)
     rest, again = take(MIXED, between, 4, seed=0, sampler=sampler)
-    assert first + rest == whole and again.sampler["step"] == end.sampler["step"] and again[:2] == end[:2]
+    assert (
+        first + rest == whole
+        and again.sampler["step"] == end.sampler["step"]
+        and again[:2] == end[:2]
+    )
     turns, _ = take(MIXED, state._replace(sampler=None), 7, seed=0, sampler=uniform_sampler())
     assert [task.part for task in whole] == [task.part for task in turns]
 
@@ -146,5 +171,9 @@ def test_rewards_of_any_scale_count_as_successes_between_0_and_1_and_unscored_on
 
 
 def test_weights_that_are_none_are_refused():
-    with pytest.raises(ConfigError, match=r"task\.sampler=own: its weights must be a number of at least 0"):
-        take(TASKS, StreamState(), 1, seed=0, sampler=TaskSampler("own", lambda rows: rows[:, LAST]))
+    with pytest.raises(
+        ConfigError, match=r"task\.sampler=own: its weights must be a number of at least 0"
+    ):
+        take(
+            TASKS, StreamState(), 1, seed=0, sampler=TaskSampler("own", lambda rows: rows[:, LAST])
+        )

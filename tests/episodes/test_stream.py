@@ -11,7 +11,9 @@ from rlkit.types import Task
 TASKS = [Task(f"t/{i}", ()) for i in range(7)]
 
 
-def drawn(sizes: list[int], seed: int = 0, state: StreamState = StreamState()) -> tuple[list[str], StreamState]:  # noqa: B008
+def drawn(
+    sizes: list[int], seed: int = 0, state: StreamState = StreamState()
+) -> tuple[list[str], StreamState]:  # noqa: B008
     ids: list[str] = []
     for size in sizes:
         tasks, state = take(TASKS, state, size, seed=seed)
@@ -20,7 +22,15 @@ def drawn(sizes: list[int], seed: int = 0, state: StreamState = StreamState()) -
 
 
 def test_order_is_a_permutation_that_seed_and_epoch_fix():
-    assert list(order(0, 0, 7)) == [0, 6, 2, 3, 4, 5, 1]  # pinned: a resumed run must see the same order on every machine
+    assert list(order(0, 0, 7)) == [
+        0,
+        6,
+        2,
+        3,
+        4,
+        5,
+        1,
+    ]  # pinned: a resumed run must see the same order on every machine
     assert sorted(order(3, 4, 100)) == list(range(100))
     assert len({tuple(order(seed, epoch, 20)) for seed in range(4) for epoch in range(4)}) == 16
 

@@ -18,14 +18,20 @@ OPTIONS = {
     "prompt_mean": prompt_mean,
 }
 NORMALISED = ["token_mean", "sequence_mean", "prompt_mean"]
-MASK = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
-ROLLOUTS = torch.tensor([0, 1, 0, 2, 3])  # rollout 0 fills rows 0 and 2 (6 tokens); 1 has 2, 2 has 1, 3 has none
+MASK = torch.tensor(
+    [[1, 1, 0, 0], [0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], dtype=torch.bool
+)
+ROLLOUTS = torch.tensor(
+    [0, 1, 0, 2, 3]
+)  # rollout 0 fills rows 0 and 2 (6 tokens); 1 has 2, 2 has 1, 3 has none
 GROUPS = torch.tensor([8, 8, -1, -1])  # prompt 8: 8 tokens, prompt -1: 1 token
 
 
 def _call(name: str, response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -> Tensor:
     given = {"response_mask": response_mask, "rollout_ids": rollout_ids, "group_ids": group_ids}
-    return OPTIONS[name](**{k: given[k] for k in inspect.signature(OPTIONS[name]).parameters if k in given})
+    return OPTIONS[name](
+        **{k: given[k] for k in inspect.signature(OPTIONS[name]).parameters if k in given}
+    )
 
 
 def _random(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +48,10 @@ def _random(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     ("name", "per_row"),
     [
         ("token_mean", [1 / 9, 1 / 9, 1 / 9, 1 / 9]),  # 9 tokens
-        ("sequence_mean", [1 / 18, 1 / 6, 1 / 18, 1 / 3]),  # 3 rollouts with tokens: 1/(3·6), 1/(3·2), 1/(3·1)
+        (
+            "sequence_mean",
+            [1 / 18, 1 / 6, 1 / 18, 1 / 3],
+        ),  # 3 rollouts with tokens: 1/(3·6), 1/(3·2), 1/(3·1)
         ("sequence_sum", [1 / 64, 1 / 64, 1 / 64, 1 / 64]),  # all 4 rollouts count: 1/(4·16)
         ("prompt_mean", [1 / 16, 1 / 16, 1 / 16, 1 / 2]),  # 2 prompts: 1/(2·8), 1/(2·1)
     ],
@@ -50,7 +59,9 @@ def _random(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_by_hand(name: str, per_row: list[float]) -> None:
     expected = MASK * torch.tensor([*per_row, 0.0]).unsqueeze(-1)
     got = _call(name, MASK, ROLLOUTS, GROUPS)
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)  # float32 rounding; 0 under the mask is exact
+    torch.testing.assert_close(
+        got, expected, rtol=1e-6, atol=0
+    )  # float32 rounding; 0 under the mask is exact
 
 
 def _loop(name: str, mask: Tensor, rollouts: Tensor, groups: Tensor) -> list[float]:
@@ -67,8 +78,12 @@ def _loop(name: str, mask: Tensor, rollouts: Tensor, groups: Tensor) -> list[flo
     return {
         "token_mean": lambda: sum(every) / len(every),
         "sequence_mean": lambda: sum(sum(losses) / len(losses) for losses in filled) / len(filled),
-        "sequence_sum": lambda: sum(sum(losses) / 16 for losses in per_rollout.values()) / len(per_rollout),
-        "prompt_mean": lambda: sum(sum(losses) / len(losses) for losses in per_prompt.values()) / len(per_prompt),
+        "sequence_sum": lambda: (
+            sum(sum(losses) / 16 for losses in per_rollout.values()) / len(per_rollout)
+        ),
+        "prompt_mean": lambda: (
+            sum(sum(losses) / len(losses) for losses in per_prompt.values()) / len(per_prompt)
+        ),
     }[name]()
 
 
@@ -78,7 +93,9 @@ def test_against_nested_means(name: str, seed: int) -> None:
     mask, rollouts, groups = _random(seed)
     rows, columns = torch.arange(24.0).double().unsqueeze(-1) + 2, torch.arange(9.0).double() + 1
     got = (_call(name, mask, rollouts, groups).double() * rows * columns).sum().item()
-    assert got == pytest.approx(_loop(name, mask, rollouts, groups), rel=1e-6)  # weights are float32
+    assert got == pytest.approx(
+        _loop(name, mask, rollouts, groups), rel=1e-6
+    )  # weights are float32
 
 
 @pytest.mark.parametrize("name", NORMALISED)
@@ -86,7 +103,9 @@ def test_weights_sum_to_one(name: str) -> None:
     """Also where rollouts and prompts without a trained token are among them."""
     for seed in range(4):
         total = _call(name, *_random(seed)).double().sum().item()
-        assert total == pytest.approx(1.0, abs=1e-6)  # each float32 weight is off by at most 6e-8 of itself
+        assert total == pytest.approx(
+            1.0, abs=1e-6
+        )  # each float32 weight is off by at most 6e-8 of itself
     assert _call(name, MASK[3:4], ROLLOUTS[3:4], GROUPS).sum() == 1.0  # a single token
 
 
@@ -117,7 +136,11 @@ def test_padding_and_the_order_of_rows_do_not_matter(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_rows_that_a_rollout_fills_do_not_matter(name: str) -> None:
     """A rollout as one long row or as one row per step: every token weighs the same."""
-    whole, rollouts, groups = torch.ones(3, 6, dtype=torch.bool), torch.arange(3), torch.tensor([0, 0, 1])
+    whole, rollouts, groups = (
+        torch.ones(3, 6, dtype=torch.bool),
+        torch.arange(3),
+        torch.tensor([0, 0, 1]),
+    )
     whole[1, 4:] = False
     split = whole.reshape(6, 3)
     got = _call(name, split, rollouts.repeat_interleave(2), groups)

@@ -30,7 +30,9 @@ BY_ROLLOUT = partial(sequence_correction, rollout_ids=ROLLOUTS)
 PARTS = {"token": token_correction, "sequence": BY_ROLLOUT}
 MASKS = {
     "geometric": partial(geometric_mask, rollout_ids=ROLLOUTS, low=0.5, high=0.5),
-    "geometric fixed": partial(geometric_mask, rollout_ids=ROLLOUTS, low=0.1, high=0.1, scaled=False),
+    "geometric fixed": partial(
+        geometric_mask, rollout_ids=ROLLOUTS, low=0.1, high=0.1, scaled=False
+    ),
     "k3": partial(divergence_mask, rollout_ids=ROLLOUTS, bound=0.3),
     "veto": partial(divergence_mask, rollout_ids=ROLLOUTS, estimator="k2", over="max", bound=0.5),
     "kpop": partial(binary_kl_mask, bound=0.02),
@@ -69,16 +71,27 @@ def test_a_floor_bounds_from_below(mode: str, expected: list[list[float]]) -> No
     """Bounds 0.75 … 2.6. A ratio that is a bound itself is within."""
     got = token_correction(OLD, SAMPLER, MASK, cap=2.6, floor=0.75, mode=mode)
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), **CLOSE)
-    at = token_correction(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), cap=1.0, floor=1.0, mode=mode)
+    at = token_correction(
+        torch.zeros(1, 1),
+        torch.zeros(1, 1),
+        torch.ones(1, 1, dtype=torch.bool),
+        cap=1.0,
+        floor=1.0,
+        mode=mode,
+    )
     assert at.item() == 1.0
-    rollouts = BY_ROLLOUT(OLD, SAMPLER, MASK, cap=2.6, floor=1.6, mode="mask")  # rollout 0 has 2.5, rollout 1 has 1.5
+    rollouts = BY_ROLLOUT(
+        OLD, SAMPLER, MASK, cap=2.6, floor=1.6, mode="mask"
+    )  # rollout 0 has 2.5, rollout 1 has 1.5
     assert rollouts[MASK].tolist() == pytest.approx([0, 0, 2.5, 0, 0, 0])
 
 
 @pytest.mark.parametrize("mode, of_the_first", {"truncate": 2.0, "mask": 0.0}.items())
 def test_sequences_by_hand(mode: str, of_the_first: float) -> None:
     """Rollout 0: 2.5. Rollout 1, over its two rows: ½ · 3 · 2 · 1 · ½ = 1.5."""
-    expected = torch.tensor([[1.5, 1.5, 1.0], [1.0, of_the_first, 1.0], [1.5, 1.5, 1.5]], dtype=torch.float64)
+    expected = torch.tensor(
+        [[1.5, 1.5, 1.0], [1.0, of_the_first, 1.0], [1.5, 1.5, 1.5]], dtype=torch.float64
+    )
     torch.testing.assert_close(BY_ROLLOUT(OLD, SAMPLER, MASK, mode=mode), expected, **CLOSE)
 
 
@@ -86,21 +99,36 @@ def test_a_sequence_of_one_token_is_a_token() -> None:
     first = MASK & (torch.arange(3) == 1)
     for mode in ("truncate", "mask"):
         sequences = sequence_correction(OLD, SAMPLER, first, torch.arange(3), mode=mode)
-        torch.testing.assert_close(sequences, token_correction(OLD, SAMPLER, first, mode=mode), **CLOSE)
+        torch.testing.assert_close(
+            sequences, token_correction(OLD, SAMPLER, first, mode=mode), **CLOSE
+        )
 
 
 def test_plain_importance_sampling_is_unbiased() -> None:
     """Without a cap E_μ[w f] = E_π[f], enumerated over five tokens; a cap can only take away."""
     generator = torch.Generator().manual_seed(0)
-    old, sampler = (torch.randn(1, 5, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
-    f, everywhere = torch.randn(1, 5, generator=generator, dtype=torch.float64), torch.ones(1, 5, dtype=torch.bool)
+    old, sampler = (
+        torch.randn(1, 5, generator=generator, dtype=torch.float64).log_softmax(-1)
+        for _ in range(2)
+    )
+    f, everywhere = (
+        torch.randn(1, 5, generator=generator, dtype=torch.float64),
+        torch.ones(1, 5, dtype=torch.bool),
+    )
     weights = token_correction(old, sampler, everywhere, cap=math.inf)
     torch.testing.assert_close((sampler.exp() * weights * f).sum(), (old.exp() * f).sum(), **CLOSE)
     assert (token_correction(old, sampler, everywhere, cap=1.0) < weights).any()
-    assert (token_correction(old, sampler, everywhere, cap=1.0, mode="mask") <= token_correction(old, sampler, everywhere, cap=1.0)).all()
+    assert (
+        token_correction(old, sampler, everywhere, cap=1.0, mode="mask")
+        <= token_correction(old, sampler, everywhere, cap=1.0)
+    ).all()
 
 
-EVERY = {f"{name} {mode}": partial(part, mode=mode) for name, part in PARTS.items() for mode in ("truncate", "mask", "keep")} | MASKS
+EVERY = {
+    f"{name} {mode}": partial(part, mode=mode)
+    for name, part in PARTS.items()
+    for mode in ("truncate", "mask", "keep")
+} | MASKS
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -117,7 +145,9 @@ def test_laws_of_every_correction(name: str) -> None:
         got = part(torch.full((3, 3), size), torch.zeros(3, 3))
         assert ((got >= 0) & (got <= 2)).all()
     assert part(OLD.bfloat16(), SAMPLER.bfloat16()).dtype == torch.float32
-    assert part(OLD.where(RATIOS != 0.5, math.nan), SAMPLER)[0, 0].isnan()  # a nan that counts stays visible
+    assert part(OLD.where(RATIOS != 0.5, math.nan), SAMPLER)[
+        0, 0
+    ].isnan()  # a nan that counts stays visible
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -129,18 +159,37 @@ def test_neither_order_nor_split_of_rows_changes_a_factor(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     old = SAMPLER + 0.3 * torch.randn(3, 3, generator=generator, dtype=torch.float64)
     whole, order = part(old, SAMPLER, MASK), torch.tensor([2, 0, 1])
-    shuffled = part(old[order], SAMPLER[order], MASK[order], **{k: v[order] for k, v in keywords.items()})
+    shuffled = part(
+        old[order], SAMPLER[order], MASK[order], **{k: v[order] for k, v in keywords.items()}
+    )
     torch.testing.assert_close(shuffled, whole[order], **CLOSE)
-    split = {k: v.reshape(9, 1) if v.dim() == 2 else v.repeat_interleave(3) for k, v in keywords.items()}
+    split = {
+        k: v.reshape(9, 1) if v.dim() == 2 else v.repeat_interleave(3) for k, v in keywords.items()
+    }
     rows = part(*(x.reshape(9, 1) for x in (old, SAMPLER, MASK)), **split)
     torch.testing.assert_close(rows.view(3, 3), whole, **CLOSE)
 
 
 MASKS_BY_HAND = {  # rollout 0 has the ratio 2.5, rollout 1 ½ 3 2 1 ½: a mean log-ratio of 0.0811, times √5 0.1813
     "geometric": (partial(geometric_mask, rollout_ids=ROLLOUTS), "low high", 0.1813, 0.1814),
-    "geometric fixed": (partial(geometric_mask, rollout_ids=ROLLOUTS, scaled=False), "low high", 0.0810, 0.0811),
-    "mean k3": (partial(divergence_mask, rollout_ids=ROLLOUTS), "bound", 0.3189, 0.3190),  # (.1931 + .9014 + .3069 + 0 + .1931) / 5
-    "worst k2": (partial(divergence_mask, rollout_ids=ROLLOUTS, estimator="k2", over="max"), "bound", 0.6034, 0.6035),  # ½ log² 3
+    "geometric fixed": (
+        partial(geometric_mask, rollout_ids=ROLLOUTS, scaled=False),
+        "low high",
+        0.0810,
+        0.0811,
+    ),
+    "mean k3": (
+        partial(divergence_mask, rollout_ids=ROLLOUTS),
+        "bound",
+        0.3189,
+        0.3190,
+    ),  # (.1931 + .9014 + .3069 + 0 + .1931) / 5
+    "worst k2": (
+        partial(divergence_mask, rollout_ids=ROLLOUTS, estimator="k2", over="max"),
+        "bound",
+        0.6034,
+        0.6035,
+    ),  # ½ log² 3
 }
 
 
@@ -150,19 +199,31 @@ def test_masks_of_rollouts_by_hand(name: str) -> None:
     part, names, below, above = MASKS_BY_HAND[name]
     for bound, kept in ((below, 0.0), (above, 1.0)):
         got = part(OLD, SAMPLER, MASK, **dict.fromkeys(names.split(), bound))
-        assert got[1, 1] == (name == "worst k2") and got[MASK & (ROLLOUTS == 1)[:, None]].tolist() == [kept] * 5
+        assert (
+            got[1, 1] == (name == "worst k2")
+            and got[MASK & (ROLLOUTS == 1)[:, None]].tolist() == [kept] * 5
+        )
 
 
 def test_bounds_hold_at_equality() -> None:
     """Log-ratios of ¼, exact in binary."""
-    old, sampler, everywhere, one = torch.full((1, 4), -1.0), torch.full((1, 4), -1.25), torch.ones(1, 4).bool(), torch.tensor([0])
+    old, sampler, everywhere, one = (
+        torch.full((1, 4), -1.0),
+        torch.full((1, 4), -1.25),
+        torch.ones(1, 4).bool(),
+        torch.tensor([0]),
+    )
     rollouts = (old, sampler, everywhere, one)
     for part in (
         partial(geometric_mask, low=0.0, high=0.5), partial(geometric_mask, high=0.25, scaled=False),
         partial(divergence_mask, estimator="k2", bound=1 / 32), partial(divergence_mask, estimator="k2", over="max", bound=1 / 32),
     ):  # fmt: skip
         assert part(*rollouts).all()
-        tighter = {name: part.keywords[name] * (1 - 1e-6) for name in ("high", "bound") if name in part.keywords}
+        tighter = {
+            name: part.keywords[name] * (1 - 1e-6)
+            for name in ("high", "bound")
+            if name in part.keywords
+        }
         assert not part(*rollouts, **tighter).any()
     bound = binary_kl(old, sampler).maximum(binary_kl(sampler, old))[0, 0].item()
     assert binary_kl_mask(old, sampler, everywhere, bound=bound).all()
@@ -177,9 +238,18 @@ def test_a_scaled_band_keeps_the_same_share_at_every_length() -> None:
     generator = torch.Generator().manual_seed(0)
     for length, fixed in ((20, 0.18), (1000, 0.89)):
         gaps = 0.02 * torch.randn(2000, length, generator=generator)
-        given = (gaps, torch.zeros_like(gaps), torch.ones_like(gaps, dtype=torch.bool), torch.arange(2000))
-        assert geometric_mask(*given, low=0.001, high=0.001, scaled=False)[:, 0].mean() == pytest.approx(fixed, abs=0.03)
-        assert geometric_mask(*given, low=0.04, high=0.04)[:, 0].mean() == pytest.approx(0.954, abs=0.02)  # 2 sigma; 0.005 a deviation
+        given = (
+            gaps,
+            torch.zeros_like(gaps),
+            torch.ones_like(gaps, dtype=torch.bool),
+            torch.arange(2000),
+        )
+        assert geometric_mask(*given, low=0.001, high=0.001, scaled=False)[
+            :, 0
+        ].mean() == pytest.approx(fixed, abs=0.03)
+        assert geometric_mask(*given, low=0.04, high=0.04)[:, 0].mean() == pytest.approx(
+            0.954, abs=0.02
+        )  # 2 sigma; 0.005 a deviation
 
 
 def test_the_second_moment_by_hand() -> None:
@@ -189,7 +259,11 @@ def test_the_second_moment_by_hand() -> None:
     At .05 one goes, at .02 three, at .1 (the mean of all is .0975) none. Ties go together.
     """
     gaps = torch.tensor([[0.5, 0.3, 0.2, 0.1, 0.0]], dtype=torch.float64)
-    part = partial(second_moment_mask, logprobs_sampler=torch.zeros(1, 5), response_mask=torch.ones(1, 5).bool())
+    part = partial(
+        second_moment_mask,
+        logprobs_sampler=torch.zeros(1, 5),
+        response_mask=torch.ones(1, 5).bool(),
+    )
     for sign in (1.0, -1.0):
         pushed = partial(part, sign * gaps, advantages=torch.full((1, 5), sign))
         assert pushed(bound=0.04).tolist() == [[0, 0, 1, 1, 1]]
@@ -198,7 +272,9 @@ def test_the_second_moment_by_hand() -> None:
         assert pushed(bound=0.1).all()
         assert pushed(bound=0.0001).tolist() == [[0, 0, 0, 0, 1]]
     ties = torch.tensor([[0.5, 0.5, 0.2, 0.1, 0.0]])
-    assert part(ties, advantages=torch.ones(1, 5), bound=0.11).tolist() == [[0, 0, 1, 1, 1]]  # with one gone the mean is .1
+    assert part(ties, advantages=torch.ones(1, 5), bound=0.11).tolist() == [
+        [0, 0, 1, 1, 1]
+    ]  # with one gone the mean is .1
 
 
 def test_the_second_moment_masks_what_an_update_pushes_further_out() -> None:
@@ -218,16 +294,37 @@ def test_binary_kl_by_hand() -> None:
     """KL of (¾, ¼) to (¼, ¾): ½ log 3. Probabilities of 0 and 1 are finite."""
     a, b = (torch.tensor([p], dtype=torch.float64).log() for p in (0.75, 0.25))
     assert binary_kl(a, b).item() == pytest.approx(0.5 * math.log(3), rel=1e-14)
-    assert all(binary_kl(torch.tensor([x]), torch.tensor([y])).isfinite() for x in (0.0, -math.inf) for y in (0.0, -math.inf))
+    assert all(
+        binary_kl(torch.tensor([x]), torch.tensor([y])).isfinite()
+        for x in (0.0, -math.inf)
+        for y in (0.0, -math.inf)
+    )
 
 
 def test_a_product_multiplies_what_each_part_gives() -> None:
     """A weight and a mask of whole rollouts; parts get the quantities that they ask for, the advantages too."""
-    parts = {"weight": partial(token_correction, mode="mask"), "band": partial(geometric_mask, low=0.2, high=0.2)}
+    parts = {
+        "weight": partial(token_correction, mode="mask"),
+        "band": partial(geometric_mask, low=0.2, high=0.2),
+    }
     got = product_correction(OLD, SAMPLER, MASK, ROLLOUTS, ADVANTAGES, parts=parts)
-    torch.testing.assert_close(got[MASK], torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0, 0.5], dtype=torch.float64), rtol=0, atol=2e-12)
-    signed = product_correction(OLD, SAMPLER, MASK, ROLLOUTS, ADVANTAGES, parts={"mask": partial(second_moment_mask, bound=0.5)})
-    assert torch.equal(signed, second_moment_mask(OLD, SAMPLER, MASK, ADVANTAGES, bound=0.5).to(signed))
+    torch.testing.assert_close(
+        got[MASK],
+        torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0, 0.5], dtype=torch.float64),
+        rtol=0,
+        atol=2e-12,
+    )
+    signed = product_correction(
+        OLD,
+        SAMPLER,
+        MASK,
+        ROLLOUTS,
+        ADVANTAGES,
+        parts={"mask": partial(second_moment_mask, bound=0.5)},
+    )
+    assert torch.equal(
+        signed, second_moment_mask(OLD, SAMPLER, MASK, ADVANTAGES, bound=0.5).to(signed)
+    )
 
 
 def test_weights_over_their_mean() -> None:
@@ -235,33 +332,57 @@ def test_weights_over_their_mean() -> None:
     tokens = token_correction(OLD, SAMPLER, MASK, cap=math.inf, normalise=True)
     torch.testing.assert_close(tokens[MASK], RATIOS[MASK] / 9.5 * 6, **CLOSE)
     rollouts = BY_ROLLOUT(OLD, SAMPLER, MASK, cap=math.inf, normalise=True)
-    torch.testing.assert_close(rollouts[:2, 1], torch.tensor([1.5, 2.5], dtype=torch.float64) / 2, **CLOSE)
-    assert BY_ROLLOUT(OLD, SAMPLER, MASK, cap=1.2, floor=1.1, mode="mask", normalise=True)[MASK].tolist() == [0.0] * 6
+    torch.testing.assert_close(
+        rollouts[:2, 1], torch.tensor([1.5, 2.5], dtype=torch.float64) / 2, **CLOSE
+    )
+    assert (
+        BY_ROLLOUT(OLD, SAMPLER, MASK, cap=1.2, floor=1.1, mode="mask", normalise=True)[
+            MASK
+        ].tolist()
+        == [0.0] * 6
+    )
 
 
 def test_a_sequence_is_corrected_exactly_and_its_tokens_are_not() -> None:
     """Two tokens of three each, enumerated: Σ μ w R ∇log π is Σ π R ∇log π with the sequence's weight, off by 1 % with the tokens'."""
     generator = torch.Generator().manual_seed(0)
-    first, second = torch.randn(3, generator=generator).double(), torch.randn(3, 3, generator=generator).double()
-    mu_first, mu_second = (x + 0.5 * torch.randn(x.shape, generator=generator).double() for x in (first, second))
+    first, second = (
+        torch.randn(3, generator=generator).double(),
+        torch.randn(3, 3, generator=generator).double(),
+    )
+    mu_first, mu_second = (
+        x + 0.5 * torch.randn(x.shape, generator=generator).double() for x in (first, second)
+    )
     rewards = torch.randn(9, generator=generator).double()
     cells = torch.cartesian_prod(torch.arange(3), torch.arange(3))
 
     def logs(one: Tensor, two: Tensor) -> Tensor:
-        return torch.stack([one.log_softmax(-1)[cells[:, 0]], two.log_softmax(-1)[cells[:, 0], cells[:, 1]]], 1)
+        return torch.stack(
+            [one.log_softmax(-1)[cells[:, 0]], two.log_softmax(-1)[cells[:, 0], cells[:, 1]]], 1
+        )
 
     leaves = [first.requires_grad_(), second.requires_grad_()]
-    new, sampler, everywhere = logs(*leaves), logs(mu_first, mu_second), torch.ones(9, 2, dtype=torch.bool)
+    new, sampler, everywhere = (
+        logs(*leaves),
+        logs(mu_first, mu_second),
+        torch.ones(9, 2, dtype=torch.bool),
+    )
 
     def gradient(share: Tensor) -> Tensor:
-        found = torch.autograd.grad((share * rewards[:, None] * new).sum(), leaves, retain_graph=True)
+        found = torch.autograd.grad(
+            (share * rewards[:, None] * new).sum(), leaves, retain_graph=True
+        )
         return torch.cat([g.flatten() for g in found])
 
     exact, sampled = gradient(new.detach().sum(1).exp()[:, None]), sampler.sum(1).exp()[:, None]
     given = {"logprobs_old": new.detach(), "logprobs_sampler": sampler, "response_mask": everywhere}
-    by_sequence = gradient(sampled * sequence_correction(**given, rollout_ids=torch.arange(9), cap=math.inf))
+    by_sequence = gradient(
+        sampled * sequence_correction(**given, rollout_ids=torch.arange(9), cap=math.inf)
+    )
     torch.testing.assert_close(by_sequence, exact, rtol=0, atol=1e-12)
-    assert (gradient(sampled * token_correction(**given, cap=math.inf)) - exact).norm() > 0.01 * exact.norm()
+    assert (
+        gradient(sampled * token_correction(**given, cap=math.inf)) - exact
+    ).norm() > 0.01 * exact.norm()
 
 
 @pytest.mark.parametrize("versions", [1, 2, 5])
@@ -269,7 +390,9 @@ def test_an_interpolated_old_policy_splits_the_ratio(versions: int) -> None:
     """ρ · r = π / μ for every number of versions d, and r = (π / μ)^(1/d); the last of the d steps is the update's own."""
     share = torch.full((3, 3), (versions - 1) / versions, dtype=torch.float64)
     old = interpolated_old(OLD.where(MASK, math.nan), SAMPLER.where(MASK, math.nan), share, MASK)
-    rho, ratio = (token_correction(*pair, MASK, cap=math.inf)[MASK] for pair in ((old, SAMPLER), (OLD, old)))
+    rho, ratio = (
+        token_correction(*pair, MASK, cap=math.inf)[MASK] for pair in ((old, SAMPLER), (OLD, old))
+    )
     torch.testing.assert_close(rho * ratio, RATIOS[MASK], rtol=1e-13, atol=0)
     torch.testing.assert_close(ratio, RATIOS[MASK] ** (1 / versions), rtol=1e-13, atol=0)
     assert (old[~MASK] == 0).all()

@@ -12,7 +12,10 @@ from laws import each
 
 V = 4
 GENERATOR = torch.Generator().manual_seed(0)
-Z, P = torch.randn(V, dtype=torch.float64, generator=GENERATOR), torch.randn(V, dtype=torch.float64, generator=GENERATOR).softmax(0)
+Z, P = (
+    torch.randn(V, dtype=torch.float64, generator=GENERATOR),
+    torch.randn(V, dtype=torch.float64, generator=GENERATOR).softmax(0),
+)
 
 
 def kl(a, b):
@@ -44,22 +47,44 @@ def test_value_and_gradient_are_those_of_the_definition(function, definition):
         assert torch.allclose(found, wanted, rtol=0, atol=1e-10)
 
 
-@each("function", [F.sampled_divergence, F.kl_student_teacher, F.kl_teacher_student, F.jensen_shannon, F.top_k_divergence])
+@each(
+    "function",
+    [
+        F.sampled_divergence,
+        F.kl_student_teacher,
+        F.kl_teacher_student,
+        F.jensen_shannon,
+        F.top_k_divergence,
+    ],
+)
 def test_a_teacher_that_is_the_policy_has_no_gradient(function):
     z = Z[None].clone().requires_grad_()
-    value = function(z.log_softmax(-1), z.detach().log_softmax(-1), torch.tensor([1]), torch.ones(1, dtype=torch.float64))
+    value = function(
+        z.log_softmax(-1),
+        z.detach().log_softmax(-1),
+        torch.tensor([1]),
+        torch.ones(1, dtype=torch.float64),
+    )
     (gradient,) = torch.autograd.grad(value.sum(), z)
     assert value.abs().max() < 1e-15 and gradient.abs().max() < 1e-15
 
 
 def test_chunks_and_padding_rows_change_nothing():
     hidden = torch.randn(5, 3, dtype=torch.float64, generator=GENERATOR)
-    head, wide = torch.nn.Linear(3, V, bias=False).double(), torch.nn.Linear(3, V + 2, bias=False).double()
+    head, wide = (
+        torch.nn.Linear(3, V, bias=False).double(),
+        torch.nn.Linear(3, V + 2, bias=False).double(),
+    )
     given = (hidden.requires_grad_(), head), (hidden.detach(), wide), torch.tensor([0, 1, 2, 3, 0])
     whole = F.chunked_divergence(*given, divergence=F.kl_student_teacher, chunk_size=8)
     parts = F.chunked_divergence(*given, divergence=F.kl_student_teacher, chunk_size=2)
-    wanted = (head(hidden).softmax(-1) * (head(hidden).log_softmax(-1) - wide(hidden)[:, :V].log_softmax(-1))).sum(-1)
-    assert torch.allclose(whole, wanted, rtol=0, atol=1e-12) and torch.allclose(parts, whole, rtol=0, atol=1e-12)
+    wanted = (
+        head(hidden).softmax(-1)
+        * (head(hidden).log_softmax(-1) - wide(hidden)[:, :V].log_softmax(-1))
+    ).sum(-1)
+    assert torch.allclose(whole, wanted, rtol=0, atol=1e-12) and torch.allclose(
+        parts, whole, rtol=0, atol=1e-12
+    )
     gradients = [torch.autograd.grad(value.sum(), hidden)[0] for value in (whole, parts)]
     assert torch.allclose(*gradients, rtol=0, atol=1e-12)
 

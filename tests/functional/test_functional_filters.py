@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from laws import each
-from rlkit.functional import clip_cov, covariance_rank, every_token, keep_all, mixed_component, mixed_groups, top_entropy
+from rlkit.functional import (
+    clip_cov,
+    covariance_rank,
+    every_token,
+    keep_all,
+    mixed_component,
+    mixed_groups,
+    top_entropy,
+)
 
 NAN = float("nan")
 
@@ -19,7 +27,16 @@ def test_mixed_groups_by_hand() -> None:
     """Prompt 7: 1, 0, nan differ → kept whole. Prompt 3: 1, 1 equal. Prompt -2: one scored. Prompt 0: none scored."""
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 5.0, NAN, NAN])
     group_ids = torch.tensor([7, 3, 7, 3, 7, -2, -2, 0])
-    assert mixed_groups(rewards, group_ids).tolist() == [True, False, True, False, True, False, False, False]
+    assert mixed_groups(rewards, group_ids).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_mixed_groups_compares_exactly() -> None:
@@ -31,7 +48,10 @@ def test_mixed_groups_compares_exactly() -> None:
 
 def test_mixed_groups_of_negative_rewards() -> None:
     """Guards the start values of the maximum and the minimum."""
-    assert mixed_groups(torch.tensor([-3.0, -3.0, -3.0, -4.0]), torch.tensor([0, 0, 1, 1])).tolist() == [False] * 2 + [True] * 2
+    assert (
+        mixed_groups(torch.tensor([-3.0, -3.0, -3.0, -4.0]), torch.tensor([0, 0, 1, 1])).tolist()
+        == [False] * 2 + [True] * 2
+    )
     assert mixed_groups(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
@@ -52,7 +72,9 @@ def test_top_entropy_by_hand() -> None:
         (1.0, [4.0, 1.0, 6.0, 2.0, 5.0, 3.0]),
     ):
         got = top_entropy(entropy, mask, fraction=fraction)
-        assert got.dtype == torch.bool and entropy[got].tolist() == sorted(kept, key=entropy[mask].tolist().index)
+        assert got.dtype == torch.bool and entropy[got].tolist() == sorted(
+            kept, key=entropy[mask].tolist().index
+        )
 
 
 @each("n", [1, 2, 7, 11, 100, 101])
@@ -61,7 +83,9 @@ def test_top_entropy_is_the_quantile_of_torch(n: int, fraction: float) -> None:
     """As TRL computes it; in float64 with a slack of 1e-9 for the rounding of 1 - fraction."""
     entropy = torch.rand(1, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     expected = entropy >= torch.quantile(entropy, 1 - fraction) - 1e-9
-    assert torch.equal(top_entropy(entropy, torch.ones(1, n, dtype=torch.bool), fraction=fraction), expected)
+    assert torch.equal(
+        top_entropy(entropy, torch.ones(1, n, dtype=torch.bool), fraction=fraction), expected
+    )
 
 
 def test_top_entropy_keeps_ties_and_survives_garbage_and_nothing() -> None:
@@ -84,7 +108,9 @@ def test_top_entropy_of_more_tokens_than_torch_quantile_takes() -> None:
     entropy[0, -1] = 1
     with pytest.raises(RuntimeError):
         entropy.float().quantile(0.8)
-    assert top_entropy(entropy, torch.ones_like(entropy, dtype=torch.bool), fraction=1e-8).sum() == 1
+    assert (
+        top_entropy(entropy, torch.ones_like(entropy, dtype=torch.bool), fraction=1e-8).sum() == 1
+    )
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.1, NAN])
@@ -99,23 +125,45 @@ def test_mixed_component_by_hand() -> None:
     components = {"right": right, "format": torch.tensor([0.5, 0.5, 0.0, 0.5, 0.5])}
     rewards, groups = right + components["format"], torch.tensor([0, 0, 1, 1, 1])
     assert mixed_groups(rewards, groups).tolist() == [True] * 5
-    assert mixed_component(rewards, components, groups).tolist() == [True, True, False, False, False]
-    assert mixed_component(rewards, components, groups, component="format").tolist() == [False, False, True, True, True]
+    assert mixed_component(rewards, components, groups).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert mixed_component(rewards, components, groups, component="format").tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert torch.equal(mixed_component(rewards, {}, groups), mixed_groups(rewards, groups))
-    with pytest.raises(ValueError, match="component is 'rihgt'; allowed: one of right, format, or None"):
+    with pytest.raises(
+        ValueError, match="component is 'rihgt'; allowed: one of right, format, or None"
+    ):
         mixed_component(rewards, components, groups, component="rihgt")
 
 
 def _covaried(n: int = 200) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Advantages, log-probs, a mask and the rollouts of n rows of 6 tokens."""
     generator = torch.Generator().manual_seed(0)
-    advantages, logprobs = torch.randn(n, 6, generator=generator), -3 * torch.rand(n, 6, generator=generator)
+    advantages, logprobs = (
+        torch.randn(n, 6, generator=generator),
+        -3 * torch.rand(n, 6, generator=generator),
+    )
     return advantages, logprobs, torch.rand(n, 6, generator=generator) < 0.8, torch.arange(n) // 2
 
 
 def test_clip_cov_by_hand() -> None:
     """A -1 1 0 and log π -5 -1 -6, means 0 and -4: 1, 3 and 0. Only 3 is strictly between 1 and 5; at least one token is drawn."""
-    given = (torch.tensor([[-1.0, 1.0, 0.0]]), torch.tensor([[-5.0, -1.0, -6.0]]), torch.ones(1, 3).bool(), torch.tensor([0]))
+    given = (
+        torch.tensor([[-1.0, 1.0, 0.0]]),
+        torch.tensor([[-5.0, -1.0, -6.0]]),
+        torch.ones(1, 3).bool(),
+        torch.tensor([0]),
+    )
     assert clip_cov(*given).tolist() == [[True, False, True]]
     assert clip_cov(*given, low=3.0).tolist() == [[True, True, True]]
     assert clip_cov(*given, low=-1.0, share=1.0).tolist() == [[False, False, False]]
@@ -132,8 +180,14 @@ def test_clip_cov_draws_its_share_from_the_band() -> None:
     a, p = advantages[mask], logprobs[mask]
     covariance = (advantages - a.mean()) * (logprobs - p.mean())
     band = mask & (covariance > 0.5) & (covariance < 5)
-    assert int(left.sum()) == int(0.05 * mask.sum()) < band.sum() and not (left & ~band).any() and not (kept & ~mask).any()
-    assert abs(covariance[left].mean() - covariance[band].mean()) < 0.15  # a random sample of the band, not its top
+    assert (
+        int(left.sum()) == int(0.05 * mask.sum()) < band.sum()
+        and not (left & ~band).any()
+        and not (kept & ~mask).any()
+    )
+    assert (
+        abs(covariance[left].mean() - covariance[band].mean()) < 0.15
+    )  # a random sample of the band, not its top
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(1))
     assert torch.equal(clip_cov(*(x[order] for x in given), share=0.05, low=0.5), kept[order])
     wide = [torch.nn.functional.pad(x, (0, 3)) if x.dim() == 2 else x for x in given]
@@ -144,7 +198,11 @@ def test_clip_cov_draws_its_share_from_the_band() -> None:
 
 def test_covariance_rank_by_hand() -> None:
     """Covariances 1, 3, 0 as above, and a token under the mask: a third of the tokens is above 1, none above 3."""
-    given = (torch.tensor([[-1.0, 1.0, 0.0, NAN]]), torch.tensor([[-5.0, -1.0, -6.0, NAN]]), torch.tensor([[True, True, True, False]]))
+    given = (
+        torch.tensor([[-1.0, 1.0, 0.0, NAN]]),
+        torch.tensor([[-5.0, -1.0, -6.0, NAN]]),
+        torch.tensor([[True, True, True, False]]),
+    )
     assert covariance_rank(*given).tolist()[0] == pytest.approx([1 / 3, 0, 2 / 3, 1])
     nothing = covariance_rank(*given[:2], torch.zeros(1, 4).bool())
     assert nothing.tolist() == [[1.0] * 4]

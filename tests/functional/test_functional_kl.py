@@ -46,7 +46,9 @@ def _policies() -> tuple[Tensor, Tensor, Tensor]:
 def test_by_hand(name: str, q: float, expected: float) -> None:
     """q = log ref - log π."""
     logprobs = torch.tensor([[-3.0]], dtype=torch.float64)
-    assert ESTIMATORS[name](logprobs, logprobs + q).item() == pytest.approx(expected, abs=1e-14)  # float64 rounding
+    assert ESTIMATORS[name](logprobs, logprobs + q).item() == pytest.approx(
+        expected, abs=1e-14
+    )  # float64 rounding
 
 
 @pytest.mark.parametrize(("name", "exact"), [("k1", _kl), ("k2", _half_square), ("k3", _kl)])
@@ -55,14 +57,22 @@ def test_expected_value(name: str, exact) -> None:
     _, p, ref = _policies()
     expected = (p.exp() * ESTIMATORS[name](p, ref)).sum()
     torch.testing.assert_close(expected, exact(p, ref), **CLOSE)
-    assert abs(_kl(p, ref) - _kl(ref, p)) > 1e-2  # the two directions differ here, so that confusing them shows
+    assert (
+        abs(_kl(p, ref) - _kl(ref, p)) > 1e-2
+    )  # the two directions differ here, so that confusing them shows
 
 
-@pytest.mark.parametrize(("name", "exact"), [("k1", _zero), ("k2", _kl), ("k3", lambda p, ref: _kl(ref, p))], ids=["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [("k1", _zero), ("k2", _kl), ("k3", lambda p, ref: _kl(ref, p))],
+    ids=["k1", "k2", "k3"],
+)
 def test_expected_gradient_in_the_loss(name: str, exact) -> None:
     """Tokens are drawn, so the draw is a constant: k1 gives nothing, k2 ∇KL(π‖ref), k3 ∇KL(ref‖π)."""
     logits, p, ref = _policies()
-    (ours,) = torch.autograd.grad((p.exp().detach() * ESTIMATORS[name](p, ref)).sum(), logits, retain_graph=True)
+    (ours,) = torch.autograd.grad(
+        (p.exp().detach() * ESTIMATORS[name](p, ref)).sum(), logits, retain_graph=True
+    )
     (theirs,) = torch.autograd.grad(exact(p, ref), logits)
     torch.testing.assert_close(ours, theirs, **CLOSE)
 
@@ -72,7 +82,9 @@ def test_expected_gradient_with_the_ratio(name: str, exact) -> None:
     """Times π / sg(π) the gradient is that of the expectation: k1 and k3 give ∇KL(π‖ref)."""
     logits, p, ref = _policies()
     ratio = (p - p.detach()).exp()
-    (ours,) = torch.autograd.grad((p.exp().detach() * ratio * ESTIMATORS[name](p, ref)).sum(), logits, retain_graph=True)
+    (ours,) = torch.autograd.grad(
+        (p.exp().detach() * ratio * ESTIMATORS[name](p, ref)).sum(), logits, retain_graph=True
+    )
     (theirs,) = torch.autograd.grad(exact(p, ref), logits)
     torch.testing.assert_close(ours, theirs, **CLOSE)
 
@@ -88,7 +100,9 @@ def test_k2_and_k3_meet_for_small_log_ratios(q: float) -> None:
 def test_k3_keeps_its_digits_in_float32() -> None:
     """exp(q) - 1 - q at q = 1e-3 is off by 10 % in float32; expm1 keeps four digits."""
     policy, ref = torch.zeros(1), torch.full((1,), 1e-3)
-    assert k3(policy, ref).item() == pytest.approx(1e-6 / 2 * (1 + 1e-3 / 3), rel=2e-4)  # one rounding of 1e-3 in 5e-7
+    assert k3(policy, ref).item() == pytest.approx(
+        1e-6 / 2 * (1 + 1e-3 / 3), rel=2e-4
+    )  # one rounding of 1e-3 in 5e-7
 
 
 @pytest.mark.parametrize("name", ["k2", "k3"])
@@ -137,19 +151,61 @@ def test_the_reference_is_a_constant_and_half_precision_is_widened(name: str) ->
     ("got", "expected"),
     [
         # π ¼, old ½, ref ⅛: r = ½, q = -log 2, e^q = ½
-        (forward(torch.tensor(0.25).double().log(), torch.tensor(0.125).double().log(), torch.tensor(0.5).double().log()), math.log(2) / 2),
         (
-            reverse(torch.tensor(0.25).double().log(), torch.tensor(0.125).double().log(), torch.tensor(0.5).double().log()),
+            forward(
+                torch.tensor(0.25).double().log(),
+                torch.tensor(0.125).double().log(),
+                torch.tensor(0.5).double().log(),
+            ),
+            math.log(2) / 2,
+        ),
+        (
+            reverse(
+                torch.tensor(0.25).double().log(),
+                torch.tensor(0.125).double().log(),
+                torch.tensor(0.5).double().log(),
+            ),
             -math.log(2) / 4,
         ),
         # q = log 4 is cut to log 2, -log 4 to -log 2: 2 - log 2 - 1 and ½ + log 2 - 1
-        (truncated(torch.tensor(0.125).double().log(), torch.tensor(0.5).double().log(), threshold=math.log(2)), 1 - math.log(2)),
-        (truncated(torch.tensor(0.5).double().log(), torch.tensor(0.125).double().log(), threshold=math.log(2)), math.log(2) - 0.5),
+        (
+            truncated(
+                torch.tensor(0.125).double().log(),
+                torch.tensor(0.5).double().log(),
+                threshold=math.log(2),
+            ),
+            1 - math.log(2),
+        ),
+        (
+            truncated(
+                torch.tensor(0.5).double().log(),
+                torch.tensor(0.125).double().log(),
+                threshold=math.log(2),
+            ),
+            math.log(2) - 0.5,
+        ),
         # π = ¼ counts above 0.2 and not above 0.3; q = log 2
-        (confident(torch.tensor(0.25).double().log(), torch.tensor(0.5).double().log(), probability=0.2), 1 - math.log(2)),
-        (confident(torch.tensor(0.25).double().log(), torch.tensor(0.5).double().log(), probability=0.3), 0.0),
+        (
+            confident(
+                torch.tensor(0.25).double().log(), torch.tensor(0.5).double().log(), probability=0.2
+            ),
+            1 - math.log(2),
+        ),
+        (
+            confident(
+                torch.tensor(0.25).double().log(), torch.tensor(0.5).double().log(), probability=0.3
+            ),
+            0.0,
+        ),
         # exactly on the bound: ¼ is not above ¼
-        (confident(torch.tensor(0.5).double().log() * 2, torch.tensor(0.5).double().log(), probability=0.25), 0.0),
+        (
+            confident(
+                torch.tensor(0.5).double().log() * 2,
+                torch.tensor(0.5).double().log(),
+                probability=0.25,
+            ),
+            0.0,
+        ),
     ],
 )
 def test_weighted_and_partial_estimators_by_hand(got: Tensor, expected: float) -> None:
@@ -157,8 +213,14 @@ def test_weighted_and_partial_estimators_by_hand(got: Tensor, expected: float) -
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
-@pytest.mark.parametrize(("name", "exact"), [("forward", _kl), ("reverse", lambda p, ref: _kl(ref, p))], ids=["forward", "reverse"])
-def test_weighted_estimators_have_value_and_gradient_of_their_divergence(name: str, exact, on_policy: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [("forward", _kl), ("reverse", lambda p, ref: _kl(ref, p))],
+    ids=["forward", "reverse"],
+)
+def test_weighted_estimators_have_value_and_gradient_of_their_divergence(
+    name: str, exact, on_policy: bool
+) -> None:
     """Enumerated over the tokens that the old policy may draw: unbiased on its samples too, and the gradient with it."""
     logits, p, ref = _policies()
     old = p.detach() if on_policy else LOGITS_OLD.log_softmax(-1)
@@ -176,7 +238,9 @@ def test_partial_estimators_have_value_and_gradient_of_their_tokens(name: str) -
     q = (ref - p).detach()
     if name == "truncated":
         counts, got = q.abs() < 1.0, truncated(p, ref, threshold=1.0)
-        outside = torch.where(q > 0, q.new_tensor(math.e - 2), q.new_tensor(1 / math.e))  # e^1 - 1 - 1 and e^-1 + 1 - 1
+        outside = torch.where(
+            q > 0, q.new_tensor(math.e - 2), q.new_tensor(1 / math.e)
+        )  # e^1 - 1 - 1 and e^-1 + 1 - 1
     else:
         counts, got, outside = p.exp() > 0.2, confident(p, ref, probability=0.2), torch.zeros(5)
     assert 0 < counts.sum() < 5
@@ -201,7 +265,11 @@ def test_the_others_are_finite_at_any_log_ratio(name: str, size: float) -> None:
     logprobs = torch.zeros(2, requires_grad=True)
     ref = torch.tensor([size, -size])
     options = {"truncated": truncated, "confident": confident}
-    got = WEIGHTED[name](logprobs, ref, torch.zeros(2)) if name in WEIGHTED else options[name](logprobs, ref)
+    got = (
+        WEIGHTED[name](logprobs, ref, torch.zeros(2))
+        if name in WEIGHTED
+        else options[name](logprobs, ref)
+    )
     got.sum().backward()
     assert got.isfinite().all() and logprobs.grad.isfinite().all()
     assert logprobs.grad.tolist() == ([-20.0, 20.0] if name == "forward" else [0.0, 0.0])
@@ -212,7 +280,9 @@ def test_the_others_are_finite_at_any_log_ratio(name: str, size: float) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weighted_estimators_give_no_gradient_to_constants_and_widen(name: str) -> None:
-    given = [torch.tensor([x], dtype=torch.bfloat16, requires_grad=True) for x in (-1.0, -1.5, -1.25)]
+    given = [
+        torch.tensor([x], dtype=torch.bfloat16, requires_grad=True) for x in (-1.0, -1.5, -1.25)
+    ]
     got = WEIGHTED[name](*given)
     got.backward()
     assert got.dtype == torch.float32
@@ -226,7 +296,8 @@ def test_a_nan_that_counts_stays_visible() -> None:
 
 @pytest.mark.parametrize(
     ("estimator", "name", "value"),
-    [(truncated, "threshold", v) for v in (0.0, -1.0, 21.0, math.nan)] + [(confident, "probability", v) for v in (-0.1, 1.0, math.nan)],
+    [(truncated, "threshold", v) for v in (0.0, -1.0, 21.0, math.nan)]
+    + [(confident, "probability", v) for v in (-0.1, 1.0, math.nan)],
 )
 def test_hyperparameters_are_checked(estimator, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):

@@ -23,12 +23,18 @@ PARTS = [
     "pairs.pairwise", "policy_losses", "ratios", "value_losses",
 ]  # fmt: skip
 PLAIN = {"statistics"}  # figures on Python numbers: no tensors, imported from their module
-MODULES = {m.name: importlib.import_module(f"rlkit.functional.{m.name}") for m in pkgutil.iter_modules(functional.__path__)}
+MODULES = {
+    m.name: importlib.import_module(f"rlkit.functional.{m.name}")
+    for m in pkgutil.iter_modules(functional.__path__)
+}
 PUBLIC = {
     f"{module}.{name}": f
     for module, m in MODULES.items()
     for name, f in inspect.getmembers(m, inspect.isfunction)
-    if f.__module__ == m.__name__ and not name.startswith("_") and not module.startswith("_") and module not in PLAIN
+    if f.__module__ == m.__name__
+    and not name.startswith("_")
+    and not module.startswith("_")
+    and module not in PLAIN
 }
 
 
@@ -42,27 +48,53 @@ def _batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         name: -3 * torch.rand(10, 8, generator=generator, dtype=torch.float64).to(dtype)
         for name in ("logprobs", "logprobs_old", "logprobs_ref", "full_kl")
     }
-    advantages = torch.randn(7, generator=generator, dtype=torch.float64).to(dtype)[rollouts].unsqueeze(-1).expand(10, 8)
-    tokens["logprobs_sampler"] = tokens["logprobs_old"] + 0.1  # so near that VESPO's weight is not 0
-    tokens["covariance_rank"] = torch.rand(10, 8, generator=generator, dtype=torch.float64).to(dtype)
+    advantages = (
+        torch.randn(7, generator=generator, dtype=torch.float64)
+        .to(dtype)[rollouts]
+        .unsqueeze(-1)
+        .expand(10, 8)
+    )
+    tokens["logprobs_sampler"] = (
+        tokens["logprobs_old"] + 0.1
+    )  # so near that VESPO's weight is not 0
+    tokens["covariance_rank"] = torch.rand(10, 8, generator=generator, dtype=torch.float64).to(
+        dtype
+    )
     groups = torch.tensor([0, 0, 1, 1, 1, 2, 2])
-    return tokens | {"advantages": advantages, "response_mask": mask, "rollout_ids": rollouts, "group_ids": groups}
+    return tokens | {
+        "advantages": advantages,
+        "response_mask": mask,
+        "rollout_ids": rollouts,
+        "group_ids": groups,
+    }
 
 
 def _inject(part: Callable[..., Tensor], quantities: Mapping[str, Tensor]) -> Tensor:
-    return part(**{name: quantities[name] for name in inspect.signature(part).parameters if name in quantities})
+    return part(
+        **{
+            name: quantities[name]
+            for name in inspect.signature(part).parameters
+            if name in quantities
+        }
+    )
 
 
 def _loss(names: tuple[str, str, str], batch: Mapping[str, Tensor], weights: Tensor) -> Tensor:
     """The loss as a caller writes it: fill under the mask, then ratio, then the parts, then Σ weights × loss."""
     mask = batch["response_mask"]
-    filled = {k: fill_masked(v, mask, 0.0) if v.is_floating_point() else v for k, v in batch.items()}
+    filled = {
+        k: fill_masked(v, mask, 0.0) if v.is_floating_point() else v for k, v in batch.items()
+    }
     filled["ratio"] = token_ratio(batch["logprobs"], batch["logprobs_old"], mask)
-    per_token = _inject(POLICY_LOSSES[names[0]], filled) + 0.3 * filled["ratio"] * _inject(KLS[names[1]], filled)
+    per_token = _inject(POLICY_LOSSES[names[0]], filled) + 0.3 * filled["ratio"] * _inject(
+        KLS[names[1]], filled
+    )
     return (weights * per_token).sum()
 
 
-def _value_and_gradient(names: tuple[str, str, str], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _value_and_gradient(
+    names: tuple[str, str, str], batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     leaf = batch["logprobs"].clone().requires_grad_()
     loss = _loss(names, batch | {"logprobs": leaf}, _inject(AGGREGATIONS[names[2]], batch))
     loss.backward()
@@ -75,7 +107,10 @@ def test_garbage_under_the_mask_changes_no_bit(names: tuple[str, str, str]) -> N
     value, gradient = _value_and_gradient(names, clean)
     assert gradient[~clean["response_mask"]].count_nonzero() == 0
     for garbage in (float("nan"), float("inf"), -float("inf"), 1e4, -1e300):
-        dirty = {k: v.where(clean["response_mask"], garbage) if v.is_floating_point() else v for k, v in clean.items()}
+        dirty = {
+            k: v.where(clean["response_mask"], garbage) if v.is_floating_point() else v
+            for k, v in clean.items()
+        }
         got, got_gradient = _value_and_gradient(names, dirty)
         assert torch.equal(got, value)
         assert torch.equal(got_gradient, gradient)
@@ -90,13 +125,23 @@ def test_no_split_into_micro_batches_changes_the_gradient(names: tuple[str, str,
         _, whole = _value_and_gradient(names, batch)
         generator = torch.Generator().manual_seed(1)
         splits = [torch.randperm(10, generator=generator).split(size) for size in (1, 3, 4)]
-        if "rollout_ids" in inspect.signature(POLICY_LOSSES[names[0]]).parameters:  # of whole rollouts, as micro_batches splits
+        if (
+            "rollout_ids" in inspect.signature(POLICY_LOSSES[names[0]]).parameters
+        ):  # of whole rollouts, as micro_batches splits
             order = torch.randperm(7, generator=generator)
-            splits = [[torch.isin(batch["rollout_ids"], part).nonzero()[:, 0] for part in order.split(size)] for size in (1, 3, 4)]
+            splits = [
+                [
+                    torch.isin(batch["rollout_ids"], part).nonzero()[:, 0]
+                    for part in order.split(size)
+                ]
+                for size in (1, 3, 4)
+            ]
         for split in splits:
             leaf = batch["logprobs"].clone().requires_grad_()
             for rows in split:
-                part = {k: v[rows] for k, v in (batch | {"logprobs": leaf}).items() if k != "group_ids"}
+                part = {
+                    k: v[rows] for k, v in (batch | {"logprobs": leaf}).items() if k != "group_ids"
+                }
                 _loss(names, part, weights[rows]).backward()
             assert (leaf.grad - whole).norm() <= tolerance * whole.norm()
         assert whole.norm() > 0
@@ -115,7 +160,11 @@ def test_padding_changes_no_bit_of_the_gradient(names: tuple[str, str, str]) -> 
 def test_the_gradient_follows_the_advantage(name: str) -> None:
     """A step against the gradient raises the log-prob where the advantage is positive, and lowers it where negative."""
     logprobs = torch.full((2, 1), -1.0, requires_grad=True)
-    batch = {"logprobs": logprobs, "logprobs_old": logprobs.detach(), "advantages": torch.tensor([[1.5], [-1.5]])}
+    batch = {
+        "logprobs": logprobs,
+        "logprobs_old": logprobs.detach(),
+        "advantages": torch.tensor([[1.5], [-1.5]]),
+    }
     batch |= {"response_mask": torch.ones(2, 1, dtype=torch.bool), "rollout_ids": torch.arange(2)}
     batch |= {"logprobs_sampler": logprobs.detach(), "covariance_rank": torch.zeros(2, 1)}
     batch["ratio"] = token_ratio(logprobs, logprobs.detach(), batch["response_mask"])
@@ -133,7 +182,9 @@ def test_every_option_stands_in_a_table() -> None:
     """An option that is in no table is tested by no law."""
     tables = {"policy_losses": POLICY_LOSSES, "kl": KLS, "aggregation": AGGREGATIONS}
     for module, table in tables.items():
-        assert {name.split()[0] for name in table} == {name.split(".")[1] for name in PUBLIC if name.startswith(f"{module}.")}
+        assert {name.split()[0] for name in table} == {
+            name.split(".")[1] for name in PUBLIC if name.startswith(f"{module}.")
+        }
 
 
 @each("name", [n for n in PUBLIC if n in PARTS or n.split(".")[0] in PARTS])

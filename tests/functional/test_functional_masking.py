@@ -15,7 +15,9 @@ def test_garbage_under_the_mask_reaches_neither_value_nor_gradient(garbage: floa
     filled = fill_masked(values, torch.tensor([True, False, True]), 0.0).exp()
     filled.sum().backward()
     assert filled[1] == 1.0  # exp(0)
-    assert torch.equal(values.grad, torch.tensor([-1.0, 0.0, -2.0]).exp() * torch.tensor([1.0, 0.0, 1.0]))
+    assert torch.equal(
+        values.grad, torch.tensor([-1.0, 0.0, -2.0]).exp() * torch.tensor([1.0, 0.0, 1.0])
+    )
 
 
 def test_masked_mean_by_hand() -> None:

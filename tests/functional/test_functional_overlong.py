@@ -13,8 +13,12 @@ from rlkit.functional import keep_overlong, mask_truncated, soft_penalty
 def test_soft_penalty_by_hand() -> None:
     """The paper's numbers: 20480 tokens, of which the last 4096 are the buffer."""
     lengths = torch.tensor([0, 16384, 16385, 18432, 20480, 20481, 99999])
-    rewards, trained = soft_penalty(torch.full((7,), 2.0, dtype=torch.float64), lengths, limit=20480)
-    assert rewards.tolist() == pytest.approx([2.0, 2.0, 2 - 1 / 4096, 1.5, 1.0, 1.0, 1.0], abs=1e-12)  # float64 rounding
+    rewards, trained = soft_penalty(
+        torch.full((7,), 2.0, dtype=torch.float64), lengths, limit=20480
+    )
+    assert rewards.tolist() == pytest.approx(
+        [2.0, 2.0, 2 - 1 / 4096, 1.5, 1.0, 1.0, 1.0], abs=1e-12
+    )  # float64 rounding
     assert trained.dtype == torch.bool and trained.all()
 
 
@@ -23,7 +27,9 @@ def test_soft_penalty_by_hand() -> None:
 def test_soft_penalty_never_rises_with_the_length(limit: int, buffer: float) -> None:
     lengths = torch.arange(2 * limit + 1)
     penalty = soft_penalty(torch.zeros(len(lengths)), lengths, limit=limit, buffer=buffer)[0]
-    assert (penalty.diff() <= 0).all() and penalty[0] == 0 and (penalty[lengths >= limit] == -1).all()
+    assert (
+        (penalty.diff() <= 0).all() and penalty[0] == 0 and (penalty[lengths >= limit] == -1).all()
+    )
 
 
 def test_soft_penalty_leaves_the_unscored_unscored() -> None:
@@ -31,7 +37,14 @@ def test_soft_penalty_leaves_the_unscored_unscored() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"limit": 0}, {"limit": math.inf}, {"limit": math.nan}, {"limit": 8, "buffer": 0.0}, {"limit": 8, "buffer": 1.5}]
+    "given",
+    [
+        {"limit": 0},
+        {"limit": math.inf},
+        {"limit": math.nan},
+        {"limit": 8, "buffer": 0.0},
+        {"limit": 8, "buffer": 1.5},
+    ],
 )
 def test_soft_penalty_checks_its_hyperparameters(given: dict) -> None:
     name = list(given)[-1]

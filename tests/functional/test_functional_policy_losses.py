@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from laws import each
-from rlkit.functional import cispo, clipped, dppo, gmpo, kl_cov, reinforce, sapo, sequence_mean, token_ratio, vespo
+from rlkit.functional import (
+    cispo,
+    clipped,
+    dppo,
+    gmpo,
+    kl_cov,
+    reinforce,
+    sapo,
+    sequence_mean,
+    token_ratio,
+    vespo,
+)
 
 # (ratio, advantage) → (loss, gradient with respect to the ratio) at clip_low 0.2, clip_high 0.28
 BY_HAND = [
@@ -52,7 +63,9 @@ def test_clipped_at_ratio_one_has_the_gradient_of_reinforce(widths: tuple[float,
     logprobs = (-torch.rand(3, 5, generator=generator, dtype=torch.float64)).requires_grad_()
     advantages = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     ratio = token_ratio(logprobs, logprobs.detach(), torch.ones(3, 5, dtype=torch.bool))
-    (ours,) = torch.autograd.grad(clipped(ratio, advantages, clip_low=widths[0], clip_high=widths[1]).sum(), logprobs)
+    (ours,) = torch.autograd.grad(
+        clipped(ratio, advantages, clip_low=widths[0], clip_high=widths[1]).sum(), logprobs
+    )
     (theirs,) = torch.autograd.grad(reinforce(logprobs, advantages).sum(), logprobs)
     assert torch.equal(ours, theirs)
 
@@ -67,7 +80,8 @@ def test_advantages_are_constants(loss) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("clip_low", v) for v in (0.0, -0.2, 1.5, float("nan"))] + [("clip_high", v) for v in (0.0, -1.0, float("nan"))],
+    [("clip_low", v) for v in (0.0, -0.2, 1.5, float("nan"))]
+    + [("clip_high", v) for v in (0.0, -1.0, float("nan"))],
 )
 def test_clip_widths_are_checked(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
@@ -84,7 +98,9 @@ def test_clip_widths_are_checked(name: str, value: float) -> None:
         (0.5, -1.0, 0.8, 0.0),
     ],
 )
-def test_both_caps_by_hand(cap: str, ratio: float, advantage: float, loss: float, gradient: float) -> None:
+def test_both_caps_by_hand(
+    cap: str, ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
     r = torch.tensor([[ratio]], requires_grad=True)
     got = clipped(r, torch.tensor([[advantage]]), **{cap: 3.0})
     got.backward()
@@ -99,16 +115,32 @@ def _random(seed: int = 0) -> dict[str, Tensor]:
     logprobs, old = -2 * torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=generator) < 0.7
     mask[2] = False  # rollout 2 has no trained token
-    advantages = torch.randn(4, generator=generator, dtype=torch.float64)[rollout_ids].unsqueeze(1).expand(6, 5)
-    return {"logprobs": logprobs, "logprobs_old": old, "response_mask": mask, "rollout_ids": rollout_ids, "advantages": advantages}
+    advantages = (
+        torch.randn(4, generator=generator, dtype=torch.float64)[rollout_ids]
+        .unsqueeze(1)
+        .expand(6, 5)
+    )
+    return {
+        "logprobs": logprobs,
+        "logprobs_old": old,
+        "response_mask": mask,
+        "rollout_ids": rollout_ids,
+        "advantages": advantages,
+    }
 
 
 def test_the_two_caps_are_the_same_function() -> None:
     given = _random()
-    ratio = token_ratio(given["logprobs"], given["logprobs_old"], given["response_mask"]).requires_grad_()
-    dual, delta = (clipped(ratio, given["advantages"], **{cap: 1.5}) for cap in ("dual_clip", "delta"))
+    ratio = token_ratio(
+        given["logprobs"], given["logprobs_old"], given["response_mask"]
+    ).requires_grad_()
+    dual, delta = (
+        clipped(ratio, given["advantages"], **{cap: 1.5}) for cap in ("dual_clip", "delta")
+    )
     assert torch.equal(dual, delta) and not torch.equal(dual, clipped(ratio, given["advantages"]))
-    assert torch.equal(*(torch.autograd.grad(loss.sum(), ratio, retain_graph=True)[0] for loss in (dual, delta)))
+    assert torch.equal(
+        *(torch.autograd.grad(loss.sum(), ratio, retain_graph=True)[0] for loss in (dual, delta))
+    )
 
 
 @each(
@@ -118,7 +150,10 @@ def test_the_two_caps_are_the_same_function() -> None:
 @each("advantage", [2.0, -1.0])
 def test_cispo_by_hand(ratio: float, weight: float, advantage: float) -> None:
     """The gradient is -weight · A, on both sides of the clip and for both signs; none flows into the ratio."""
-    r, logprobs = torch.tensor([[ratio]], requires_grad=True), torch.tensor([[-0.5]], requires_grad=True)
+    r, logprobs = (
+        torch.tensor([[ratio]], requires_grad=True),
+        torch.tensor([[-0.5]], requires_grad=True),
+    )
     loss = cispo(r, torch.tensor([[advantage]]), logprobs, clip_low=0.2, clip_high=0.3)
     loss.backward()
     assert loss.item() == pytest.approx(weight * advantage * 0.5, rel=1e-6)  # float32 rounding
@@ -132,9 +167,13 @@ def test_cispo_inside_the_bounds_has_the_gradient_of_the_ratio() -> None:
     leaf = given["logprobs"].clone().requires_grad_()
     everywhere = torch.ones_like(given["response_mask"])
     ratio = token_ratio(leaf, given["logprobs_old"], everywhere)
-    (ours,) = torch.autograd.grad(cispo(ratio, given["advantages"], leaf, clip_high=10.0).sum(), leaf, retain_graph=True)
+    (ours,) = torch.autograd.grad(
+        cispo(ratio, given["advantages"], leaf, clip_high=10.0).sum(), leaf, retain_graph=True
+    )
     (theirs,) = torch.autograd.grad(-(ratio * given["advantages"]).sum(), leaf)
-    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)  # one product in another order: float64
+    torch.testing.assert_close(
+        ours, theirs, rtol=1e-14, atol=0
+    )  # one product in another order: float64
     on_policy = token_ratio(leaf, leaf.detach(), everywhere)
     (ours,) = torch.autograd.grad(cispo(on_policy, given["advantages"], leaf).sum(), leaf)
     (theirs,) = torch.autograd.grad(reinforce(leaf, given["advantages"]).sum(), leaf)
@@ -149,7 +188,9 @@ def _sigmoid(x: float) -> float:
 @pytest.mark.parametrize("ratio", [0.2, 1.0, 4.0])
 def test_sapo_by_hand(ratio: float, advantage: float, tau: float) -> None:
     r = torch.tensor([[ratio]], dtype=torch.float64, requires_grad=True)
-    loss = sapo(r, torch.tensor([[advantage]], dtype=torch.float64), tau_positive=1.5, tau_negative=3.0)
+    loss = sapo(
+        r, torch.tensor([[advantage]], dtype=torch.float64), tau_positive=1.5, tau_negative=3.0
+    )
     loss.backward()
     p = _sigmoid(tau * (ratio - 1))
     assert loss.item() == pytest.approx(-4 / tau * p * advantage, rel=1e-14)  # float64 rounding
@@ -158,7 +199,9 @@ def test_sapo_by_hand(ratio: float, advantage: float, tau: float) -> None:
 
 def test_sapo_keeps_float64() -> None:
     """1.05 is not a number of float32: rounded there, the loss is off in the eighth digit."""
-    got = sapo(torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[-1.0]], dtype=torch.float64))
+    got = sapo(
+        torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[-1.0]], dtype=torch.float64)
+    )
     assert got.item() == pytest.approx(4 / 1.05 * _sigmoid(1.05), rel=1e-14)  # float64 rounding
 
 
@@ -182,22 +225,34 @@ def test_gmpo_against_a_loop(seed: int) -> None:
             count += 1
         for r in rows:
             expected = -(product ** (1 / max(count, 1))) * advantage
-            assert got[r].tolist() == pytest.approx([expected] * 5, rel=1e-12)  # float64 rounding of at most 10 factors
+            assert got[r].tolist() == pytest.approx(
+                [expected] * 5, rel=1e-12
+            )  # float64 rounding of at most 10 factors
 
 
 def test_gmpo_on_policy_has_the_gradient_of_reinforce_over_sequences() -> None:
     given = _random()
     leaf = given["logprobs"].clone().requires_grad_()
     weights = sequence_mean(given["response_mask"], given["rollout_ids"])
-    (ours,) = torch.autograd.grad((weights * gmpo(**given | {"logprobs": leaf, "logprobs_old": leaf.detach()})).sum(), leaf)
+    (ours,) = torch.autograd.grad(
+        (weights * gmpo(**given | {"logprobs": leaf, "logprobs_old": leaf.detach()})).sum(), leaf
+    )
     (theirs,) = torch.autograd.grad((weights * reinforce(leaf, given["advantages"])).sum(), leaf)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)  # the weights are float32, whose sum over a rollout rounds
+    torch.testing.assert_close(
+        ours, theirs, rtol=0, atol=1e-8
+    )  # the weights are float32, whose sum over a rollout rounds
 
 
 def test_gmpo_is_finite_at_any_log_ratio() -> None:
     for size in (1e4, -1e4, math.inf, -math.inf):
         leaf = torch.full((2, 2), size, requires_grad=True)
-        loss = gmpo(leaf, torch.zeros(2, 2), torch.ones(2, 2).bool(), torch.arange(2), torch.tensor([[1.0], [-1.0]]).expand(2, 2))
+        loss = gmpo(
+            leaf,
+            torch.zeros(2, 2),
+            torch.ones(2, 2).bool(),
+            torch.arange(2),
+            torch.tensor([[1.0], [-1.0]]).expand(2, 2),
+        )
         loss.sum().backward()
         assert loss.isfinite().all() and leaf.grad.isfinite().all()
 
@@ -205,10 +260,19 @@ def test_gmpo_is_finite_at_any_log_ratio() -> None:
 def test_advantages_are_constants_in_every_loss() -> None:
     given = _random()
     for loss in (cispo, sapo, gmpo):
-        advantages, leaf = given["advantages"].clone().requires_grad_(), given["logprobs"].clone().requires_grad_()
+        advantages, leaf = (
+            given["advantages"].clone().requires_grad_(),
+            given["logprobs"].clone().requires_grad_(),
+        )
         ratio = leaf.exp()
         args = {cispo: (ratio, advantages, leaf), sapo: (ratio, advantages)}
-        rest = (leaf, given["logprobs_old"], given["response_mask"], given["rollout_ids"], advantages)
+        rest = (
+            leaf,
+            given["logprobs_old"],
+            given["response_mask"],
+            given["rollout_ids"],
+            advantages,
+        )
         loss(*args.get(loss, rest)).sum().backward()
         assert advantages.grad is None and leaf.grad is not None
 
@@ -227,11 +291,21 @@ NAN = float("nan")
     + [(kl_cov, "coef", v) for v in (-1.0, math.inf, NAN)]
     + [(dppo, "delta", v) for v in (0.0, -1.0, math.inf, NAN)]
     + [(dppo, "penalty", v) for v in (-1.0, math.inf, NAN)]
-    + [(vespo, f"{name}_{sign}", v) for name in ("k", "lam") for sign in ("positive", "negative") for v in (0.0, -1.0, NAN)],
+    + [
+        (vespo, f"{name}_{sign}", v)
+        for name in ("k", "lam")
+        for sign in ("positive", "negative")
+        for v in (0.0, -1.0, NAN)
+    ],
 )
 def test_numbers_are_checked(loss, name: str, value: float) -> None:
     one = torch.ones(1, 1)
-    args = {clipped: (one, one), cispo: (one, one, one), sapo: (one, one), gmpo: (one, one, one.bool(), one[0].long() * 0, one)}
+    args = {
+        clipped: (one, one),
+        cispo: (one, one, one),
+        sapo: (one, one),
+        gmpo: (one, one, one.bool(), one[0].long() * 0, one),
+    }
     args |= {kl_cov: (one,) * 5, vespo: args[gmpo], dppo: (one, one, one.bool(), one)}
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed: "):
         loss(*args[loss], **{name: value})
@@ -241,7 +315,10 @@ def test_kl_cov_by_hand() -> None:
     """r = 2, A = -3: 6. Of the two tokens the one of rank 0.1 pays 0.5 · log 2 more; its gradient is that of |log π|, 0 at r = 1."""
     old = torch.zeros(1, 3, dtype=torch.float64)
     new = torch.tensor([[2.0, 2.0, 1.0]], dtype=torch.float64).log().requires_grad_()
-    ratio, advantages = torch.tensor([[2.0, 2.0, 1.0]], dtype=torch.float64), torch.full((1, 3), -3.0, dtype=torch.float64)
+    ratio, advantages = (
+        torch.tensor([[2.0, 2.0, 1.0]], dtype=torch.float64),
+        torch.full((1, 3), -3.0, dtype=torch.float64),
+    )
     loss = kl_cov(ratio, advantages, new, old, torch.tensor([[0.1, 0.2, 0.0]]), share=0.2, coef=0.5)
     loss.sum().backward()
     assert loss.tolist()[0] == pytest.approx([6 + math.log(2) / 2, 6, 3], abs=1e-14)
@@ -252,7 +329,9 @@ def test_kl_cov_on_policy_has_the_gradient_of_reinforce() -> None:
     given = _random()
     leaf = given["logprobs"].clone().requires_grad_()
     ratio = token_ratio(leaf, leaf.detach(), torch.ones_like(given["response_mask"]))
-    (ours,) = torch.autograd.grad(kl_cov(ratio, given["advantages"], leaf, leaf.detach(), torch.zeros(6, 5)).sum(), leaf)
+    (ours,) = torch.autograd.grad(
+        kl_cov(ratio, given["advantages"], leaf, leaf.detach(), torch.zeros(6, 5)).sum(), leaf
+    )
     (theirs,) = torch.autograd.grad(reinforce(leaf, given["advantages"]).sum(), leaf)
     assert torch.equal(ours, theirs)
 
@@ -269,23 +348,50 @@ DPPO_BY_HAND = [  # policy, sampler, advantage, two-sided → the gradient by th
 
 
 @pytest.mark.parametrize(("new", "sampler", "advantage", "two_sided", "slope"), DPPO_BY_HAND)
-def test_dppo_by_hand(new: float, sampler: float, advantage: float, two_sided: bool, slope: float) -> None:
-    leaf, mu = torch.tensor([[new]], dtype=torch.float64).log().requires_grad_(), torch.tensor([[sampler]], dtype=torch.float64).log()
+def test_dppo_by_hand(
+    new: float, sampler: float, advantage: float, two_sided: bool, slope: float
+) -> None:
+    leaf, mu = (
+        torch.tensor([[new]], dtype=torch.float64).log().requires_grad_(),
+        torch.tensor([[sampler]], dtype=torch.float64).log(),
+    )
     for penalty in (0.0, 0.5):
-        loss = dppo(leaf, mu, torch.ones(1, 1).bool(), torch.tensor([[advantage]]), two_sided=two_sided, penalty=penalty)
+        loss = dppo(
+            leaf,
+            mu,
+            torch.ones(1, 1).bool(),
+            torch.tensor([[advantage]]),
+            two_sided=two_sided,
+            penalty=penalty,
+        )
         (gradient,) = torch.autograd.grad(loss.sum(), leaf)
-        assert gradient.item() == pytest.approx(slope + 2 * penalty * math.log(new / sampler), abs=1e-12)
+        assert gradient.item() == pytest.approx(
+            slope + 2 * penalty * math.log(new / sampler), abs=1e-12
+        )
 
 
 def test_dppo_by_kl_and_on_policy() -> None:
     """By the binary KL a move from 0.5 to 0.8 is 0.223 nats. On policy: the gradient of REINFORCE, nothing held, no penalty."""
-    leaf, mu = torch.tensor([[0.8]], dtype=torch.float64).log().requires_grad_(), torch.tensor([[0.5]], dtype=torch.float64).log()
+    leaf, mu = (
+        torch.tensor([[0.8]], dtype=torch.float64).log().requires_grad_(),
+        torch.tensor([[0.5]], dtype=torch.float64).log(),
+    )
     for delta, slope in ((0.2231, 0.0), (0.2232, -1.6)):
-        loss = dppo(leaf, mu, torch.ones(1, 1).bool(), torch.ones(1, 1), divergence="kl", delta=delta, penalty=0.0)
+        loss = dppo(
+            leaf,
+            mu,
+            torch.ones(1, 1).bool(),
+            torch.ones(1, 1),
+            divergence="kl",
+            delta=delta,
+            penalty=0.0,
+        )
         assert torch.autograd.grad(loss.sum(), leaf)[0].item() == pytest.approx(slope, abs=1e-12)
     given = _random()
     leaf = given["logprobs"].clone().requires_grad_()
-    (ours,) = torch.autograd.grad(dppo(leaf, leaf.detach(), torch.ones(6, 5).bool(), given["advantages"]).sum(), leaf)
+    (ours,) = torch.autograd.grad(
+        dppo(leaf, leaf.detach(), torch.ones(6, 5).bool(), given["advantages"]).sum(), leaf
+    )
     (theirs,) = torch.autograd.grad(reinforce(leaf, given["advantages"]).sum(), leaf)
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
 
@@ -293,7 +399,10 @@ def test_dppo_by_kl_and_on_policy() -> None:
 def _vespo_at(w: float, advantage: float) -> float:
     """φ of a rollout of two tokens, read off the gradient."""
     leaf = torch.tensor([[-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
-    sampler, advantages = leaf.detach() - math.log(w) / 2, torch.full((1, 2), advantage, dtype=torch.float64)
+    sampler, advantages = (
+        leaf.detach() - math.log(w) / 2,
+        torch.full((1, 2), advantage, dtype=torch.float64),
+    )
     vespo(leaf, sampler, torch.ones(1, 2).bool(), torch.tensor([0]), advantages).sum().backward()
     assert leaf.grad[0, 0] == leaf.grad[0, 1]
     return float(-leaf.grad[0, 0] / advantage)
@@ -304,16 +413,23 @@ def test_vespo_by_hand() -> None:
     assert _vespo_at(1.0, 2.0) == _vespo_at(1.0, -2.0) == 1.0
     for advantage, peak, height in ((1.0, 2 / 3, 1.208), (-1.0, 3 / 2, 1.242)):
         assert _vespo_at(peak, advantage) == pytest.approx(height, abs=1e-3)
-        assert all(_vespo_at(peak * (1 + e), advantage) < _vespo_at(peak, advantage) for e in (-0.01, 0.01))
+        assert all(
+            _vespo_at(peak * (1 + e), advantage) < _vespo_at(peak, advantage) for e in (-0.01, 0.01)
+        )
     assert _vespo_at(2.0, 1.0) == pytest.approx(4 * math.exp(-3), rel=1e-12)
     assert _vespo_at(2.0, -1.0) == pytest.approx(8 * math.exp(-2), rel=1e-12)
-    assert _vespo_at(1e30, 1.0) == 0.0 and _vespo_at(1e-30, 1.0) == pytest.approx(math.exp(3) * 1e-16, rel=1e-6)
+    assert _vespo_at(1e30, 1.0) == 0.0 and _vespo_at(1e-30, 1.0) == pytest.approx(
+        math.exp(3) * 1e-16, rel=1e-6
+    )
 
 
 def test_vespo_weighs_a_rollout_whole() -> None:
     """Rows of one rollout share a weight, tokens under the mask count nowhere, and no gradient flows into the weight or the sampler."""
     given = _random()
-    leaf, sampler = given["logprobs"].clone().requires_grad_(), given["logprobs_old"].clone().requires_grad_()
+    leaf, sampler = (
+        given["logprobs"].clone().requires_grad_(),
+        given["logprobs_old"].clone().requires_grad_(),
+    )
     rest = (given["response_mask"], given["rollout_ids"], given["advantages"])
     vespo(leaf, sampler, *rest).sum().backward()
     weights = -leaf.grad / given["advantages"]
@@ -323,4 +439,6 @@ def test_vespo_weighs_a_rollout_whole() -> None:
         delta = (leaf.detach() - sampler.detach())[own][given["response_mask"][own]].sum()
         k, lam = (2, 3) if given["advantages"][own][0, 0] >= 0 else (3, 2)
         phi = math.exp(float(k * delta + lam * (1 - delta.exp())))
-        assert weights[own].flatten().tolist() == pytest.approx([phi] * weights[own].numel(), rel=1e-12)  # float64 rounding
+        assert weights[own].flatten().tolist() == pytest.approx(
+            [phi] * weights[own].numel(), rel=1e-12
+        )  # float64 rounding

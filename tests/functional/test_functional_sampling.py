@@ -47,7 +47,12 @@ def test_mix_tells_order_number_and_sign_apart() -> None:
 
 def test_mix_fits_int64_and_does_not_collide() -> None:
     """40,000 neighbouring names: one collision among 63-bit hashes has probability 1e-10."""
-    seeds = {mix(0, step, prompt, sample) for step in range(50) for prompt in range(100) for sample in range(8)}
+    seeds = {
+        mix(0, step, prompt, sample)
+        for step in range(50)
+        for prompt in range(100)
+        for sample in range(8)
+    }
     assert len(seeds) == 40_000
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
@@ -57,7 +62,9 @@ def test_mix_spreads_one_bit_over_all() -> None:
     flips = [bin(mix(7, 5) ^ mix(7 ^ (1 << bit), 5)).count("1") for bit in range(63)]
     flips += [bin(mix(7, 5) ^ mix(7, 5 ^ (1 << bit))).count("1") for bit in range(63)]
     mean = sum(flips) / len(flips)
-    assert abs(mean - 31.5) < 5 * math.sqrt(63 / 4 / len(flips))  # five standard errors of a binomial mean
+    assert abs(mean - 31.5) < 5 * math.sqrt(
+        63 / 4 / len(flips)
+    )  # five standard errors of a binomial mean
     assert min(flips) >= 12  # five standard deviations below 31.5
 
 
@@ -116,7 +123,9 @@ def test_a_row_depends_on_its_own_seed_and_counter_alone() -> None:
     order = torch.tensor([2, 0, 3, 1])
     assert torch.equal(gumbel_noise(seeds[order], counters[order], 1003), noise[order])
     for row in range(4):
-        assert torch.equal(gumbel_noise(seeds[row : row + 1], int(counters[row]), 1003)[0], noise[row])
+        assert torch.equal(
+            gumbel_noise(seeds[row : row + 1], int(counters[row]), 1003)[0], noise[row]
+        )
     assert torch.equal(gumbel_noise(seeds, counters, 17), noise[:, :17])
     assert not torch.equal(noise[0], noise[2])  # same seed, another counter
 
@@ -124,7 +133,10 @@ def test_a_row_depends_on_its_own_seed_and_counter_alone() -> None:
 def test_the_ends_of_the_interval_are_finite() -> None:
     """u is never 0 and never 1: a seed is solved for that makes token 0 draw all zero bits, and one for all ones."""
     counter = 3
-    words = {0: -math.log(-math.log1p(-(2.0**-32))), WORD: -math.log(24 * math.log(2))}  # g = 22.2 and g = -2.81
+    words = {
+        0: -math.log(-math.log1p(-(2.0**-32))),
+        WORD: -math.log(24 * math.log(2)),
+    }  # g = 22.2 and g = -2.81
     for word, expected in words.items():
         state = (_unsplitmix(word) - GOLDEN) & WORD
         seed = (_unsplitmix((_unsplitmix(state) - GOLDEN & WORD) ^ counter) - GOLDEN) & WORD
@@ -142,7 +154,9 @@ def test_arguments_are_left_alone() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"dtype of seeds is torch.float32; allowed: an integer dtype"):
+    with pytest.raises(
+        ValueError, match=r"dtype of seeds is torch.float32; allowed: an integer dtype"
+    ):
         gumbel_noise(torch.tensor([1.0]), 0, 5)
     with pytest.raises(ValueError, match=r"vocabulary is 0; allowed: ≥ 1"):
         gumbel_noise(torch.tensor([1]), 0, 0)
@@ -159,7 +173,11 @@ def test_a_choice_draws_from_the_distribution(vocabulary: int) -> None:
     """
     weights = torch.tensor([4.0, 1.0, 2.0, 0.002, 3.0, 0.5, 0.0, 5.0, 1.5, 0.3, 2.5])[:vocabulary]
     seeds, counters = torch.arange(1000).repeat_interleave(200), torch.arange(200).repeat(1000)
-    drawn = gumbel_choice(weights.expand(200_000, -1), seeds, counters).bincount(minlength=vocabulary).double()
+    drawn = (
+        gumbel_choice(weights.expand(200_000, -1), seeds, counters)
+        .bincount(minlength=vocabulary)
+        .double()
+    )
     expected = 200_000 * weights.double() / weights.sum()
     assert len(drawn) == vocabulary and not drawn[weights == 0].any()
     likely = weights > 0
@@ -170,7 +188,10 @@ def test_a_choice_draws_from_the_distribution(vocabulary: int) -> None:
 def test_choices_of_neighbours_are_independent(neighbour: str) -> None:
     """χ² of the 8 × 8 table of 200,000 pairs of draws over uniform tokens; at 49 degrees of freedom it is above 112 once in 1e6."""
     seeds, counters = torch.arange(1000).repeat_interleave(200), torch.arange(200).repeat(1000) * 2
-    other = seeds + 5000 if "seed" in neighbour else seeds, counters - 1 if neighbour == "seed and counter" else counters + 1
+    other = (
+        seeds + 5000 if "seed" in neighbour else seeds,
+        counters - 1 if neighbour == "seed and counter" else counters + 1,
+    )
     other = (seeds + 5000, counters) if neighbour == "seed" else other
     uniform = torch.full((1, 8), 0.125).expand(200_000, -1)
     pairs = 8 * gumbel_choice(uniform, seeds, counters) + gumbel_choice(uniform, *other)
@@ -183,9 +204,14 @@ def test_a_choice_depends_on_its_own_row_alone() -> None:
     seeds, counters = torch.tensor([mix(1), mix(2), mix(1), mix(4)]), torch.tensor([0, 4, 1, 4])
     probabilities = torch.rand(4, 1003, generator=torch.Generator().manual_seed(0))
     drawn, order = gumbel_choice(probabilities, seeds, counters), torch.tensor([2, 0, 3, 1])
-    assert torch.equal(gumbel_choice(probabilities[order], seeds[order], counters[order]), drawn[order])
+    assert torch.equal(
+        gumbel_choice(probabilities[order], seeds[order], counters[order]), drawn[order]
+    )
     for row in range(4):
-        assert gumbel_choice(probabilities[row : row + 1], seeds[row : row + 1], int(counters[row])) == drawn[row]
+        assert (
+            gumbel_choice(probabilities[row : row + 1], seeds[row : row + 1], int(counters[row]))
+            == drawn[row]
+        )
     assert drawn[0] != drawn[2]
     assert (gumbel_choice(torch.full((4, 7), torch.nan), seeds, counters) < 7).all()
 
@@ -200,9 +226,16 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
-            given, made = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
-            most = made[0].numel() if "gather" in str(func) else 1 << 62  # a gather reads as many entries as it gives
-            self.bytes += sum(min(t.numel(), most) * t.element_size() for t in given) + sum(t.numel() * t.element_size() for t in made)
+            given, made = (
+                [t for t in tree_leaves(x) if isinstance(t, torch.Tensor)]
+                for x in ((args, kwargs), out)
+            )
+            most = (
+                made[0].numel() if "gather" in str(func) else 1 << 62
+            )  # a gather reads as many entries as it gives
+            self.bytes += sum(min(t.numel(), most) * t.element_size() for t in given) + sum(
+                t.numel() * t.element_size() for t in made
+            )
         return out
 
 

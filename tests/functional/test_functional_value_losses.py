@@ -35,10 +35,16 @@ def test_clipped_squared_error_by_hand() -> None:
 
 def test_a_wide_clip_is_the_squared_error_and_a_narrow_one_is_never_less() -> None:
     generator = torch.Generator().manual_seed(0)
-    values, old, returns = (torch.randn(5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    assert torch.equal(clipped_squared_error(values, old, returns, clip=100.0), squared_error(values, returns))
+    values, old, returns = (
+        torch.randn(5, 8, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    assert torch.equal(
+        clipped_squared_error(values, old, returns, clip=100.0), squared_error(values, returns)
+    )
     narrow = clipped_squared_error(values, old, returns, clip=0.1)
-    assert (narrow >= squared_error(values, returns)).all() and (narrow > squared_error(values, returns)).any()
+    assert (narrow >= squared_error(values, returns)).all() and (
+        narrow > squared_error(values, returns)
+    ).any()
 
 
 def test_only_the_value_learns() -> None:

@@ -33,7 +33,16 @@ COMMON = [
 NEWER = (  # options that came after the goldens
     "remax", "gpg", "vespo", "vapo", "k3_straight_through", "opd", "gkd", "mopd", "sdft", "sdpo", "opsd", "echo", "rl_sft",
 )  # fmt: skip
-WITHOUT = ("kl_ablation", "reference_ablation", "search", "sweep_parallel", "sweep_slurm", "sft", "scalerl_paper", "lite_ppo_paper")
+WITHOUT = (
+    "kl_ablation",
+    "reference_ablation",
+    "search",
+    "sweep_parallel",
+    "sweep_slurm",
+    "sft",
+    "scalerl_paper",
+    "lite_ppo_paper",
+)
 CASES: dict[str, list[str]] = {
     **{f.stem: [f"algorithm={f.stem}"] for f in sorted((CONF / "algorithm").glob("*.yaml")) if f.stem not in ("sft", *NEWER)},
     **{f"kl_{f.stem}": [f"kl={f.stem}"] for f in sorted((CONF / "kl").glob("*.yaml")) if f.stem not in NEWER},
@@ -62,7 +71,11 @@ def words(name: str) -> list[str]:
     given = list(CASES[name])
     config = compose([*given, *COMMON]).config
     given += ["model=tiny"] if "Qwen" in config["model"]["path"] else []
-    given += ["task=arithmetic"] if config["task"]["_target_"] in ("rlkit.tasks.gsm8k", "rlkit.tasks.mbpp") else []
+    given += (
+        ["task=arithmetic"]
+        if config["task"]["_target_"] in ("rlkit.tasks.gsm8k", "rlkit.tasks.mbpp")
+        else []
+    )
     return [*given, *COMMON]
 
 
@@ -79,8 +92,14 @@ def measure(name: str) -> dict[str, Any]:
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return {
             "overrides": CASES[name],
-            "tokens": {f"step_{step:06d}": digest(part) for step, part in recorded(folder / "rollouts").items()},
-            "logprobs": {f"step_{step:06d}": logprobs(part) for step, part in recorded(folder / "rollouts").items()},
+            "tokens": {
+                f"step_{step:06d}": digest(part)
+                for step, part in recorded(folder / "rollouts").items()
+            },
+            "logprobs": {
+                f"step_{step:06d}": logprobs(part)
+                for step, part in recorded(folder / "rollouts").items()
+            },
             "metrics": columns(metrics),
             "weights": {key: moments for key, moments in weights(folder)},
         }
@@ -95,18 +114,29 @@ def rollouts(part: Any) -> list[Any]:
 
 def digest(part: Any) -> str:
     """Of the ids of every prompt and every reply."""
-    ids = [[(list(r.context(n)), list(step.response_ids)) for n, step in enumerate(r.steps)] for r in rollouts(part)]
+    ids = [
+        [(list(r.context(n)), list(step.response_ids)) for n, step in enumerate(r.steps)]
+        for r in rollouts(part)
+    ]
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
 def logprobs(part: Any) -> list[float]:
     """Of each rollout, the sampler's log-prob of all that it sampled."""
-    return [significant(math.fsum(p for step in rollout.steps for p in step.logprobs)) for rollout in rollouts(part)]
+    return [
+        significant(math.fsum(p for step in rollout.steps for p in step.logprobs))
+        for rollout in rollouts(part)
+    ]
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Metric → its value in every row; the clock is left out."""
-    keys = dict.fromkeys(key for row in rows for key in row if not key.startswith("perf/") and isinstance(row[key], int | float | None))
+    keys = dict.fromkeys(
+        key
+        for row in rows
+        for key in row
+        if not key.startswith("perf/") and isinstance(row[key], int | float | None)
+    )
     return {key: [significant(row.get(key)) for row in rows] for key in sorted(keys)}
 
 
@@ -114,7 +144,9 @@ def weights(folder: Path) -> Iterator[tuple[str, list[float]]]:
     """(name, [sum, norm]) of every tensor in the last checkpoint's state."""
     import torch
 
-    state = torch.load(folder / "checkpoints" / f"step_{STEPS:06d}.ckpt", weights_only=True, map_location="cpu")["state_dict"]
+    state = torch.load(
+        folder / "checkpoints" / f"step_{STEPS:06d}.ckpt", weights_only=True, map_location="cpu"
+    )["state_dict"]
     for key in sorted(state):
         tensor = state[key].double()
         yield key, [significant(float(tensor.sum())), significant(float(tensor.norm()))]
@@ -132,7 +164,9 @@ def path_of(name: str) -> Path:
 
 def save(name: str, golden: dict[str, Any]) -> None:
     """Writes a golden, one line a quantity, so that a change can be read."""
-    path_of(name).write_text(yaml.safe_dump(golden, sort_keys=False, width=10**6, default_flow_style=None))
+    path_of(name).write_text(
+        yaml.safe_dump(golden, sort_keys=False, width=10**6, default_flow_style=None)
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ def test_attention_on_cuda_is_that_of_the_cpu(dtype):
     ids[1:4, :200], ids[5:, :90] = ids[0, :200], ids[4, :90]
     at, lengths = torch.arange(700), torch.randint(260, 700, (8, 1), generator=g)
     mask = (at >= 200) & (at < lengths)
-    inputs = [torch.randn(1, heads, len(pack(ids, mask).ids), 64, generator=g) for heads in (4, 2, 2)]
+    inputs = [
+        torch.randn(1, heads, len(pack(ids, mask).ids), 64, generator=g) for heads in (4, 2, 2)
+    ]
     results = []
     for device, precision in (("cpu", torch.float32), ("cuda", dtype)):
         given = [x.to(device, precision).requires_grad_() for x in inputs]

@@ -16,7 +16,9 @@ from rlkit.models import LoRA, load_policy
 pytestmark = pytest.mark.gpu
 N = 24
 SEEDS = [mix(3, i) for i in range(N)]
-CONTEXTS = [tuple(100 + (7 * i * j) % 600 for j in range(1, 12 + 9 * (i // 4))) for i in range(0, N)]  # of many lengths
+CONTEXTS = [
+    tuple(100 + (7 * i * j) % 600 for j in range(1, 12 + 9 * (i // 4))) for i in range(0, N)
+]  # of many lengths
 CONTEXTS = [CONTEXTS[i - i % 4] for i in range(N)]  # and groups of four siblings
 
 
@@ -50,21 +52,38 @@ def replays(monkeypatch):
 
 def equal(ours, theirs) -> bool:
     """The same tokens; log-probs up to the rounding of other kernels in float32."""
-    assert [(g.token_ids, g.finish_reason, g.forced) for g in ours] == [(g.token_ids, g.finish_reason, g.forced) for g in theirs]
+    assert [(g.token_ids, g.finish_reason, g.forced) for g in ours] == [
+        (g.token_ids, g.finish_reason, g.forced) for g in theirs
+    ]
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-4
+        )
     return True
 
 
 @pytest.mark.parametrize("slots", [{}, {"max_rows": 5}, {"max_cached_tokens": 600}], ids=str)
 @pytest.mark.parametrize(
-    "settings", [{"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.9, "top_k": 100}, {"max_thinking_tokens": 3}], ids=str
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.3, "top_p": 0.9, "top_k": 100},
+        {"max_thinking_tokens": 3},
+    ],
+    ids=str,
 )
-def test_captured_replies_are_those_of_the_reference_and_of_the_uncaptured_step(policy, complete, reference, replays, settings, slots):
+def test_captured_replies_are_those_of_the_reference_and_of_the_uncaptured_step(
+    policy, complete, reference, replays, settings, slots
+):
     settings = {"max_new_tokens": 48} | settings
     found = complete(Cached(**slots), policy, CONTEXTS, SEEDS, **settings)
     assert 0 < replays["captured"] < replays["replayed"]
-    assert equal(found, complete(Cached(**slots, cuda_graphs=False, check_every=1), policy, CONTEXTS, SEEDS, **settings))
+    assert equal(
+        found,
+        complete(
+            Cached(**slots, cuda_graphs=False, check_every=1), policy, CONTEXTS, SEEDS, **settings
+        ),
+    )
     assert equal(found, reference(policy, CONTEXTS, SEEDS, **settings))
 
 
@@ -89,7 +108,11 @@ def test_adapters_and_weights_that_change_between_loads(policy, complete, refere
     """LoRA, then its weights in place, as an optimizer changes them, then other memory under the same names."""
     policy = load_policy(path="tiny", lora=LoRA(rank=4), dtype="float32", device="cuda")
     seen = []
-    for change in (lambda w: w.data.fill_(0.05), lambda w: w.data.mul_(-2.0), lambda w: setattr(w, "data", w.data * 0.5)):
+    for change in (
+        lambda w: w.data.fill_(0.05),
+        lambda w: w.data.mul_(-2.0),
+        lambda w: setattr(w, "data", w.data * 0.5),
+    ):
         for name, weight in policy.model.named_parameters():
             if "lora_B" in name:
                 change(weight)
@@ -107,31 +130,54 @@ def test_half_precision_scores_what_it_samples(policy, complete, replays, precis
 
     model = policy.model.to(precision) if precision else policy.model
     with nullcontext() if precision else torch.autocast("cuda", torch.bfloat16):
-        replies = complete(Cached(), policy._replace(model=model), CONTEXTS, SEEDS, max_new_tokens=32)
+        replies = complete(
+            Cached(), policy._replace(model=model), CONTEXTS, SEEDS, max_new_tokens=32
+        )
         gaps = []
         for context, reply in zip(CONTEXTS, replies, strict=True):
             ids = torch.tensor([[*context, *reply.token_ids]], device="cuda")
             mask = (torch.arange(ids.shape[1], device="cuda") >= len(context))[None]
             with torch.no_grad():
-                gaps.append((forward_logprobs(model, pack(ids, mask))[0][mask].cpu() - torch.tensor(reply.logprobs)).abs())
-    assert replays["replayed"] > 3 and float(torch.cat(gaps).mean()) < 0.05  # the bound of the start-up check
+                gaps.append(
+                    (
+                        forward_logprobs(model, pack(ids, mask))[0][mask].cpu()
+                        - torch.tensor(reply.logprobs)
+                    ).abs()
+                )
+    assert (
+        replays["replayed"] > 3 and float(torch.cat(gaps).mean()) < 0.05
+    )  # the bound of the start-up check
 
 
-def test_a_model_that_asks_the_host_decodes_without(policy, complete, reference, replays, monkeypatch):
+def test_a_model_that_asks_the_host_decodes_without(
+    policy, complete, reference, replays, monkeypatch
+):
     """One warning, the same replies, and CUDA in order afterwards: other models are captured still."""
     norm = type(policy.model.model.norm)
     forward, expected = norm.forward, reference(policy, CONTEXTS, SEEDS, max_new_tokens=16)
     with monkeypatch.context() as patch:
-        patch.setattr(norm, "forward", lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x)
+        patch.setattr(
+            norm,
+            "forward",
+            lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x,
+        )
         with pytest.warns(UserWarning, match="cannot be captured") as caught:
             assert equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
-        assert equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected) and len(caught) == 1
+        assert (
+            equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
+            and len(caught) == 1
+        )
     assert replays["captured"] == 0
     other = load_policy(path="tiny", device="cuda")
-    assert equal(complete(Cached(), other, CONTEXTS, SEEDS, max_new_tokens=16), expected) and replays["replayed"] > 3
+    assert (
+        equal(complete(Cached(), other, CONTEXTS, SEEDS, max_new_tokens=16), expected)
+        and replays["replayed"] > 3
+    )
 
 
-def test_a_capture_that_breaks_off_leaves_cuda_in_order(policy, complete, reference, replays, monkeypatch):
+def test_a_capture_that_breaks_off_leaves_cuda_in_order(
+    policy, complete, reference, replays, monkeypatch
+):
     """The host's look is found in the capture alone: then too the stream, the memory and the replies are as without."""
     from contextlib import nullcontext
 
@@ -139,7 +185,9 @@ def test_a_capture_that_breaks_off_leaves_cuda_in_order(policy, complete, refere
     forward, expected = norm.forward, reference(policy, CONTEXTS, SEEDS, max_new_tokens=16)
     stream = torch.cuda.current_stream()
     monkeypatch.setattr(graphs, "host_looks_refused", lambda device: nullcontext())
-    monkeypatch.setattr(norm, "forward", lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x)
+    monkeypatch.setattr(
+        norm, "forward", lambda self, x: forward(self, x) if x.sum().item() != float("inf") else x
+    )
     with pytest.warns(UserWarning, match="cannot be captured"):
         assert equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
     assert torch.cuda.current_stream() == stream

@@ -24,7 +24,15 @@ def random_qwen3(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
     shutil.copytree(TINY, folder, dirs_exist_ok=True)
     config = Qwen3Config.from_pretrained(TINY)
-    config.update({"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128})
+    config.update(
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        }
+    )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
@@ -39,7 +47,15 @@ def test_one_training_step_with_lora(random_qwen3):
     from rlkit.algorithm import KL, Algorithm
     from rlkit.engines import Transformers
     from rlkit.environments import calculator, tool_use
-    from rlkit.functional import clipped, group_mean, k3, keep_all, normalize_group, sequence_mean, token_ratio
+    from rlkit.functional import (
+        clipped,
+        group_mean,
+        k3,
+        keep_all,
+        normalize_group,
+        sequence_mean,
+        token_ratio,
+    )
     from rlkit.models import LoRA
     from rlkit.rewards import Reward, Term, weighted_sum
     from rlkit.tasks import arithmetic
@@ -48,7 +64,9 @@ def test_one_training_step_with_lora(random_qwen3):
     from rlkit.training.references import frozen
 
     length = Reward(
-        "length", {"length": Term(1.0, lambda rollout: float(rollout.response_length))}, weighted_sum
+        "length",
+        {"length": Term(1.0, lambda rollout: float(rollout.response_length))},
+        weighted_sum,
     )  # random weights solve nothing
     policy = load_policy(path=str(random_qwen3), lora=LoRA(rank=16), device="cuda")
     assert policy.model.get_base_model().model.embed_tokens.weight.dtype == torch.bfloat16
@@ -69,5 +87,9 @@ def test_one_training_step_with_lora(random_qwen3):
     after = dict(policy.model.named_parameters())
     assert module.rl_step == 1 and any(not torch.equal(before[n], after[n]) for n in before)
     assert module.metrics["ratio/first_mean"] == pytest.approx(1.0, abs=1e-6)
-    assert module.metrics["mismatch/logp_abs_mean"] < 0.05  # bfloat16 base: the bound of the start-up check
-    assert math.isfinite(module.metrics["optim/grad_norm"]) and module.metrics["kl/ref"] == pytest.approx(0.0, abs=0.05)
+    assert (
+        module.metrics["mismatch/logp_abs_mean"] < 0.05
+    )  # bfloat16 base: the bound of the start-up check
+    assert math.isfinite(module.metrics["optim/grad_norm"]) and module.metrics[
+        "kl/ref"
+    ] == pytest.approx(0.0, abs=0.05)

@@ -7,7 +7,15 @@ import pytest
 from laws import each
 from rlkit.environments import calculator, tool_schema
 from rlkit.errors import TemplateError
-from rlkit.models.chat import check_template, continuation, decode, encode_prompt, encode_scaffold, encode_text, make_renderer
+from rlkit.models.chat import (
+    check_template,
+    continuation,
+    decode,
+    encode_prompt,
+    encode_scaffold,
+    encode_text,
+    make_renderer,
+)
 
 TOOLS = [tool_schema(calculator)]
 HOSTILE = (
@@ -17,7 +25,11 @@ HOSTILE = (
     " \n\n leading and trailing \n",
     "naïve 数字 \x00 \u202e",
 )
-CALL = {"id": "call_0", "type": "function", "function": {"name": "calculator", "arguments": {"expression": "1 + 1"}}}
+CALL = {
+    "id": "call_0",
+    "type": "function",
+    "function": {"name": "calculator", "arguments": {"expression": "1 + 1"}},
+}
 
 
 @pytest.fixture(scope="module", params=["tiny", "qwen3"])
@@ -49,7 +61,12 @@ def test_hostile_content_leaves_the_turns_as_they_are(renderer, text):
         messages = [
             {"role": "system", "content": content},
             {"role": "user", "content": content},
-            {"role": "assistant", "content": content, "reasoning_content": content, "tool_calls": [CALL]},
+            {
+                "role": "assistant",
+                "content": content,
+                "reasoning_content": content,
+                "tool_calls": [CALL],
+            },
             {"role": "tool", "content": content, "tool_call_id": "call_0", "name": "calculator"},
         ]
         return [i for i in encode_prompt(renderer, messages, TOOLS) if i in renderer.added_ids]
@@ -58,8 +75,13 @@ def test_hostile_content_leaves_the_turns_as_they_are(renderer, text):
 
 
 def test_prompt_reads_as_the_template_renders_it(renderer):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
-    rendered = renderer.tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 1 + 1?"},
+    ]
+    rendered = renderer.tokenizer.apply_chat_template(
+        messages, tools=TOOLS, add_generation_prompt=True, tokenize=False
+    )
     assert decode(renderer, encode_prompt(renderer, messages, TOOLS)) == rendered
 
 
@@ -67,18 +89,33 @@ def test_prompt_reads_as_the_template_renders_it(renderer):
 def test_continuation_is_what_the_template_writes_between_replies(renderer, kind):
     """prompt + reply + continuation reads as the whole conversation rendered at once."""
     end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    reply = [*encode_scaffold(renderer, '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'), end]
+    reply = [
+        *encode_scaffold(
+            renderer,
+            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>',
+        ),
+        end,
+    ]
     question = {"role": "user", "content": "What is 1 + 1?"}
     said = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    new = {"role": kind, "content": "2", **({"tool_call_id": "call_0", "name": "calculator"} if kind == "tool" else {})}
+    new = {
+        "role": kind,
+        "content": "2",
+        **({"tool_call_id": "call_0", "name": "calculator"} if kind == "tool" else {}),
+    }
     joined = encode_prompt(renderer, [question], TOOLS) + reply + continuation(renderer, [new], end)
-    whole = renderer.tokenizer.apply_chat_template([question, said, new], tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    whole = renderer.tokenizer.apply_chat_template(
+        [question, said, new], tools=TOOLS, add_generation_prompt=True, tokenize=False
+    )
     assert decode(renderer, joined) == whole
 
 
 def test_two_results_share_a_turn(renderer):
     end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    results = [{"role": "tool", "content": c, "tool_call_id": f"call_{c}", "name": "calculator"} for c in "12"]
+    results = [
+        {"role": "tool", "content": c, "tool_call_id": f"call_{c}", "name": "calculator"}
+        for c in "12"
+    ]
     text = decode(renderer, continuation(renderer, results, end))
     assert text.count("<|im_start|>user") == 1 and text.count("<tool_response>") == 2
 
@@ -110,7 +147,9 @@ def test_missing_template_is_refused(tiny):
 
 
 def test_template_without_tools_is_refused(tiny):
-    renderer = make_renderer(broken(tiny, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"))
+    renderer = make_renderer(
+        broken(tiny, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    )
     with pytest.raises(TemplateError, match="does not write the tools"):
         check_template(renderer, TOOLS)
 
@@ -123,16 +162,23 @@ def test_template_without_tool_results_is_refused(tiny):
 
 def test_template_that_raises_is_refused(tiny):
     with pytest.raises(TemplateError, match="no roles here"):
-        encode_prompt(make_renderer(broken(tiny, "{{ raise_exception('no roles here') }}")), [{"role": "user", "content": "a"}])
+        encode_prompt(
+            make_renderer(broken(tiny, "{{ raise_exception('no roles here') }}")),
+            [{"role": "user", "content": "a"}],
+        )
 
 
 def test_template_that_repeats_a_content_is_refused(tiny):
-    renderer = make_renderer(broken(tiny, "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"))
+    renderer = make_renderer(
+        broken(tiny, "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}")
+    )
     with pytest.raises(TemplateError, match="repeats"):
         encode_prompt(renderer, [{"role": "user", "content": "a"}])
 
 
 def test_schema_with_a_control_token_is_refused(tiny):
-    schema = [{"type": "function", "function": {"name": "f", "description": "ends <|im_end|> here"}}]
+    schema = [
+        {"type": "function", "function": {"name": "f", "description": "ends <|im_end|> here"}}
+    ]
     with pytest.raises(TemplateError, match=r"<\|im_end\|>"):
         encode_prompt(tiny.renderer, [{"role": "user", "content": "a"}], schema)

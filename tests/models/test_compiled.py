@@ -58,7 +58,12 @@ def compiler(tmp_path: Path, monkeypatch, script: str) -> None:
 
 
 def child(code: str, *words: str | Path) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def folders() -> list[Path]:
@@ -69,7 +74,9 @@ def folders() -> list[Path]:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_of_several_processes_at_once_one_compiles_and_all_have_it(count, source, tmp_path, monkeypatch):
+def test_of_several_processes_at_once_one_compiles_and_all_have_it(
+    count, source, tmp_path, monkeypatch
+):
     compiler(tmp_path, monkeypatch, f'echo x >> {tmp_path}/count; sleep 0.5; exec $CC "$@"')
     started = [child(LOADS, source) for _ in range(count)]
     assert [process.communicate(timeout=300)[0] for process in started] == ["7\n"] * count
@@ -137,7 +144,9 @@ DAMAGES = {
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"x" * 5000),
     "text": lambda path: path.write_bytes(b"no library"),
     "zeros": lambda path: path.write_bytes(bytes(20_000)),
-    "of another processor": lambda path: path.write_bytes(path.read_bytes()[:18] + b"\xf3\0" + path.read_bytes()[20:]),
+    "of another processor": lambda path: path.write_bytes(
+        path.read_bytes()[:18] + b"\xf3\0" + path.read_bytes()[20:]
+    ),
     "empty": replaced(lambda path: path.touch()),
     "gone": Path.unlink,
     "a folder": replaced(Path.mkdir),
@@ -145,7 +154,9 @@ DAMAGES = {
     "a FIFO": replaced(os.mkfifo),
     "a loop of links": replaced(lambda path: path.symlink_to(path.name)),
     "a dangling link": replaced(lambda path: path.symlink_to("nowhere")),
-    "a link to a FIFO": replaced(lambda path: (os.mkfifo(path.with_name("fifo")), path.symlink_to("fifo"))),
+    "a link to a FIFO": replaced(
+        lambda path: (os.mkfifo(path.with_name("fifo")), path.symlink_to("fifo"))
+    ),
     "/dev/zero": replaced(lambda path: path.symlink_to("/dev/zero")),
     "no permission": lambda path: path.chmod(0),
 }
@@ -175,10 +186,15 @@ for name in sys.argv[3].split(","):
 
 @pytest.mark.parametrize(
     "names",
-    [["cut to 0.5", "flipped at 0.5", "a FIFO", "a filled folder", "a loop of links"], pytest.param([*DAMAGES], marks=pytest.mark.slow)],
+    [
+        ["cut to 0.5", "flipped at 0.5", "a FIFO", "a filled folder", "a loop of links"],
+        pytest.param([*DAMAGES], marks=pytest.mark.slow),
+    ],
     ids=["some", "all"],
 )
-def test_no_damage_to_any_file_of_the_folder_ends_a_process_or_changes_what_it_has(names, source, monkeypatch):
+def test_no_damage_to_any_file_of_the_folder_ends_a_process_or_changes_what_it_has(
+    names, source, monkeypatch
+):
     monkeypatch.setattr(compiled, "FLAGS", ("-O0", "-shared", "-fPIC"))
     library(source, "step")
     tests = Path(__file__).resolve().parent
@@ -194,7 +210,11 @@ def test_a_damaged_library_is_compiled_again_and_kept(source, tmp_path, monkeypa
     (kept,) = (path for path in folders()[0].iterdir() if not path.name.endswith(".lock"))
     whole = kept.read_bytes()
     kept.write_bytes(whole[:-7])
-    assert library(source, "step").step() == 7 and kept.read_bytes()[:32] != b"" and (tmp_path / "count").read_text() == "x\nx\n"
+    assert (
+        library(source, "step").step() == 7
+        and kept.read_bytes()[:32] != b""
+        and (tmp_path / "count").read_text() == "x\nx\n"
+    )
     assert library(source, "step").step() == 7 and (tmp_path / "count").read_text() == "x\nx\n"
     assert not list(folders()[0].glob("*.part"))
 
@@ -227,7 +247,9 @@ def test_neither_a_home_nor_a_passwd_entry_is_needed(source, tmp_path, monkeypat
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
     assert library(source, "step").step() == 7
-    assert [path.parent for path in folders()] == [tmp_path / "tmp"] and folders()[0].stat().st_mode & 0o777 == 0o700
+    assert [path.parent for path in folders()] == [tmp_path / "tmp"] and folders()[
+        0
+    ].stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("home", ["", "nowhere/relative", "/proc/nothing", "/dev/null"])
@@ -236,7 +258,10 @@ def test_a_home_that_is_none_is_passed_over(home, source, monkeypatch):
     assert library(source, "step").step() == 7
 
 
-@pytest.mark.parametrize("what", ["a file", "a FIFO", "a loop", "open to all", "of somebody else", "a link to another folder"])
+@pytest.mark.parametrize(
+    "what",
+    ["a file", "a FIFO", "a loop", "open to all", "of somebody else", "a link to another folder"],
+)
 def test_a_folder_that_is_not_the_users_alone_is_not_used(what, source, tmp_path, monkeypatch):
     """Somebody else could have put a library there."""
     place = tmp_path / "home" / ".cache" / "rlkit" / "kernels"
@@ -256,7 +281,11 @@ def test_a_folder_that_is_not_the_users_alone_is_not_used(what, source, tmp_path
         place.chmod(0o777)
     if what == "of somebody else":
         real = os.fstat
-        monkeypatch.setattr(os, "fstat", lambda d: _with_owner(real(d)) if os.path.samestat(real(d), place.stat()) else real(d))
+        monkeypatch.setattr(
+            os,
+            "fstat",
+            lambda d: _with_owner(real(d)) if os.path.samestat(real(d), place.stat()) else real(d),
+        )
     assert library(source, "step").step() == 7
     assert not place.is_dir() or not list(place.iterdir())
     assert list((tmp_path / "tmp").glob("rlkit-kernels-*/test_step-*"))
@@ -273,7 +302,9 @@ def test_without_any_folder_it_is_compiled_each_time(source, tmp_path, monkeypat
     assert (tmp_path / "count").read_text() == "x\nx\n"
 
 
-def test_a_full_disk_or_a_folder_that_takes_nothing_costs_the_kept_library_alone(source, monkeypatch):
+def test_a_full_disk_or_a_folder_that_takes_nothing_costs_the_kept_library_alone(
+    source, monkeypatch
+):
     opened = os.open
 
     def full(path, flags, *rest, **more):
@@ -300,24 +331,39 @@ FAILS = {  # script → what is said
 
 
 @pytest.mark.parametrize("script", FAILS)
-def test_a_compiler_that_fails_is_a_reason_for_auto_and_refuses_fused(script, source, tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_a_reason_for_auto_and_refuses_fused(
+    script, source, tmp_path, monkeypatch
+):
     compiler(tmp_path, monkeypatch, script)
     with pytest.raises(NoKernel, match=FAILS[script]) as raised:
         library(source, "step")
     assert "\n" not in str(raised.value)
-    assert load_or_reason("auto", "model.kernel", lambda: library(source, "step")) == (None, str(raised.value))
+    assert load_or_reason("auto", "model.kernel", lambda: library(source, "step")) == (
+        None,
+        str(raised.value),
+    )
     with pytest.raises(EngineError, match=r"model\.kernel=fused: .*; use auto or eager"):
         load_or_reason("fused", "model.kernel", lambda: library(source, "step"))
     assert not list((tmp_path / "tmp").glob("rlkit-kernel-*"))
 
 
-@pytest.mark.parametrize("script", ["sleep 60", "sleep 60 & sleep 60", "kill -9 $$", "echo 'cc: fatal error: Killed signal' >&2; exit 1"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "sleep 60",
+        "sleep 60 & sleep 60",
+        "kill -9 $$",
+        "echo 'cc: fatal error: Killed signal' >&2; exit 1",
+    ],
+)
 def test_the_load_of_the_moment_decides_nothing(script, source, tmp_path, monkeypatch):
     compiler(tmp_path, monkeypatch, script)
     monkeypatch.setattr(compiled, "LIMIT", 0.3)
     began = time.monotonic()
     for kernel in ("auto", "fused"):
-        with pytest.raises(Undecided, match=r"model\.kernel: .*(did not end|kept from).*model\.kernel=eager"):
+        with pytest.raises(
+            Undecided, match=r"model\.kernel: .*(did not end|kept from).*model\.kernel=eager"
+        ):
             load_or_reason(kernel, "model.kernel", lambda: library(source, "step"))
     assert time.monotonic() - began < 30
 
@@ -330,7 +376,11 @@ def test_a_slow_compiler_is_waited_for_and_named(source, tmp_path, monkeypatch, 
 
 
 def test_a_compiler_that_knows_less_compiles_too(source, tmp_path, monkeypatch):
-    compiler(tmp_path, monkeypatch, 'case "$*" in *native*) echo "unknown argument" >&2; exit 1;; esac; exec $CC "$@"')
+    compiler(
+        tmp_path,
+        monkeypatch,
+        'case "$*" in *native*) echo "unknown argument" >&2; exit 1;; esac; exec $CC "$@"',
+    )
     assert library(source, "step").step() == 7
 
 
@@ -343,5 +393,7 @@ def test_all_jobs_of_a_sweep_have_one_meaning_of_auto(monkeypatch):
     assert load_or_reason("fused", "model.kernel", lambda: 1) == (1, "")
     monkeypatch.setenv(JOBS, "fused")
     assert load_or_reason("auto", "model.kernel", lambda: 1) == (1, "")
-    with pytest.raises(EngineError, match=r"model\.kernel: the other jobs use compiled code.*no C compiler"):
+    with pytest.raises(
+        EngineError, match=r"model\.kernel: the other jobs use compiled code.*no C compiler"
+    ):
         load_or_reason("auto", "model.kernel", fails)

@@ -17,7 +17,16 @@ from rlkit.models.chat import check_template, continuation, encode_prompt, encod
 from rlkit.models.confined import TemplateProcess, confined
 
 ASKED = [{"role": "user", "content": "Who are you?"}]
-TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +54,9 @@ def test_it_renders_the_same(policy, tiny):
         {"role": "assistant", "content": "Nobody.", "reasoning_content": "Hm."},
         {"role": "user", "content": "«Why»?"},
     ]
-    assert encode_prompt(policy.renderer, dialogue, TOOLS) == encode_prompt(tiny.renderer, dialogue, TOOLS)
+    assert encode_prompt(policy.renderer, dialogue, TOOLS) == encode_prompt(
+        tiny.renderer, dialogue, TOOLS
+    )
     assert continuation(policy.renderer, ASKED, 3) == continuation(tiny.renderer, ASKED, 3)
     assert encode_reply(policy.renderer, {"role": "assistant", "content": "Me."}) == encode_reply(
         tiny.renderer, {"role": "assistant", "content": "Me."}
@@ -73,7 +84,9 @@ HOSTILE = {
 def test_a_hostile_template_is_stopped(kind, template, policy):
     """It held the process for ever, or took the machine's memory."""
     began = time.perf_counter()
-    with pytest.raises(TemplateError, match=r"was stopped: one prompt took more than 2 s .* do not use its model"):
+    with pytest.raises(
+        TemplateError, match=r"was stopped: one prompt took more than 2 s .* do not use its model"
+    ):
         template(HOSTILE[kind])
     assert time.perf_counter() - began < limits.PATIENCE
     assert template("{{ messages[0].content }}")  # the next one is answered

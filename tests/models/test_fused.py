@@ -17,7 +17,9 @@ from rlkit.models import forward_logprobs, fused, pack
 from rlkit.models.head import PLAIN, trunk_and_head
 from rlkit.models.packing import allow_packing
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
+)
 EPS = 1e-6
 
 
@@ -41,7 +43,14 @@ def same(found, expected):
         assert (one - other).abs().max() <= 2e-6 * max(1.0, float(other.detach().abs().max()))
 
 
-SHAPES = [(1, 1, 2), (1, 3, 32), (7, 2, 10), (64, 1, 48), (65, 4, 6), (200, 2, 34)]  # tokens, heads, size
+SHAPES = [
+    (1, 1, 2),
+    (1, 3, 32),
+    (7, 2, 10),
+    (64, 1, 48),
+    (65, 4, 6),
+    (200, 2, 34),
+]  # tokens, heads, size
 
 
 @each(("n", "heads", "size"), SHAPES)
@@ -50,7 +59,10 @@ SHAPES = [(1, 1, 2), (1, 3, 32), (7, 2, 10), (64, 1, 48), (65, 4, 6), (200, 2, 3
 def test_norm_rotation_and_gate_are_those_of_torch(n, heads, size, threads, strided):
     """To float32's rounding of what float64 gives, for odd shapes, one row, strided inputs and gradients."""
     torch.manual_seed(0)
-    x, other = (torch.randn(n, size, heads).transpose(1, 2) if strided else torch.randn(n, heads, size) for _ in range(2))
+    x, other = (
+        torch.randn(n, size, heads).transpose(1, 2) if strided else torch.randn(n, heads, size)
+        for _ in range(2)
+    )
     weight, angle = torch.rand(size) + 0.5, torch.rand(n, size)
     cosine, sine = angle.cos(), angle.sin()  # the halves differ, as after scaling
     exact = [t.double() for t in (x, weight)]
@@ -64,10 +76,19 @@ def test_norm_rotation_and_gate_are_those_of_torch(n, heads, size, threads, stri
                 y = x if weight is None else nn_functional.rms_norm(x, x.shape[-1:], weight, EPS)
                 return y if wide[0] is None else rotated(y, *wide)
 
-            same(gradients(lambda x, w, a=angles: fused.Norm.apply(x, w, *a, EPS), x, weight), gradients(reference, *exact))
-            same(gradients(lambda x, a=angles: fused.Norm.apply(x, None, *a, 0.0), x), gradients(reference, exact[0]))
+            same(
+                gradients(lambda x, w, a=angles: fused.Norm.apply(x, w, *a, EPS), x, weight),
+                gradients(reference, *exact),
+            )
+            same(
+                gradients(lambda x, a=angles: fused.Norm.apply(x, None, *a, 0.0), x),
+                gradients(reference, exact[0]),
+            )
         a, b = x * 20, other
-        same(gradients(fused.Gate.apply, a, b), gradients(lambda a, b: nn_functional.silu(a) * b, a.double(), b.double()))
+        same(
+            gradients(fused.Gate.apply, a, b),
+            gradients(lambda a, b: nn_functional.silu(a) * b, a.double(), b.double()),
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -82,7 +103,11 @@ def test_sums_do_not_depend_on_threads():
             found.append(gradients(lambda x, w: fused.Norm.apply(x, w, None, None, EPS), x, weight))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for run in found[1:] for one, other in zip(run, found[0], strict=True))
+    assert all(
+        torch.equal(one, other)
+        for run in found[1:]
+        for one, other in zip(run, found[0], strict=True)
+    )
 
 
 def model_of(family):
@@ -132,7 +157,9 @@ def test_what_it_does_not_know_is_left_to_torch():
     ):
         model = model_of("qwen3")
         fused.choose_kernel(model, "auto")
-        assert fused.update_kernel(copy.deepcopy(model)) == "fused"  # a reference computes as its policy
+        assert (
+            fused.update_kernel(copy.deepcopy(model)) == "fused"
+        )  # a reference computes as its policy
         change(model)
         assert not fused.serves(model.model)  # asked at every pass
         fused.choose_kernel(model, "auto")
@@ -162,7 +189,11 @@ def test_nothing_needs_a_compiler(monkeypatch, tmp_path):
 def test_a_continued_run_keeps_its_kernel_or_says_so():
     model = model_of("qwen2")
     fused.choose_kernel(model, "auto")
-    assert not fused.go_on_with(model, "fused") and not fused.go_on_with(model, "eager") and fused.update_kernel(model) == "eager"
+    assert (
+        not fused.go_on_with(model, "fused")
+        and not fused.go_on_with(model, "eager")
+        and fused.update_kernel(model) == "eager"
+    )
     fused.choose_kernel(model, "eager")
     assert "were fused and are eager" in fused.go_on_with(model, "fused")
     fused.choose_kernel(model, "fused")

@@ -18,17 +18,31 @@ from rlkit.tasks import arithmetic
 from rlkit.training import references as reference
 from rlkit.training.selfcheck import check_policy
 
-MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+MAMBA = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
 # What each does behind the head is far from nothing, so that leaving it out shows.
 FAMILIES = {
     "granite": {"logits_scaling": 4.0},
     "cohere": {"logit_scale": 0.25},
-    "gemma2": {"final_logit_softcapping": 1.0, "attn_logit_softcapping": None, "sliding_window": 64},
+    "gemma2": {
+        "final_logit_softcapping": 1.0,
+        "attn_logit_softcapping": None,
+        "sliding_window": 64,
+    },
     "falcon_h1": {"lm_head_multiplier": 0.25, **MAMBA},
     "cohere2": {"logit_scale": 0.25, "layer_types": ["full_attention"] * 2},
     "gemma3_text": {"final_logit_softcapping": 1.0, "sliding_window": 64},
 }
-CLOSE = {"rtol": 0, "atol": 1e-6}  # weights in float64, but norms, rotations and Mamba's states in float32, as their models have them
+CLOSE = {
+    "rtol": 0,
+    "atol": 1e-6,
+}  # weights in float64, but norms, rotations and Mamba's states in float32, as their models have them
 SEEDS = [mix(5, i) for i in range(3)]
 
 every = pytest.mark.parametrize("family", FAMILIES, indirect=True)
@@ -43,7 +57,9 @@ def made(family: str, tokenizer, **more):
         "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 1024, "tie_word_embeddings": False,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id,
     }  # fmt: skip
-    config = transformers.AutoConfig.for_model(family, **(numbers | FAMILIES.get(family, {}) | more))
+    config = transformers.AutoConfig.for_model(
+        family, **(numbers | FAMILIES.get(family, {}) | more)
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -84,7 +100,9 @@ def chosen(logp, ids, mask):
 def test_log_probs_and_their_gradient_are_those_of_the_models_own_forward(family):
     """Also in chunks, each of which is run again in the backward pass."""
     model, ids, mask = family.double, family.ids, family.mask
-    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights = torch.randn(
+        mask.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = chosen(naive(model, ids, 0.7), ids, mask)
     wanted = torch.autograd.grad((weights[mask] * expected).sum(), trained, allow_unused=True)
@@ -104,12 +122,18 @@ def test_log_probs_and_their_gradient_are_those_of_the_models_own_forward(family
 def test_the_exact_divergence_and_the_entropy_are_those_of_the_models_own_forward(family, tiny):
     """Also where the reference is of another family, with another rule behind its head."""
     model, ids, mask = family.double, family.ids, family.mask
-    other = made("granite" if model.config.model_type != "granite" else "cohere", tiny.renderer.tokenizer).double()
+    other = made(
+        "granite" if model.config.model_type != "granite" else "cohere", tiny.renderer.tokenizer
+    ).double()
     packed = pack(ids, mask)
     with torch.no_grad():
         p, ref = naive(model, ids), naive(other, ids)
-        got = forward_logprobs(model, packed, reference=(states(other, packed), trunk_and_head(other)[1]))
-    torch.testing.assert_close(got.full_kl[mask], (p.exp() * (p - ref)).sum(-1)[mask[:, 1:]], **CLOSE)
+        got = forward_logprobs(
+            model, packed, reference=(states(other, packed), trunk_and_head(other)[1])
+        )
+    torch.testing.assert_close(
+        got.full_kl[mask], (p.exp() * (p - ref)).sum(-1)[mask[:, 1:]], **CLOSE
+    )
     torch.testing.assert_close(got.entropy[mask], -(p.exp() * p).sum(-1)[mask[:, 1:]], **CLOSE)
 
 
@@ -118,7 +142,10 @@ def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family, complet
     """And both engines the same tokens; a model with a state of its own is left to the reference engine."""
     policy = family.policy
     contexts = [row[:length].tolist() for row, length in zip(family.ids, (5, 9, 12), strict=True)]
-    ours, theirs = (complete(engine(), policy, contexts, SEEDS[: len(contexts)], max_new_tokens=8) for engine in (Cached, Transformers))
+    ours, theirs = (
+        complete(engine(), policy, contexts, SEEDS[: len(contexts)], max_new_tokens=8)
+        for engine in (Cached, Transformers)
+    )
     assert [g.token_ids for g in ours] == [g.token_ids for g in theirs]
     for replies in (ours, theirs):
         for context, reply in zip(contexts, replies, strict=True):
@@ -126,7 +153,9 @@ def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family, complet
             mask = torch.arange(ids.shape[1])[None] >= len(context)
             with torch.no_grad():
                 mine = forward_logprobs(policy.model, pack(ids, mask)).logprobs[mask]
-            torch.testing.assert_close(mine, torch.tensor(reply.logprobs), rtol=0, atol=1e-4)  # float32, other orders of summation
+            torch.testing.assert_close(
+                mine, torch.tensor(reply.logprobs), rtol=0, atol=1e-4
+            )  # float32, other orders of summation
 
 
 @every
@@ -139,7 +168,10 @@ def test_under_adapters_policy_and_reference_keep_what_is_behind_the_head(family
             if "lora_B" in name:
                 weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(3))
         torch.testing.assert_close(
-            forward_logprobs(model, pack(ids, mask)).logprobs[mask], chosen(naive(model, ids), ids, mask), rtol=0, atol=1e-5
+            forward_logprobs(model, pack(ids, mask)).logprobs[mask],
+            chosen(naive(model, ids), ids, mask),
+            rtol=0,
+            atol=1e-5,
         )
         start = chosen(naive(family.double, ids), ids, mask)
     for kept in (reference.frozen(), reference.periodic(every=1)):

@@ -16,7 +16,9 @@ from rlkit.models.load import TINY
 def test_every_end_token_of_the_generation_config_counts(tiny):
     """Only one of several honoured makes nearly every reply look cut."""
     tokenizer = tiny.renderer.tokenizer
-    assert set(tiny.eos_token_ids) == {tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
+    assert set(tiny.eos_token_ids) == {
+        tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")
+    }
 
 
 def test_weights_ship_in_bf16_and_load_as_fp32(tiny):
@@ -91,7 +93,12 @@ def test_gradient_checkpointing_recomputes(tiny):
     plain = load_policy(path="tiny").model
     plain(ids).logits.square().mean().backward()
     # recomputation repeats the same float32 operations
-    torch.testing.assert_close(layer.up_proj.weight.grad, plain.model.layers[0].mlp.up_proj.weight.grad, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        layer.up_proj.weight.grad,
+        plain.model.layers[0].mlp.up_proj.weight.grad,
+        rtol=1e-5,
+        atol=1e-8,
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -47,7 +47,10 @@ def test_right_padding_changes_nothing(double, rows):
     wide = torch.cat([ids, torch.full((3, 5), 7)], 1)
     wide_mask = torch.cat([mask, torch.zeros(3, 5, dtype=torch.bool)], 1)
     torch.testing.assert_close(
-        forward_logprobs(double, pack(wide, wide_mask))[0][:, :12], forward_logprobs(double, pack(ids, mask))[0], rtol=0, atol=1e-10
+        forward_logprobs(double, pack(wide, wide_mask))[0][:, :12],
+        forward_logprobs(double, pack(ids, mask))[0],
+        rtol=0,
+        atol=1e-10,
     )
 
 
@@ -75,15 +78,27 @@ def test_exact_divergence_equals_the_naive_form(double, rows):
     other = copy.deepcopy(double)
     with torch.no_grad():
         for p in other.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=p.dtype))
+            p.add_(
+                0.05
+                * torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=p.dtype)
+            )
         reference = (states(other, pack(ids, mask)), trunk_and_head(other)[1])
         p, ref = ((model(ids).logits[:, :-1] / 0.7).log_softmax(-1) for model in (double, other))
     expected = torch.zeros(ids.shape, dtype=torch.float64)
     expected[:, 1:] = (p.exp() * (p - ref)).sum(-1)
     got = forward_logprobs(double, pack(ids, mask), temperature=0.7, reference=reference)
-    torch.testing.assert_close(got.full_kl, expected * mask, rtol=0, atol=1e-10)  # float64 rounding over a few hundred operations
+    torch.testing.assert_close(
+        got.full_kl, expected * mask, rtol=0, atol=1e-10
+    )  # float64 rounding over a few hundred operations
     assert got.full_kl[mask].min() > 1e-3 and got.full_kl.requires_grad
-    torch.autograd.grad(got.full_kl.sum(), [p for p in double.parameters() if p.requires_grad], allow_unused=True)
+    torch.autograd.grad(
+        got.full_kl.sum(), [p for p in double.parameters() if p.requires_grad], allow_unused=True
+    )
     assert all(p.grad is None for p in other.parameters())
-    torch.testing.assert_close(got.logprobs, forward_logprobs(double, pack(ids, mask), temperature=0.7).logprobs, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        got.logprobs,
+        forward_logprobs(double, pack(ids, mask), temperature=0.7).logprobs,
+        rtol=0,
+        atol=1e-10,
+    )
     assert forward_logprobs(double, pack(ids, mask)).full_kl is None

@@ -50,7 +50,12 @@ def test_every_distinct_prefix_is_one_token_and_every_row_a_path(seed):
         for i, (own, path) in enumerate(zip(queries, keys, strict=True)):
             start = 0 if starts is None else int(starts[i])
             for j, token in enumerate(own):
-                if packed.home[token] == sum(q.numel() for q, *_ in packed.paths[: index_of(packed.paths, queries)]) + i * len(own) + j:
+                if (
+                    packed.home[token]
+                    == sum(q.numel() for q, *_ in packed.paths[: index_of(packed.paths, queries)])
+                    + i * len(own)
+                    + j
+                ):
                     assert path[start + j] == token and packed.positions[token] == start + j
                     found.add(tuple(packed.ids[path[: start + j + 1]].tolist()))
     assert found == prefixes
@@ -75,14 +80,23 @@ def gradient(model, loss):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-SIZE = {"vocab_size": 50, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "bos_token_id": 0, "eos_token_id": 1}
+SIZE = {
+    "vocab_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 WIDE = SIZE | {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
 CONFIGS = {
     "qwen3": Qwen3Config(**WIDE, head_dim=8),
     "llama": LlamaConfig(**WIDE),
     "gpt2": GPT2Config(**SIZE, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "mistral, sliding window": MistralConfig(**WIDE, sliding_window=4),
-    "qwen3, sliding window": Qwen3Config(**WIDE, head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3, sliding window": Qwen3Config(
+        **WIDE, head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
 }
 
 
@@ -91,33 +105,51 @@ def model(request):
     logging.disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="sdpa").double().train()
+        return (
+            AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="sdpa")
+            .double()
+            .train()
+        )
 
 
 CUDA = packing.Kernels(varlen=False, steps=True)
 
 
-READ = [(masked, kernels, recompute) for masked, kernels in ((512, None), (2, None), (512, CUDA)) for recompute in (False, True)]
+READ = [
+    (masked, kernels, recompute)
+    for masked, kernels in ((512, None), (2, None), (512, CUDA))
+    for recompute in (False, True)
+]
 
 
 @pytest.mark.parametrize(("masked", "kernels", "recompute"), cases(READ, READ[1:4:2], unpack=True))
-def test_scores_and_gradients_are_those_of_padded_rows(model, masked, kernels, recompute, monkeypatch):
+def test_scores_and_gradients_are_those_of_padded_rows(
+    model, masked, kernels, recompute, monkeypatch
+):
     """For models that read packed rows and those that cannot, also where backward attends again."""
     monkeypatch.setattr(packing, "MASKED", masked)
     ids, mask = make_rows(0)
-    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(
+        ids.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     expected = naive(model, ids, mask)
     wanted = gradient(model, (weights * expected).sum())
     allow_packing(model)
-    assert (model.config._attn_implementation == ATTENTION) == (getattr(model.config, "sliding_window", None) is None)
+    assert (model.config._attn_implementation == ATTENTION) == (
+        getattr(model.config, "sliding_window", None) is None
+    )
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     got = forward_logprobs(model, pack(ids, mask, kernels=kernels)).logprobs
     # float64 rounding over a few thousand operations
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
-    tolerance = 1e-10 if model.config.model_type == "gpt2" else 1e-6  # the others' norms are computed in float32
+    tolerance = (
+        1e-10 if model.config.model_type == "gpt2" else 1e-6
+    )  # the others' norms are computed in float32
     assert (gradient(model, (weights * got).sum()) - wanted).norm() < tolerance * wanted.norm()
-    torch.testing.assert_close(naive(model, ids, mask), expected, rtol=0, atol=1e-12)  # nothing changes for any other call
+    torch.testing.assert_close(
+        naive(model, ids, mask), expected, rtol=0, atol=1e-12
+    )  # nothing changes for any other call
 
 
 @pytest.mark.parametrize("kind", ["head", "separate"])
@@ -128,7 +160,9 @@ def test_values_are_those_of_the_states_before_the_tokens(tiny, kind):
     ids, mask = make_rows(0)
     states = model.base_model(input_ids=ids).last_hidden_state
     expected = torch.nn.functional.pad(critic.head(states)[:, :-1], (1, 0)).masked_fill(~mask, 0.0)
-    torch.testing.assert_close(forward_logprobs(model, pack(ids, mask), critic=critic).values, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        forward_logprobs(model, pack(ids, mask), critic=critic).values, expected, rtol=0, atol=1e-10
+    )
 
 
 def test_a_row_that_begins_with_a_sampled_token_is_refused():
@@ -151,7 +185,9 @@ def make_groups(prompts: int, samples: int, *, prompt=(60, 250), replies=(5.5, 0
     """Groups of one prompt, with replies as long as those to GSM8K: log-normal, 300 tokens on average."""
     g = np.random.default_rng(seed)
     heads = g.integers(*prompt, prompts).repeat(samples)
-    lengths = heads + np.minimum(g.lognormal(*replies, prompts * samples), 16 * 1024).astype(int) + 2
+    lengths = (
+        heads + np.minimum(g.lognormal(*replies, prompts * samples), 16 * 1024).astype(int) + 2
+    )
     ids = torch.from_numpy(g.integers(0, 200, (len(heads), lengths.max())))
     at = torch.arange(ids.shape[1])
     heads, lengths = torch.from_numpy(heads)[:, None], torch.from_numpy(lengths)[:, None]
@@ -162,7 +198,10 @@ def make_groups(prompts: int, samples: int, *, prompt=(60, 250), replies=(5.5, 0
 def attend(packed, *, dtype=torch.float32, grad=False):
     """One layer's attention of packed rows, four heads on two: its inputs and its result."""
     g = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, heads, len(packed.ids), 8, generator=g).to(dtype).requires_grad_(grad) for heads in (4, 2, 2)]
+    inputs = [
+        torch.randn(1, heads, len(packed.ids), 8, generator=g).to(dtype).requires_grad_(grad)
+        for heads in (4, 2, 2)
+    ]
     return inputs, attend_packed(None, *inputs, None, packed=packed)[0]
 
 
@@ -186,7 +225,11 @@ def shapes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", combinations(sorted({kernels for device, kernels in KERNELS.items() if device > (0, 0)}), [torch.float32, torch.bfloat16])
+    "case",
+    combinations(
+        sorted({kernels for device, kernels in KERNELS.items() if device > (0, 0)}),
+        [torch.float32, torch.bfloat16],
+    ),
 )
 def test_a_step_on_a_gpu_has_at_most_eight_shapes_of_attention(case, shapes):
     """16 × 8 replies in micro-batches of 16,384 tokens had about 50, and each costs cuDNN a second of planning."""
@@ -243,9 +286,14 @@ def test_no_gpu_plans_a_shape_or_writes_out_the_scores(tiny, case):
     model = copy.deepcopy(tiny.model)
     with torch.no_grad():
         expected = forward_logprobs(model, pack(ids, mask)).logprobs
-    with PretendGPU(capability=capability) as gpu, torch.autocast("cuda", torch.bfloat16, enabled=half):
+    with (
+        PretendGPU(capability=capability) as gpu,
+        torch.autocast("cuda", torch.bfloat16, enabled=half),
+    ):
         found = forward_logprobs(model.to("cuda"), pack(ids.to("cuda"), mask.to("cuda"))).logprobs
         found.sum().backward()
         kernels = {kernel for kernel, *_ in gpu.attention}
-        torch.testing.assert_close(found.detach().cpu(), expected, rtol=0, atol=0.3 if half else 1e-4)
+        torch.testing.assert_close(
+            found.detach().cpu(), expected, rtol=0, atol=0.3 if half else 1e-4
+        )
     assert kernels == {"varlen" if half else "efficient"} and not gpu.plans

@@ -36,7 +36,13 @@ def adapted():
 def mean_gap(policy) -> float:
     """Nats a token between the sampler, the cached engine, and the trainer."""
     rollouts = collect(
-        policy, arithmetic(max_samples=12), engine=engines.Cached(), environment=single_turn(), group_size=4, seed=1, max_new_tokens=48
+        policy,
+        arithmetic(max_samples=12),
+        engine=engines.Cached(),
+        environment=single_turn(),
+        group_size=4,
+        seed=1,
+        max_new_tokens=48,
     )
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device="cpu")
     with torch.no_grad():
@@ -85,8 +91,18 @@ def test_keys_and_values_are_kept_in_one_precision(tiny, monkeypatch):
     kept, slots = [], scheduler.Slots
     monkeypatch.setattr(scheduler, "Slots", lambda *given: kept.append(slots(*given)) or kept[-1])
     with torch.autocast("cpu", torch.bfloat16):
-        collect(tiny, arithmetic(max_samples=1), engine=engines.Cached(), environment=single_turn(), group_size=2, seed=1, max_new_tokens=4)
-    assert kept and {x.dtype for cache in kept for x in (*cache.keys, *cache.values)} == {torch.bfloat16}
+        collect(
+            tiny,
+            arithmetic(max_samples=1),
+            engine=engines.Cached(),
+            environment=single_turn(),
+            group_size=2,
+            seed=1,
+            max_new_tokens=4,
+        )
+    assert kept and {x.dtype for cache in kept for x in (*cache.keys, *cache.values)} == {
+        torch.bfloat16
+    }
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -114,7 +130,9 @@ def test_logits_in_float32_where_the_model_asks_for_them(autocast):
 def one_rank():
     """A process group of this process alone, and the mesh of it."""
     store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=datetime.timedelta(seconds=20))
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=datetime.timedelta(seconds=20)
+    )
     yield torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
@@ -126,13 +144,19 @@ def test_shards_are_gathered_in_bfloat16_and_summed_in_float32(tiny, one_rank):
     model, seen = copy.deepcopy(tiny.model), []
     layer = model.model.layers[0]
     ranks.shard(model, one_rank, torch.bfloat16)
-    layer.mlp.register_forward_pre_hook(lambda module, given: seen.append((given[0].dtype, module.up_proj.weight.dtype)))
+    layer.mlp.register_forward_pre_hook(
+        lambda module, given: seen.append((given[0].dtype, module.up_proj.weight.dtype))
+    )
     ids = torch.arange(12).view(2, 6)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         ranks.in_forward(model, forward_logprobs, pack(ids, ids % 6 > 2)).logprobs.sum().backward()
     assert seen and {weight for _, weight in seen} == {torch.bfloat16}
     ranks.reshard(model)
-    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert (
+        {p.dtype for p in model.parameters()}
+        == {p.grad.dtype for p in model.parameters() if p.grad is not None}
+        == {torch.float32}
+    )
 
 
 def test_adam_is_fused_on_cuda_unless_the_user_chose():
@@ -145,5 +169,7 @@ def test_adam_is_fused_on_cuda_unless_the_user_chose():
 
 
 def test_the_8_bit_optimizer_says_what_to_install():
-    with pytest.raises(ConfigError, match=r"optimizer=adamw_8bit: No module named .*; pip install bitsandbytes"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer=adamw_8bit: No module named .*; pip install bitsandbytes"
+    ):
         adamw_8bit([torch.nn.Parameter(torch.ones(2))], lr=1e-3)

@@ -6,7 +6,17 @@ import pytest
 
 from laws import each
 from rlkit.models.load import pretrained_config
-from rlkit.models.roofline import CARDS, KNOWN, Load, changes, decode_limit, decode_step, forecast, memory_of, shape_of
+from rlkit.models.roofline import (
+    CARDS,
+    KNOWN,
+    Load,
+    changes,
+    decode_limit,
+    decode_step,
+    forecast,
+    memory_of,
+    shape_of,
+)
 
 SMALL, H200 = KNOWN["Qwen/Qwen3-0.6B"], CARDS["h200"]
 STEP = Load(prompts=16, group=8, prompt=150, reply=300, longest=600, rank=16, checkpointing=True)
@@ -57,13 +67,18 @@ def test_the_noise_of_a_row_of_an_h200_by_hand():
 def test_memory_of_trained_weights_by_hand():
     """AdamW in float32: weights, gradients and two moments are 16 bytes a number, the frozen reference 4, the copy in bfloat16 2."""
     found, _ = memory_of(H200, KNOWN["Qwen/Qwen3-4B"], STEP._replace(rank=0, copies=1))
-    held = sum(found[name] for name in ("weights", "copy in bfloat16", "gradients", "optimizer", "reference"))
+    held = sum(
+        found[name]
+        for name in ("weights", "copy in bfloat16", "gradients", "optimizer", "reference")
+    )
     assert held / KNOWN["Qwen/Qwen3-4B"].parameters == pytest.approx(22)
 
 
 def test_adapters_of_8b_fit_24_gb_with_a_dozen_long_replies():
     """16.4 GB of base; half of the rest holds 12 to 16 replies of 1.3k tokens at 144 KiB each."""
-    found, slots = memory_of(CARDS["4090"], KNOWN["Qwen/Qwen3-8B"], STEP._replace(prompt=150, reply=1150, longest=1150))
+    found, slots = memory_of(
+        CARDS["4090"], KNOWN["Qwen/Qwen3-8B"], STEP._replace(prompt=150, reply=1150, longest=1150)
+    )
     assert 12 <= slots <= 16 and found["weights"] == pytest.approx(16.4e9, rel=0.02)
 
 

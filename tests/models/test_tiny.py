@@ -10,7 +10,16 @@ import torch
 
 from rlkit.models.load import TINY
 
-CONTROL = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+CONTROL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 BUILD = Path(__file__).resolve().parents[2] / "experiments" / "tiny_model"
 
 
@@ -33,9 +42,18 @@ def test_the_warm_start_of_guess_number_plays_in_the_right_form():
 
     policy = load_policy(path="tiny_guess")
     assert next(policy.model.parameters()).dtype == torch.float32
-    rollouts = collect(policy, games(max_samples=6, high=20), engine=Cached(), environment=guess_number(max_turns=12), max_new_tokens=8)
+    rollouts = collect(
+        policy,
+        games(max_samples=6, high=20),
+        engine=Cached(),
+        environment=guess_number(max_turns=12),
+        max_new_tokens=8,
+    )
     replies = [step for r in rollouts for step in r.steps]
-    legal = [s.finish_reason == "stop" and s.content.isdigit() and 1 <= int(s.content) <= 20 for s in replies]
+    legal = [
+        s.finish_reason == "stop" and s.content.isdigit() and 1 <= int(s.content) <= 20
+        for s in replies
+    ]
     assert sum(legal) >= 0.95 * len(legal) and len(legal) > 20
 
 

@@ -37,34 +37,50 @@ class Notebook:
         self.generation = nb.generate(model, tokenizer, PROMPTS[0], SHORT, compute_logprobs=True)
         self.messages = [nb.Message(role="user", content="hello")]
         self.rollout = nb.Rollout(prompt="p", generation=self.generation, reward=1.0)
-        self.rollouts = nb.create_batch_rollouts(model, tokenizer, PROMPTS[:1] * 4, SHORT, by_place, None, 0.1)
+        self.rollouts = nb.create_batch_rollouts(
+            model, tokenizer, PROMPTS[:1] * 4, SHORT, by_place, None, 0.1
+        )
         self.advantages = nb.compute_advantages(self.rollouts)
-        self.logprobs = torch.nn.utils.rnn.pad_sequence([r.generation.logprobs.detach() for r in self.rollouts], batch_first=True)
-        self.mask = torch.nn.utils.rnn.pad_sequence([r.generation.valid_mask for r in self.rollouts], batch_first=True)
+        self.logprobs = torch.nn.utils.rnn.pad_sequence(
+            [r.generation.logprobs.detach() for r in self.rollouts], batch_first=True
+        )
+        self.mask = torch.nn.utils.rnn.pad_sequence(
+            [r.generation.valid_mask for r in self.rollouts], batch_first=True
+        )
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 @pytest.fixture(scope="module")
 def cell(tiny, tmp_path_factory):
     torch.manual_seed(0)
-    return Notebook(copy.deepcopy(tiny.model).eval(), nb.load_tokenizer("tiny"), tmp_path_factory.mktemp("notebook"))
+    return Notebook(
+        copy.deepcopy(tiny.model).eval(),
+        nb.load_tokenizer("tiny"),
+        tmp_path_factory.mktemp("notebook"),
+    )
 
 
 def scored(c):
     ids = c.tokenizer([PROMPTS[0]], return_tensors="pt")
     generated = c.generation.token_ids
-    return nb.compute_logprobs_for_tokens(c.model, ids.input_ids, ids.attention_mask, generated.unsqueeze(0), c.tokenizer.pad_token_id)
+    return nb.compute_logprobs_for_tokens(
+        c.model, ids.input_ids, ids.attention_mask, generated.unsqueeze(0), c.tokenizer.pad_token_id
+    )
 
 
 def stepped(c, config, reference=False):
     model = copy.deepcopy(c.model)
     more = (nb.create_reference_model(model),) if reference else ()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return nb.training_iteration(model, c.tokenizer, PROMPTS[:2], SHORT, config, length, optimizer, *more)
+    return nb.training_iteration(
+        model, c.tokenizer, PROMPTS[:2], SHORT, config, length, optimizer, *more
+    )
 
 
 def trained(c, **more):
-    return nb.train("tiny", PROMPTS, length, num_steps=1, batch_size=2, output_dir=str(c.folder / "out"), **more)
+    return nb.train(
+        "tiny", PROMPTS, length, num_steps=1, batch_size=2, output_dir=str(c.folder / "out"), **more
+    )
 
 
 def multiturn(c):

@@ -22,19 +22,62 @@ ROW = {  # a healthy step
 }  # fmt: skip
 
 
-def episode(index: int, *, problem: str = "row/0", text: str = "#### 4", reward: float | None = 1.0, ok: bool = True) -> Rollout:
+def episode(
+    index: int,
+    *,
+    problem: str = "row/0",
+    text: str = "#### 4",
+    reward: float | None = 1.0,
+    ok: bool = True,
+) -> Rollout:
     """Thinks, calls a tool, reads its result, answers."""
-    call, result = ToolCall("c0", "calculator", {"expression": "2 + 2"}), ToolResult("c0", "calculator", "4", ok)
+    call, result = (
+        ToolCall("c0", "calculator", {"expression": "2 + 2"}),
+        ToolResult("c0", "calculator", "4", ok),
+    )
     asked = {"role": "user", "content": f"How much is it? {text}"}
-    first = Step((asked,), (1, 2), (3, 4), (-0.5, -0.1), "tool", thinking=f"let me see {text}", tool_calls=(call,), tool_results=(result,))
-    last = Step(({"role": "tool", "content": "4"},), (1, 2, 3, 4, 5), (6,), (-1.5,), "stop", content=text)
-    return Rollout(Task(problem, (asked,), answer="4"), (first, last), group=0, sample=index, reward=reward, rewards={"task": reward})
+    first = Step(
+        (asked,),
+        (1, 2),
+        (3, 4),
+        (-0.5, -0.1),
+        "tool",
+        thinking=f"let me see {text}",
+        tool_calls=(call,),
+        tool_results=(result,),
+    )
+    last = Step(
+        ({"role": "tool", "content": "4"},), (1, 2, 3, 4, 5), (6,), (-1.5,), "stop", content=text
+    )
+    return Rollout(
+        Task(problem, (asked,), answer="4"),
+        (first, last),
+        group=0,
+        sample=index,
+        reward=reward,
+        rewards={"task": reward},
+    )
 
 
 def silent(index: int) -> Rollout:
     """Calls no tool and is cut off."""
-    step = Step(({"role": "user", "content": "And now?"},), (1,), (2, 3), (-0.1, -0.2), "length", content="eh")
-    return Rollout(Task("row/9", (), answer="4"), (step,), "truncated", "length", group=1, sample=index, reward=0.0)
+    step = Step(
+        ({"role": "user", "content": "And now?"},),
+        (1,),
+        (2, 3),
+        (-0.1, -0.2),
+        "length",
+        content="eh",
+    )
+    return Rollout(
+        Task("row/9", (), answer="4"),
+        (step,),
+        "truncated",
+        "length",
+        group=1,
+        sample=index,
+        reward=0.0,
+    )
 
 
 @pytest.fixture
@@ -58,23 +101,66 @@ def maker(parent: Path):
     ) -> Path:  # fmt: skip
         folder = parent / "runs" / name
         (folder / ".hydra").mkdir(parents=True)
-        config = {"name": title, "seed": seed, "optimizer": {"lr": lr}, "evaluation": {"seed": seed}, "resume": "never"}
+        config = {
+            "name": title,
+            "seed": seed,
+            "optimizer": {"lr": lr},
+            "evaluation": {"seed": seed},
+            "resume": "never",
+        }
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         (folder / ".hydra" / "config.yaml").write_text("{}")
-        held_out = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "eval/reward": 0.5}
+        held_out = {
+            "eval/accuracy": 0.5,
+            "eval/accuracy_low": 0.4,
+            "eval/accuracy_high": 0.6,
+            "eval/reward": 0.5,
+        }
         rows = [{"step": 0, **held_out}]
         for step in range(1, steps + 1):
-            mean = {"reward/mean": reward * step, "reward/task/mean": reward * step, "reward/format/mean": 0.5}
+            mean = {
+                "reward/mean": reward * step,
+                "reward/task/mean": reward * step,
+                "reward/format/mean": 0.5,
+            }
             rows.append({"step": step, **ROW, **mean, **(change or {})})
-            rows += [{"step": step, "schedule/switch": f"phase a → b after step {step}: dapo; keeps weights"}] if step == switch else []
+            rows += (
+                [
+                    {
+                        "step": step,
+                        "schedule/switch": f"phase a → b after step {step}: dapo; keeps weights",
+                    }
+                ]
+                if step == switch
+                else []
+            )
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sides = {"interval": [0.4, 0.6], "n": 100, "distinct": 100, "reward_interval": [0.4, 0.6], "temperature": 0.0}
-        summary = {"ended": "finished", "steps": steps, "tokens": 1234, "wall_seconds": 300, "device": "cpu", "peak_memory_gb": 1.5}
+        sides = {
+            "interval": [0.4, 0.6],
+            "n": 100,
+            "distinct": 100,
+            "reward_interval": [0.4, 0.6],
+            "temperature": 0.0,
+        }
+        summary = {
+            "ended": "finished",
+            "steps": steps,
+            "tokens": 1234,
+            "wall_seconds": 300,
+            "device": "cpu",
+            "peak_memory_gb": 1.5,
+        }
         sides |= {"split": "test"}
-        summary |= {"before": {"accuracy": 0.5, "reward": 0.5, **sides}, "after": {"accuracy": after, "reward": after, **sides}}
+        summary |= {
+            "before": {"accuracy": 0.5, "reward": 0.5, **sides},
+            "after": {"accuracy": after, "reward": after, **sides},
+        }
         (folder / "summary.json").write_text(json.dumps(summary))
         for step in range(1, steps + 1):
-            rollouts = [episode(i, text=f"{text} {step}", reward=i / samples, ok=i != 1) for i in range(samples)] + [silent(samples)]
+            rollouts = [
+                episode(i, text=f"{text} {step}", reward=i / samples, ok=i != 1)
+                for i in range(samples)
+            ] + [silent(samples)]
             append_step(folder / "rollouts", step, rollouts)
         return folder
 

@@ -49,7 +49,10 @@ def page(browser, report):
     said = []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: said.append(request.url) if not request.url.startswith("file:") else None)
+    page.on(
+        "request",
+        lambda request: said.append(request.url) if not request.url.startswith("file:") else None,
+    )
     page.goto(report.as_uri())
     yield page
     assert said == []
@@ -141,9 +144,18 @@ def test_the_policy_stops_a_script_that_got_into_the_page(page, browser, report)
     """The second wall: markup that did get in has no effect."""
     other = browser.new_context().new_page()
     other.goto(report.as_uri())
-    other.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=data:x onerror=\"window.hacked=1\">')")
-    other.evaluate("() => { const s = document.createElement('script'); s.textContent = 'window.hacked=1'; document.body.append(s) }")
-    assert other.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(window.hacked))))") is None
+    other.evaluate(
+        "document.body.insertAdjacentHTML('beforeend', '<img src=data:x onerror=\"window.hacked=1\">')"
+    )
+    other.evaluate(
+        "() => { const s = document.createElement('script'); s.textContent = 'window.hacked=1'; document.body.append(s) }"
+    )
+    assert (
+        other.evaluate(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(window.hacked))))"
+        )
+        is None
+    )
 
 
 def plot(page):
@@ -163,8 +175,13 @@ def test_a_chart_answers_the_pointer_and_the_keys(page):
     box = own.locator("svg").bounding_box()
     own.locator("svg").hover(position={"x": box["width"] * 0.9, "y": 60})
     own.locator(".tip").wait_for()
-    assert re.search(r"step (8|9|10)", own.locator(".tip").inner_text()) and own.locator(".tip-row").count() == 2
-    assert page.locator("line.cross[visibility=visible]").count() > 1, "the same step is marked in every chart"
+    assert (
+        re.search(r"step (8|9|10)", own.locator(".tip").inner_text())
+        and own.locator(".tip-row").count() == 2
+    )
+    assert page.locator("line.cross[visibility=visible]").count() > 1, (
+        "the same step is marked in every chart"
+    )
     own.locator("svg").focus()
     page.keyboard.press("ArrowLeft")
     assert own.locator(".tip").is_visible()
@@ -194,14 +211,19 @@ def test_lines_axes_and_scales_are_chosen(page):
     own = plot(page)
     page.click("#legend button >> nth=0")
     expect(own.locator("path.line.c0")).to_have_count(0)
-    assert own.locator("path.line.c1").count() > 0 and page.get_attribute("#legend button >> nth=0", "aria-pressed") == "false"
+    assert (
+        own.locator("path.line.c1").count() > 0
+        and page.get_attribute("#legend button >> nth=0", "aria-pressed") == "false"
+    )
     page.click("#legend button >> nth=1")
     expect(own.locator("text.none")).to_have_text("no line is shown")
     page.click("#legend button >> nth=0")
     page.click("#legend button >> nth=1")
     page.select_option("#axis", "seconds")
     expect(own.locator("text.tick.x").last).to_have_text("30")
-    assert page.locator("#axis option[value=tokens]").is_disabled(), "these runs do not tell of tokens"
+    assert page.locator("#axis option[value=tokens]").is_disabled(), (
+        "these runs do not tell of tokens"
+    )
     before = own.locator("text.tick.y").all_text_contents()
     page.check("#log")
     expect(own.locator("text.tick.y")).not_to_have_text(before)
@@ -213,7 +235,9 @@ def test_one_problem_under_two_runs_stands_side_by_side(page):
     head(page, "row/0")
     page.keyboard.press("c")
     page.locator(".sides > div").nth(1).wait_for()
-    left, right = (page.locator(".sides > div").nth(i).locator(".head").inner_text() for i in (0, 1))
+    left, right = (
+        page.locator(".sides > div").nth(i).locator(".head").inner_text() for i in (0, 1)
+    )
     assert "seed 0 · a" in left and "seed 1 · b" in right and "row/0" in left and "row/0" in right
     page.select_option("#beside", "")
     page.locator(".sides").wait_for(state="detached")
@@ -227,7 +251,9 @@ def test_light_dark_and_phone(page):
     for width in (375, 400, 1400):
         page.set_viewport_size({"width": width, "height": 700})
         page.keyboard.press("c")
-        assert page.evaluate("document.documentElement.scrollWidth") == width, "the page itself never scrolls sideways"
+        assert page.evaluate("document.documentElement.scrollWidth") == width, (
+            "the page itself never scrolls sideways"
+        )
 
 
 def test_moving_through_the_list_is_fast(page):

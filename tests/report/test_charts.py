@@ -11,7 +11,9 @@ from rlkit.runs.report.read import group_runs, read_run
 
 
 def groups(make_run, **changes):
-    return group_runs([read_run(make_run("a", **changes)), read_run(make_run("b", lr=1e-4, title="<b>&$x$"))])
+    return group_runs(
+        [read_run(make_run("a", **changes)), read_run(make_run("b", lr=1e-4, title="<b>&$x$"))]
+    )
 
 
 def test_smoothing_has_no_bias_towards_the_start():
@@ -27,7 +29,14 @@ def test_a_seed_that_ended_early_does_not_make_the_mean_jump():
 
 def test_charts_that_show_nothing_are_left_out(make_run):
     chosen = {chart.metric for chart in charts.with_values(groups(make_run))}
-    assert {"reward/mean", "kl/ref_k3", "policy/entropy", "len/mean", "eval/accuracy", "reward/format/mean"} <= chosen
+    assert {
+        "reward/mean",
+        "kl/ref_k3",
+        "policy/entropy",
+        "len/mean",
+        "eval/accuracy",
+        "reward/format/mean",
+    } <= chosen
     assert "parse_fail_frac" not in chosen, "0 throughout"
     assert "value/loss" not in chosen, "never measured"
     assert "reward/task/mean" not in chosen, "the reward itself, by another name"
@@ -37,8 +46,12 @@ def test_charts_that_show_nothing_are_left_out(make_run):
 def test_a_chart_names_its_lines_and_is_there_for_papers(make_run):
     """Names of runs are text in the picture, whatever characters they hold; a dollar sign starts no formula."""
     drawn = drawing.draw_chart(charts.STATIC[0], groups(make_run), 2)
-    texts = [element.text for element in ET.fromstring(drawn.svg).iter() if element.tag.endswith("text")]
-    assert {"grpo", "<b>&$x$", "step", "Training reward (mean of the step's rollouts)"} <= set(texts)
+    texts = [
+        element.text for element in ET.fromstring(drawn.svg).iter() if element.tag.endswith("text")
+    ]
+    assert {"grpo", "<b>&$x$", "step", "Training reward (mean of the step's rollouts)"} <= set(
+        texts
+    )
     assert drawn.pdf.startswith(b"%PDF")
 
 
@@ -56,7 +69,9 @@ def test_long_names_leave_room_for_the_chart(make_run):
 
 def test_equal_runs_give_equal_bytes(make_run):
     shown = groups(make_run)
-    assert drawing.draw_chart(charts.STATIC[0], shown, None) == drawing.draw_chart(charts.STATIC[0], shown, None)
+    assert drawing.draw_chart(charts.STATIC[0], shown, None) == drawing.draw_chart(
+        charts.STATIC[0], shown, None
+    )
 
 
 def test_an_axis_does_not_magnify_noise(make_run):
@@ -65,8 +80,12 @@ def test_an_axis_does_not_magnify_noise(make_run):
     low, high = svg.axes[0].get_ylim()
     assert high - low >= 0.1
     flat = charts.Chart("", "", "", "", span=0.0)
-    assert charts.limits(flat, 1.0, 1.0 + 1e-7) == pytest.approx((0.95, 1.05)) and charts.limits(flat, 0.0, 2.0) == (0.0, 2.0)
-    assert charts.limits(charts.Chart("", "", "", "", span=0.1), 0.0, 0.01)[0] == 0.0, "a share does not look negative"
+    assert charts.limits(flat, 1.0, 1.0 + 1e-7) == pytest.approx((0.95, 1.05)) and charts.limits(
+        flat, 0.0, 2.0
+    ) == (0.0, 2.0)
+    assert charts.limits(charts.Chart("", "", "", "", span=0.1), 0.0, 0.01)[0] == 0.0, (
+        "a share does not look negative"
+    )
 
 
 def test_a_long_line_keeps_its_spikes(monkeypatch):
@@ -80,17 +99,39 @@ def test_a_long_line_keeps_its_spikes(monkeypatch):
 
 def test_the_page_draws_every_metric_that_varies(make_run):
     """A metric of one's own had no chart, and nothing said so."""
-    both = group_runs([read_run(make_run("a", change={"mine/share": 1.0})), read_run(make_run("b", lr=1e-4, change={"mine/share": 2.0}))])
+    both = group_runs(
+        [
+            read_run(make_run("a", change={"mine/share": 1.0})),
+            read_run(make_run("b", lr=1e-4, change={"mine/share": 2.0})),
+        ]
+    )
     told = charts.with_values(both)
     more = charts.others(both, told)
-    assert "mine/share" in {chart.metric for chart in more} and "eval/accuracy_low" not in {chart.metric for chart in more}
+    assert "mine/share" in {chart.metric for chart in more} and "eval/accuracy_low" not in {
+        chart.metric for chart in more
+    }
     data = charts.page_data([*told, *more], both, None)
     lines = {chart["metric"]: chart["lines"] for chart in data["charts"]}
-    assert lines["reward/mean"][0]["x"] == [1, 2, 3, 4] and lines["reward/mean"][0]["y"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert lines["reward/mean"][0]["x"] == [1, 2, 3, 4] and lines["reward/mean"][0][
+        "y"
+    ] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert data["groups"][0]["spent"]["seconds"] == [0.0, 3.0, 6.0, 9.0, 12.0]
 
 
-@pytest.mark.parametrize(("rate", "bin"), [(0.0, 0), (0.125, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (0.99, 4), (1.0, 5)])
+@pytest.mark.parametrize(
+    ("rate", "bin"),
+    [
+        (0.0, 0),
+        (0.125, 1),
+        (0.25, 1),
+        (0.26, 2),
+        (0.5, 2),
+        (0.75, 3),
+        (0.76, 4),
+        (0.99, 4),
+        (1.0, 5),
+    ],
+)
 def test_a_solve_rate_has_one_bin(rate, bin):
     assert charts.solve_rates([(1, rate)])[1].index(1.0) == bin
 
@@ -103,12 +144,28 @@ def test_bars_stand_where_not_every_step_was_measured(make_run):
     rows = [row | (measured if row["step"] in (0, 4) else {}) | {"eval/accuracy": 0.5 + row["step"] / 10, "eval/accuracy_low": 0.4,
                                                                 "eval/accuracy_high": 1.0} for row in run.rows]  # fmt: skip
     every = [group._replace(runs=[run._replace(rows=rows)])]
-    sparse = [group._replace(runs=[run._replace(rows=[row for row in rows if row["step"] in (0, 2, 4)])])]
+    sparse = [
+        group._replace(runs=[run._replace(rows=[row for row in rows if row["step"] in (0, 2, 4)])])
+    ]
     named = {chart.name: chart for chart in charts.STATIC}
-    for name, shown, bars in (("test_accuracy", every, True), ("accuracy", every, False), ("accuracy", sparse, True)):
+    for name, shown, bars in (
+        ("test_accuracy", every, True),
+        ("accuracy", every, False),
+        ("accuracy", sparse, True),
+    ):
         (curve,) = charts.curves_of(named[name], shown, None)
         (axes,) = drawing.figure_of(named[name], shown, None).axes
         kinds = {type(own).__name__ for own in axes.collections}
-        assert (curve.bars, "LineCollection" in kinds, "FillBetweenPolyCollection" in kinds) == (bars, bars, not bars), name
-    assert [own.get_linestyle() for own in drawing.figure_of(named["test_accuracy"], every, None).axes[0].lines] == ["None"]
-    assert [own["lines"][0]["bars"] for own in charts.page_data([named["test_accuracy"]], every, None)["charts"]] == [True]
+        assert (curve.bars, "LineCollection" in kinds, "FillBetweenPolyCollection" in kinds) == (
+            bars,
+            bars,
+            not bars,
+        ), name
+    assert [
+        own.get_linestyle()
+        for own in drawing.figure_of(named["test_accuracy"], every, None).axes[0].lines
+    ] == ["None"]
+    assert [
+        own["lines"][0]["bars"]
+        for own in charts.page_data([named["test_accuracy"]], every, None)["charts"]
+    ] == [True]

@@ -19,16 +19,30 @@ def said(shown, entry):
     """What the viewer opens for an entry of the list: its messages, with the texts of prompts put in."""
     page = json.loads(gzip.decompress(base64.b64decode(shown.pages[entry["page"]])))
     own = page["said"][entry["at"]]
-    return [{**m, "text": page["texts"][m["prompt"]] if "prompt" in m else m["text"]} for m in own["messages"]]
+    return [
+        {**m, "text": page["texts"][m["prompt"]] if "prompt" in m else m["text"]}
+        for m in own["messages"]
+    ]
 
 
 def test_all_are_there_where_there_is_room(make_run):
     shown = collect([read_run(make_run("a", steps=2))], 100)
-    assert [(e["step"], e["sample"]) for e in shown.entries] == [(s, i) for s in (1, 2) for i in range(4)] and not shown.notes
+    assert [(e["step"], e["sample"]) for e in shown.entries] == [
+        (s, i) for s in (1, 2) for i in range(4)
+    ] and not shown.notes
     first = shown.entries[0]
-    assert [m["role"] for m in said(shown, first)] == ["user", "assistant", "tool", "assistant"], "a tool's result stands once"
-    assert first["calls"] == 1 and shown.entries[1]["failed"] == 1 and shown.entries[3]["status"] == "truncated: length"
-    assert said(shown, first)[0]["text"] == "How much is it? #### 4 1" and first["answer"] == "#### 4 1"
+    assert [m["role"] for m in said(shown, first)] == ["user", "assistant", "tool", "assistant"], (
+        "a tool's result stands once"
+    )
+    assert (
+        first["calls"] == 1
+        and shown.entries[1]["failed"] == 1
+        and shown.entries[3]["status"] == "truncated: length"
+    )
+    assert (
+        said(shown, first)[0]["text"] == "How much is it? #### 4 1"
+        and first["answer"] == "#### 4 1"
+    )
 
 
 def test_thousands_are_complete_in_pages(make_run, monkeypatch):
@@ -36,13 +50,17 @@ def test_thousands_are_complete_in_pages(make_run, monkeypatch):
     monkeypatch.setattr(conversations, "PAGE", 2000)
     shown = collect([read_run(make_run("a", steps=80))], 10_000)
     assert len(shown.entries) == 320 and len(shown.pages) > 10 and not shown.notes
-    assert all(said(shown, e)[-1]["text"] in (f"#### 4 {e['step']}", "eh") for e in shown.entries[::37])
+    assert all(
+        said(shown, e)[-1]["text"] in (f"#### 4 {e['step']}", "eh") for e in shown.entries[::37]
+    )
 
 
 def test_the_limit_holds_every_step_is_seen_and_the_rest_is_counted(make_run):
     runs = [read_run(make_run(name, steps=4)) for name in "ab"]
     shown = collect(runs, 16)
-    assert len(shown.entries) == 16 and {(e["run"], e["step"]) for e in shown.entries} == {(r, s) for r in (0, 1) for s in (1, 2, 3, 4)}
+    assert len(shown.entries) == 16 and {(e["run"], e["step"]) for e in shown.entries} == {
+        (r, s) for r in (0, 1) for s in (1, 2, 3, 4)
+    }
     assert [note[:25] for note in shown.notes] == ["8 more conversations are i"[:25]] * 2
 
 
@@ -52,13 +70,21 @@ def test_solve_rates_and_turns_are_those_of_whole_steps(make_run):
     assert played.solved[:2] == [(1, 2 / 3), (1, 0.0)]
     first, second = played.turns
     steps = len({step for step, _ in played.solved})
-    assert first == Turn(4 * steps, 8 * steps, 3 * steps, steps, steps, steps, 0.0) and second.replies == 3 * steps == second.ended
+    assert (
+        first == Turn(4 * steps, 8 * steps, 3 * steps, steps, steps, steps, 0.0)
+        and second.replies == 3 * steps == second.ended
+    )
     assert second.reward == pytest.approx(steps)
 
 
 def test_the_best_and_the_worst_come_first():
-    rollouts = [Rollout(Task(f"row/{i}", ()), (), group=i, reward=[0.5, 0.1, 0.9, None, 0.5, 0.5][i]) for i in range(6)]
-    assert [r.group for r in best_worst_random(rollouts, 2, seed=0)] == [2, 3], "what cannot be scored is worst"
+    rollouts = [
+        Rollout(Task(f"row/{i}", ()), (), group=i, reward=[0.5, 0.1, 0.9, None, 0.5, 0.5][i])
+        for i in range(6)
+    ]
+    assert [r.group for r in best_worst_random(rollouts, 2, seed=0)] == [2, 3], (
+        "what cannot be scored is worst"
+    )
     assert {2, 3} < {r.group for r in best_worst_random(rollouts, 3, seed=0)}
 
 

@@ -43,13 +43,20 @@ def blocks(text):
 def test_the_policy_names_the_one_script_and_the_one_style_sheet(page):
     text = page.read_text()
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)[1]
-    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy and "http" not in policy
+    assert (
+        policy.startswith("default-src 'none'; ")
+        and "unsafe" not in policy
+        and "http" not in policy
+    )
     for kind, body in (
         ("script-src", re.findall(r"<script>(.*?)</script>", text, re.S)),
         ("style-src", re.findall(r"<style>(.*?)</style>", text, re.S)),
     ):
         assert len(body) == 1
-        assert f"{kind} 'sha256-{base64.b64encode(hashlib.sha256(body[0].encode()).digest()).decode()}'" in policy
+        assert (
+            f"{kind} 'sha256-{base64.b64encode(hashlib.sha256(body[0].encode()).digest()).decode()}'"
+            in policy
+        )
     markup = re.sub(r"<script.*?</script>|<style>.*?</style>", "", text, flags=re.S)
     assert not re.search(r"<[^>]*\s(on\w+|style)=", markup), "an inline handler or style"
     assert "src=" not in markup, "a picture from somewhere else"
@@ -59,10 +66,18 @@ def test_the_policy_names_the_one_script_and_the_one_style_sheet(page):
 def test_texts_of_the_model_are_in_the_data_alone(page):
     text = page.read_text()
     data = blocks(text)
-    said = [message for name, own in data.items() if name.startswith("page-") for entry in own["said"] for message in entry["messages"]]
+    said = [
+        message
+        for name, own in data.items()
+        if name.startswith("page-")
+        for entry in own["said"]
+        for message in entry["messages"]
+    ]
     assert any(HOSTILE in message.get("text", "") for message in said)
     assert "hacked" not in text, "data is compressed: no parser and no search finds a text in it"
-    assert len(data["list"]["rollouts"]) == len([m for m in said if m["role"] == "assistant" and m.get("turn") != 2])
+    assert len(data["list"]["rollouts"]) == len(
+        [m for m in said if m["role"] == "assistant" and m.get("turn") != 2]
+    )
 
 
 def test_a_runs_name_is_no_markup(page):
@@ -76,18 +91,29 @@ def test_json_that_html_cannot_end():
     assert json.loads(gzip.decompress(base64.b64decode(text))) == {"a": HOSTILE, "b": None}
 
 
-def test_without_matplotlib_there_is_the_page_and_a_word_on_the_files(make_run, monkeypatch, tmp_path):
+def test_without_matplotlib_there_is_the_page_and_a_word_on_the_files(
+    make_run, monkeypatch, tmp_path
+):
     """The report was refused, and the page does not need it."""
     monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
     text = write_report([make_run("plain")], tmp_path / "plain.html").read_text()
-    assert install("report").replace("'", "&#x27;") in text and blocks(text)["curves"]["charts"] and not (tmp_path / "plain").exists()
+    assert (
+        install("report").replace("'", "&#x27;") in text
+        and blocks(text)["curves"]["charts"]
+        and not (tmp_path / "plain").exists()
+    )
 
 
 def test_sections_follow_from_what_the_runs_have(page, make_run, tmp_path):
     headings = re.findall(r"<h2>(.*?)</h2>", page.read_text())
-    assert headings[:3] == ["Before and after", "Health", "Learning"] and headings[-1] == "Conversations"
+    assert (
+        headings[:3] == ["Before and after", "Health", "Learning"]
+        and headings[-1] == "Conversations"
+    )
     assert "Settings that differ" not in headings, "seeds alone differ"
-    two = write_report([page.parent / "a", make_run("c", lr=1e-5)], tmp_path / "two.html").read_text()
+    two = write_report(
+        [page.parent / "a", make_run("c", lr=1e-5)], tmp_path / "two.html"
+    ).read_text()
     assert "<code>optimizer.lr</code>" in two and "<code>1e-05</code>" in two
 
 
@@ -115,9 +141,13 @@ def test_a_run_that_has_just_begun_is_reported_too(tmp_path):
     assert "Runs" in write_report([tmp_path / "run"]).read_text()
 
 
-def test_the_command_takes_folders_with_an_equals_sign_and_refuses_what_it_does_not_know(make_run, capsys):
+def test_the_command_takes_folders_with_an_equals_sign_and_refuses_what_it_does_not_know(
+    make_run, capsys
+):
     folder = make_run("lr=1,seed=0")
-    assert main(["report", str(folder), f"out={folder.parent / 'x.html'}", "limit=1", "smooth=0"]) == 0
+    assert (
+        main(["report", str(folder), f"out={folder.parent / 'x.html'}", "limit=1", "smooth=0"]) == 0
+    )
     assert capsys.readouterr().out.strip() == str(folder.parent / "x.html")
     for words, said in (
         (["report"], "at least one run folder"),

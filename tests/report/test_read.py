@@ -32,10 +32,17 @@ def test_a_folder_without_runs_is_refused(tmp_path):
 
 def test_runs_that_differ_by_seeds_alone_are_one_line(make_run):
     """The run's seed reaches other settings too, such as that of the evaluation."""
-    found = [read_run(make_run(f"{lr}-{seed}", seed=seed, lr=lr)) for lr in (1e-3, 1e-4) for seed in (0, 1)]
+    found = [
+        read_run(make_run(f"{lr}-{seed}", seed=seed, lr=lr))
+        for lr in (1e-3, 1e-4)
+        for seed in (0, 1)
+    ]
     groups = group_runs(found)
     assert [[run.seed for run in group.runs] for group in groups] == [[0, 1], [0, 1]]
-    assert [group.label for group in groups] == ["grpo, optimizer.lr=0.001", "grpo, optimizer.lr=0.0001"]
+    assert [group.label for group in groups] == [
+        "grpo, optimizer.lr=0.001",
+        "grpo, optimizer.lr=0.0001",
+    ]
 
 
 def test_a_name_that_tells_runs_apart_is_the_label(make_run):

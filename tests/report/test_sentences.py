@@ -99,7 +99,16 @@ WORDS = {
 }
 
 
-@each("name", ["rlkit compare, claim", "rlkit plan, seeds", "rlkit bench, equal arms", "report, seeds", "report, marks"])
+@each(
+    "name",
+    [
+        "rlkit compare, claim",
+        "rlkit plan, seeds",
+        "rlkit bench, equal arms",
+        "report, seeds",
+        "report, marks",
+    ],
+)
 def test_promises_hold_in_the_hardest_settings(name):
     """Few seeds, and a coarse score near its bound. 49 % of such pages of the bench made a false claim."""
     for setting in (run.Setting(3, 0.995, True), run.Setting(10, 0.998, True)):
@@ -138,13 +147,18 @@ def test_whoever_says_how_sure_something_is_has_a_promise():
     inside = ("runs.comparing.", "statistics.", "runs.report.trends.thirds")
     found = {where for where, _ in calls() if not where.startswith(inside)}
     assert found - {"commands.plan.command"} == set(SPEAKERS)
-    assert {name for own in SPEAKERS.values() for name in own} == set(run.PROMISES), "each promise belongs to what is said"
+    assert {name for own in SPEAKERS.values() for name in own} == set(run.PROMISES), (
+        "each promise belongs to what is said"
+    )
 
 
 def templates(function: ast.AST) -> set[str]:
     """The texts with words that a function fills in, each place as …"""
     texts = (node for node in ast.walk(function) if isinstance(node, ast.JoinedStr))
-    filled = ("".join(str(own.value) if isinstance(own, ast.Constant) else "…" for own in node.values) for node in texts)
+    filled = (
+        "".join(str(own.value) if isinstance(own, ast.Constant) else "…" for own in node.values)
+        for node in texts
+    )
     return {text for text in filled if re.search("[a-z]{2}", text)}
 
 
@@ -152,5 +166,9 @@ def templates(function: ast.AST) -> set[str]:
 def test_a_sentence_of_another_kind_needs_a_promise(name):
     module, _, function = name.rpartition(".")
     tree = ast.parse((Path(rlkit.__file__).parent / (module.replace(".", "/") + ".py")).read_text())
-    (own,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function)
+    (own,) = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
     assert templates(own) == WORDS[name]

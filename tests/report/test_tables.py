@@ -23,13 +23,26 @@ def test_an_accuracy_over_seeds_stays_within_zero_and_one_and_two_seeds_have_no_
     assert all(map(math.isnan, over_seeds([0.88, 0.93], bounded=True)[1:]))
     mean, low, high = over_seeds([0.9, 0.95, 1.0], bounded=True, resolution=0.01)
     assert 0 <= low < mean < high <= 1 and mean == pytest.approx(0.95)
-    assert change(over_seeds([0.2, 0.3], bounded=False)) == "<span class=open>+0.250</span>", "without an interval neither good nor bad"
+    assert change(over_seeds([0.2, 0.3], bounded=False)) == "<span class=open>+0.250</span>", (
+        "without an interval neither good nor bad"
+    )
 
 
 def test_seeds_are_put_together_and_the_reward_is_shown_where_it_is_another_number(make_run):
-    rows = before_after(group_runs([read_run(make_run(str(seed), seed=seed, after=after)) for seed, after in ((0, 0.8), (1, 0.9))]))
+    rows = before_after(
+        group_runs(
+            [
+                read_run(make_run(str(seed), seed=seed, after=after))
+                for seed, after in ((0, 0.8), (1, 0.9))
+            ]
+        )
+    )
     assert [(row.figure, row.seeds, row.problems) for row in rows] == [("accuracy", 2, 100)]
-    assert rows[0].before.value == 0.5 and rows[0].after.value == pytest.approx(0.85) and rows[0].change.value == pytest.approx(0.35)
+    assert (
+        rows[0].before.value == 0.5
+        and rows[0].after.value == pytest.approx(0.85)
+        and rows[0].change.value == pytest.approx(0.35)
+    )
 
 
 def test_a_run_without_an_end_has_no_row(make_run):
@@ -41,8 +54,13 @@ def test_a_run_without_an_end_has_no_row(make_run):
 def test_a_check_that_spoke_names_its_steps(make_run):
     run = read_run(make_run("a", change={"len/truncated_frac": 1.0}))
     (found,) = symptoms(run)
-    assert (found.check, found.steps) == ("nearly all truncated", [1, 2, 3, 4]) and "truncated" in found.text
-    older = run._replace(rows=[{k: v for k, v in row.items() if k != "len/truncated_frac"} for row in run.rows])
+    assert (found.check, found.steps) == (
+        "nearly all truncated",
+        [1, 2, 3, 4],
+    ) and "truncated" in found.text
+    older = run._replace(
+        rows=[{k: v for k, v in row.items() if k != "len/truncated_frac"} for row in run.rows]
+    )
     assert symptoms(older) == [], "rows that lack a number say nothing"
 
 

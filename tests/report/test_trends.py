@@ -47,14 +47,18 @@ def run(curves, *, seed=0, noise=0.03):
 def test_each_check_sees_its_pathology_and_no_other(name):
     found = {check.__name__ for check in TRENDS if check(run(HEALTHY | SICK[name]))}
     assert found == {name}
-    assert {s.check for s in symptoms(run(HEALTHY | SICK[name])) if not s.steps} == {name.replace("_", " ")}
+    assert {s.check for s in symptoms(run(HEALTHY | SICK[name])) if not s.steps} == {
+        name.replace("_", " ")
+    }
 
 
 def test_a_healthy_run_and_noise_are_no_pathology():
     """Constant curves with ten percent of noise: of 200 runs none is reported."""
     constant = {name: lambda t, at=at: at(0.5) for name, at in HEALTHY.items()}
     for seed in range(200):
-        assert not [check.__name__ for check in TRENDS if check(run(constant, seed=seed, noise=0.1))], seed
+        assert not [
+            check.__name__ for check in TRENDS if check(run(constant, seed=seed, noise=0.1))
+        ], seed
     assert not [check.__name__ for check in TRENDS if check(run(HEALTHY))]
 
 
@@ -71,24 +75,42 @@ def test_a_short_run_says_nothing():
 def test_a_term_with_a_weight_in_some_phase_is_no_shadow():
     own = run(HEALTHY)
     phase = {"schedule.phases.late.reward.terms.true.weight": 0.5}
-    assert shadows(own) == ["true"] and shadows(own._replace(settings={**own.settings, **phase})) == []
+    assert (
+        shadows(own) == ["true"] and shadows(own._replace(settings={**own.settings, **phase})) == []
+    )
 
 
 def test_rewards_are_told_at_the_start_and_at_the_end(make_run):
-    own = {"reward/format/ok_frac": 0.75, "reward/format/wrong_frac": 0.25, "reward/format/variance_share": 0.3}
+    own = {
+        "reward/format/ok_frac": 0.75,
+        "reward/format/wrong_frac": 0.25,
+        "reward/format/variance_share": 0.3,
+    }
     whole, task, format_ = reward_rows(group_runs([read_run(make_run("a", change=own))]))
     assert (whole.name, task.name, format_.name) == ("", "task", "format")
     assert (whole.first, whole.last) == pytest.approx((0.1, 0.4)) and math.isnan(task.explains)
-    assert format_.statuses == {"ok": 0.75, "wrong": 0.25} and format_.explains == pytest.approx(0.3)
+    assert format_.statuses == {"ok": 0.75, "wrong": 0.25} and format_.explains == pytest.approx(
+        0.3
+    )
 
 
 def test_the_end_of_a_run_says_what_drifted(tmp_path):
     """Only the report did, which is read by those who suspect something."""
-    rows = [{**row, "stop_reason/error": 0.25 * (row["step"] in (3, 5))} for row in run(HEALTHY | SICK["entropy_collapse"]).rows]
+    rows = [
+        {**row, "stop_reason/error": 0.25 * (row["step"] in (3, 5))}
+        for row in run(HEALTHY | SICK["entropy_collapse"]).rows
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    said = closing_lines({"ended": "finished", "steps": len(rows), "wall_seconds": 1.0, "tokens": 1}, tmp_path).splitlines()
+    said = closing_lines(
+        {"ended": "finished", "steps": len(rows), "wall_seconds": 1.0, "tokens": 1}, tmp_path
+    ).splitlines()
     warnings = [line for line in said if line.startswith("warning: ")]
     assert len(warnings) == 2 and "entropy fell" in warnings[0]
-    assert warnings[1].startswith("warning: the environment failed in 25% of the episodes") and "(step 3, the first of 2)" in warnings[1]
+    assert (
+        warnings[1].startswith("warning: the environment failed in 25% of the episodes")
+        and "(step 3, the first of 2)" in warnings[1]
+    )
     (tmp_path / "metrics.jsonl").unlink()
-    assert "warning" not in "\n".join(closing_lines({"ended": "finished", "steps": 0, "wall_seconds": 1.0, "tokens": 1}, tmp_path))
+    assert "warning" not in "\n".join(
+        closing_lines({"ended": "finished", "steps": 0, "wall_seconds": 1.0, "tokens": 1}, tmp_path)
+    )

@@ -13,7 +13,19 @@ from rlkit.config.compose import conf_dir
 from rlkit.config.schema import resolve
 from rlkit.functional import normalize_group
 from rlkit.functional.advantages import group_mean
-from rlkit.rewards import Reward, RewardError, Term, batched, group_normalised, largest, mean, product, score, smallest, weighted_sum
+from rlkit.rewards import (
+    Reward,
+    RewardError,
+    Term,
+    batched,
+    group_normalised,
+    largest,
+    mean,
+    product,
+    score,
+    smallest,
+    weighted_sum,
+)
 from rlkit.types import Rollout, Task
 
 SCORES, WEIGHTS = {"a": 0.5, "b": 1.0, "c": 0.25}, {"a": 2.0, "b": 0.5, "c": 1.0}
@@ -29,17 +41,25 @@ each = pytest.mark.parametrize("aggregator", BY_HAND, ids=lambda f: f.__name__)
 
 def names(vector, groups=None, weight=1.0) -> list[Rollout]:
     """Rollouts that carry their components in the metadata."""
-    return [Rollout(Task(f"t/{i}", ()), (), group=groups[i] if groups else 0, metadata=row) for i, row in enumerate(vector)]
+    return [
+        Rollout(Task(f"t/{i}", ()), (), group=groups[i] if groups else 0, metadata=row)
+        for i, row in enumerate(vector)
+    ]
 
 
 def reward_of(aggregator, weights) -> Reward:
-    return Reward("test", {n: Term(w, lambda r, n=n: r.metadata[n]) for n, w in weights.items()}, aggregator)
+    return Reward(
+        "test", {n: Term(w, lambda r, n=n: r.metadata[n]) for n, w in weights.items()}, aggregator
+    )
 
 
 def test_every_option_is_tested():
     import yaml
 
-    options = {resolve(yaml.safe_load(f.read_text())["_target_"]) for f in (conf_dir() / "reward" / "aggregator").glob("*.yaml")}
+    options = {
+        resolve(yaml.safe_load(f.read_text())["_target_"])
+        for f in (conf_dir() / "reward" / "aggregator").glob("*.yaml")
+    }
     assert options == {*BY_HAND, group_normalised}
 
 
@@ -51,7 +71,9 @@ def test_by_hand(aggregator):
 @each
 def test_the_order_of_the_components_does_not_matter(aggregator):
     for order in itertools.permutations(SCORES):
-        assert aggregator({n: SCORES[n] for n in order}, WEIGHTS) == pytest.approx(BY_HAND[aggregator])
+        assert aggregator({n: SCORES[n] for n in order}, WEIGHTS) == pytest.approx(
+            BY_HAND[aggregator]
+        )
 
 
 @each
@@ -66,7 +88,10 @@ def test_none_is_kept_out_and_a_shadow_component_changes_nothing(aggregator):
     rollouts = names([{"a": 1.0, "b": None, "s": 1.0}, {"a": 1.0, "b": 0.5, "s": None}])
     scored = score(rollouts, reward_of(aggregator, {"a": 1.0, "b": 1.0, "s": 0.0}))
     assert scored[0].reward is None and scored[0].rewards == {"a": 1.0, "b": None, "s": 1.0}
-    assert scored[1].reward == pytest.approx(aggregator({"a": 1.0, "b": 0.5}, {"a": 1.0, "b": 1.0})) and scored[1].rewards["s"] is None
+    assert (
+        scored[1].reward == pytest.approx(aggregator({"a": 1.0, "b": 0.5}, {"a": 1.0, "b": 1.0}))
+        and scored[1].rewards["s"] is None
+    )
 
 
 @pytest.mark.parametrize("aggregator", [smallest, largest, mean], ids=lambda f: f.__name__)
@@ -95,35 +120,61 @@ def test_each_component_is_normalised_in_its_group():
     weights = {"a": 1.0, "b": -0.5}
     found = [r.reward for r in score(names(VECTOR, GROUPS), reward_of(group_normalised, weights))]
     z = lambda x, column: (x - statistics.fmean(column)) / (statistics.stdev(column) + 1e-4)  # noqa: E731
-    first = [z(a, [1, 0, 1]) - 0.5 * z(b, [100, 300, 200]) for a, b in ((1, 100), (0, 300), (1, 200))]
-    assert found[:5] == pytest.approx([*first, -0.5 * z(10, [10, 20]), -0.5 * z(20, [10, 20])]) and found[5] is None
+    first = [
+        z(a, [1, 0, 1]) - 0.5 * z(b, [100, 300, 200]) for a, b in ((1, 100), (0, 300), (1, 200))
+    ]
+    assert (
+        found[:5] == pytest.approx([*first, -0.5 * z(10, [10, 20]), -0.5 * z(20, [10, 20])])
+        and found[5] is None
+    )
 
 
 def test_it_is_the_sum_of_grpo_advantages_of_the_components():
     """Against the tensors: group_mean under `normalize_group`, component by component."""
     vector, groups = VECTOR[:5], torch.tensor(GROUPS[:5])
-    found = torch.tensor([r.reward for r in score(names(vector, GROUPS), reward_of(group_normalised, {"a": 0.3, "b": 0.7}))])
+    found = torch.tensor(
+        [
+            r.reward
+            for r in score(names(vector, GROUPS), reward_of(group_normalised, {"a": 0.3, "b": 0.7}))
+        ]
+    )
     expected = torch.zeros(5)
     for name, weight in (("a", 0.3), ("b", 0.7)):
         rewards = torch.tensor([row[name] for row in vector])
-        expected += weight * normalize_group(group_mean(rewards, groups)[:, None], rewards, groups, torch.arange(5))[:, 0]
+        expected += (
+            weight
+            * normalize_group(
+                group_mean(rewards, groups)[:, None], rewards, groups, torch.arange(5)
+            )[:, 0]
+        )
     torch.testing.assert_close(found, expected)
 
 
 def test_rewards_of_a_group_sum_to_zero_whatever_the_scale_of_a_component():
-    found = [r.reward for r in score(names(VECTOR[:5], GROUPS), reward_of(group_normalised, {"a": 1.0, "b": 1.0}))]
+    found = [
+        r.reward
+        for r in score(names(VECTOR[:5], GROUPS), reward_of(group_normalised, {"a": 1.0, "b": 1.0}))
+    ]
     larger = [row | {"b": 1000 * row["b"] + 5} for row in VECTOR[:5]]
-    scaled = [r.reward for r in score(names(larger, GROUPS), reward_of(group_normalised, {"a": 1.0, "b": 1.0}))]
+    scaled = [
+        r.reward
+        for r in score(names(larger, GROUPS), reward_of(group_normalised, {"a": 1.0, "b": 1.0}))
+    ]
     assert sum(found[:3]) == pytest.approx(0) and sum(found[3:]) == pytest.approx(0)
     assert scaled == pytest.approx(found, abs=1e-4)  # eps is in the component's unit
 
 
 def test_no_spread_is_exactly_zero():
     for rows in ([{"a": 0.1}] * 3, [{"a": 5.0}]):
-        assert [r.reward for r in score(names(rows), reward_of(group_normalised, {"a": 1.0}))] == [0.0] * len(rows)
+        assert [r.reward for r in score(names(rows), reward_of(group_normalised, {"a": 1.0}))] == [
+            0.0
+        ] * len(rows)
 
 
 @pytest.mark.parametrize("values", [[1.0], 1.0, [math.nan, 1.0], ["a", 1.0]])
 def test_an_aggregator_of_the_batch_gives_one_number_for_each_rollout(values):
     with pytest.raises(RewardError, match="aggregator"):
-        score(names([{"a": 1.0}, {"a": 2.0}]), reward_of(batched(lambda rollouts, weights: values), {"a": 1.0}))
+        score(
+            names([{"a": 1.0}, {"a": 2.0}]),
+            reward_of(batched(lambda rollouts, weights: values), {"a": 1.0}),
+        )

@@ -128,7 +128,9 @@ def test_every_reply_of_the_table_scores_1_in_the_sandbox():
     assert len(REPLIES) >= 40
     task = Task("t/0", (), reward="code_exec", metadata={"tests": TESTS})
     step = Step(prompt=(), prompt_ids=(), response_ids=(), logprobs=(), finish_reason="stop")
-    rollouts = [Rollout(task, (step._replace(content=content(reply)),)) for reply, _ in REPLIES.values()]
+    rollouts = [
+        Rollout(task, (step._replace(content=content(reply)),)) for reply, _ in REPLIES.values()
+    ]
     scores = dict(zip(REPLIES, code_exec(rollouts, sandbox=Sandbox(time_limit=10.0)), strict=True))
     assert {name: score for name, score in scores.items() if score != 1.0} == {}
 
@@ -154,7 +156,12 @@ def test_references_of_mbpp_keep_what_only_splitlines_takes_for_a_line_end(tmp_p
     rows = [{"text": "Add.", "code": f"S = 'a{c}b'\r\ndef f(n):\r\n  return n + 1\r\n", "task_id": i, "test_list": [*TESTS, *TESTS]}
             for i, c in enumerate("\u2028\x0c\x1c\x85")]  # fmt: skip
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    answers = {task.id: task.answer for task in mbpp(path=str(tmp_path), split="train", seed=0, exclude=(), validation=0.0, held_out=0.0)}
+    answers = {
+        task.id: task.answer
+        for task in mbpp(
+            path=str(tmp_path), split="train", seed=0, exclude=(), validation=0.0, held_out=0.0
+        )
+    }
     assert [answers[f"mbpp/train/{i}"] for i in range(4)] == [
         f"```python\nS = 'a{c}b'\ndef f(n):\n  return n + 1\n```" for c in "\u2028\x0c\x1c\x85"
     ]
@@ -162,11 +169,16 @@ def test_references_of_mbpp_keep_what_only_splitlines_takes_for_a_line_end(tmp_p
 
 # ---------------------------------------------------------------------------------------- CommonMark as the oracle
 
-CODE = st.lists(st.sampled_from(["x = 1", "def g():", "    return 2", "", "s = '''", "# note", "a`b``c", "\u2028\x0c"]), max_size=5).map(
-    lambda lines: ["x = 1", *lines]
-)
+CODE = st.lists(
+    st.sampled_from(
+        ["x = 1", "def g():", "    return 2", "", "s = '''", "# note", "a`b``c", "\u2028\x0c"]
+    ),
+    max_size=5,
+).map(lambda lines: ["x = 1", *lines])
 INFO = st.sampled_from(["", "python", "py", "python title=1", "json", " text ", "{.python}"])
-FENCE = st.one_of(st.integers(3, 5).map(lambda n: "`" * n), st.integers(3, 5).map(lambda n: "~" * n))
+FENCE = st.one_of(
+    st.integers(3, 5).map(lambda n: "`" * n), st.integers(3, 5).map(lambda n: "~" * n)
+)
 
 
 @st.composite
@@ -174,7 +186,15 @@ def documents(draw) -> str:
     """Prose and closed blocks, at the margin, in list items or in quotations."""
     out = []
     for _ in range(draw(st.integers(0, 4))):
-        out += [*draw(st.lists(st.sampled_from(["Some words.", "- an item", "`inline` code", "# Heading"]), max_size=2)), ""]
+        out += [
+            *draw(
+                st.lists(
+                    st.sampled_from(["Some words.", "- an item", "`inline` code", "# Heading"]),
+                    max_size=2,
+                )
+            ),
+            "",
+        ]
         fence, info, code = draw(FENCE), draw(INFO), draw(CODE)
         block = [fence + info, *code, fence + draw(st.sampled_from(["", fence[0], "  "]))]
         place = draw(st.sampled_from(["margin", "indented", "list", "quotation"]))
@@ -199,7 +219,27 @@ def test_well_formed_blocks_are_those_of_commonmark(text):
 # --------------------------------------------------------------------------------------------------- hostile text
 
 PIECES = st.sampled_from(
-    ["```", "~~~", "````", "python", "\n", " ", "\t", "> ", "- ", "1. ", "x = 1", '"""', "'", "{.", "}", "\r", "\u2028", "=", ".py"]
+    [
+        "```",
+        "~~~",
+        "````",
+        "python",
+        "\n",
+        " ",
+        "\t",
+        "> ",
+        "- ",
+        "1. ",
+        "x = 1",
+        '"""',
+        "'",
+        "{.",
+        "}",
+        "\r",
+        "\u2028",
+        "=",
+        ".py",
+    ]
 )
 
 

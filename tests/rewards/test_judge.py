@@ -52,7 +52,14 @@ def verdict(correct, short):
 @contextmanager
 def serving(script=(), meet=None):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.script, http.asked, http.now, http.most, http.lock, http.meet = list(script), [], 0, 0, threading.Lock(), meet
+        http.script, http.asked, http.now, http.most, http.lock, http.meet = (
+            list(script),
+            [],
+            0,
+            0,
+            threading.Lock(),
+            meet,
+        )
         http.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
@@ -71,11 +78,21 @@ def no_proxy(monkeypatch):
 
 def replies(*texts):
     asked = ({"role": "user", "content": "2 + 2?"},)
-    return [Rollout(Task("t", asked, answer="4"), (Step(asked, (), (), (), "stop", content=text),)) for text in texts]
+    return [
+        Rollout(Task("t", asked, answer="4"), (Step(asked, (), (), (), "stop", content=text),))
+        for text in texts
+    ]
 
 
 def asking(url, **settings):
-    given = {"address": url, "model": "m", "rubric": RUBRIC, "levels": 4, "backoff": 0.0, "retries": 2} | settings
+    given = {
+        "address": url,
+        "model": "m",
+        "rubric": RUBRIC,
+        "levels": 4,
+        "backoff": 0.0,
+        "retries": 2,
+    } | settings
     return Reward("judge", {"judge": Term(1.0, partial(judge, **given))})
 
 
@@ -84,26 +101,44 @@ def test_the_score_is_the_weighted_share_of_the_points_and_an_episode_without_an
         done, cut = replies("4", "4 and more")
         cut = cut._replace(status="truncated")
         scored = score([done, cut], asking(http.url, weights={"correct": 3.0}, api_key="secret"))
-        assert [r.reward for r in scored] == [(3 * 4 + 1 * 1) / (4 * 4), 0.0] and scored[1].statuses["judge"] == "unparseable"
+        assert [r.reward for r in scored] == [(3 * 4 + 1 * 1) / (4 * 4), 0.0] and scored[
+            1
+        ].statuses["judge"] == "unparseable"
         [(body, key)] = http.asked
         material = json.loads(body["messages"][1]["content"])
-        assert material["reference"] == "4" and material["conversation"][-1] == {"role": "assistant", "content": "4"}
+        assert material["reference"] == "4" and material["conversation"][-1] == {
+            "role": "assistant",
+            "content": "4",
+        }
         assert (
-            body["response_format"]["json_schema"]["schema"]["properties"]["scores"]["required"] == list(RUBRIC) and key == "Bearer secret"
+            body["response_format"]["json_schema"]["schema"]["properties"]["scores"]["required"]
+            == list(RUBRIC)
+            and key == "Bearer secret"
         )
 
 
 def test_never_more_requests_at_once_than_the_limit_and_equal_questions_are_asked_once():
-    with serving(meet=threading.Barrier(3)) as http:  # requests pass in threes, so the limit is reached and never exceeded
+    with serving(
+        meet=threading.Barrier(3)
+    ) as http:  # requests pass in threes, so the limit is reached and never exceeded
         score(replies(*"abcdef", "a"), asking(http.url, concurrency=3))
         assert len(http.asked) == 6 and http.most == 3
 
 
 def test_a_run_that_is_repeated_asks_nothing(tmp_path):
     with serving([verdict(1, 2), verdict(3, 4)]) as http:
-        first, again = (score(replies("a", "b"), asking(http.url, cache=str(tmp_path), concurrency=1)) for _ in range(2))
-        assert len(http.asked) == 2 and [r.reward for r in first] == [r.reward for r in again] == [3 / 8, 7 / 8]
-        score(replies("a"), asking(http.url, cache=str(tmp_path), rubric=RUBRIC | {"short": "It is brief."}))
+        first, again = (
+            score(replies("a", "b"), asking(http.url, cache=str(tmp_path), concurrency=1))
+            for _ in range(2)
+        )
+        assert len(http.asked) == 2 and [r.reward for r in first] == [r.reward for r in again] == [
+            3 / 8,
+            7 / 8,
+        ]
+        score(
+            replies("a"),
+            asking(http.url, cache=str(tmp_path), rubric=RUBRIC | {"short": "It is brief."}),
+        )
         assert len(http.asked) == 3  # another rubric is another question
         for file in tmp_path.rglob("*.json"):
             file.write_text("{")
@@ -113,12 +148,18 @@ def test_a_run_that_is_repeated_asks_nothing(tmp_path):
 
 def test_a_busy_server_and_an_answer_of_another_form_are_asked_again():
     with serving([(503, "busy"), "I like it", verdict(9, 0), verdict(2, 2)]) as http:
-        assert score(replies("a"), asking(http.url, retries=3))[0].reward == 0.5 and len(http.asked) == 4
+        assert (
+            score(replies("a"), asking(http.url, retries=3))[0].reward == 0.5
+            and len(http.asked) == 4
+        )
 
 
 def test_a_judge_that_is_down_stops_the_run_with_the_reason_after_the_retries_of_one_question():
     with serving([(503, "overloaded")] * 9) as http:
-        with pytest.raises(RewardError, match=r"'judge'.*does not answer after 3 request\(s\): it answers 503.*overloaded"):
+        with pytest.raises(
+            RewardError,
+            match=r"'judge'.*does not answer after 3 request\(s\): it answers 503.*overloaded",
+        ):
             score(replies(*"abc"), asking(http.url, concurrency=1))
         assert len(http.asked) == 3
     with pytest.raises(RewardError, match=r"does not answer after 3.*refused"):  # it is gone
@@ -144,11 +185,18 @@ def test_a_row_may_name_the_judge():
     with serving() as http:
         own = [r._replace(task=r.task._replace(reward="judge")) for r in replies("a", "b")]
         named = {"judge": asking(http.url).terms["judge"].fn}
-        assert [r.reward for r in score(own, Reward("by_task", {"task": Term(1.0, partial(by_task, rewards=named))}))] == [1.0, 1.0]
+        assert [
+            r.reward
+            for r in score(
+                own, Reward("by_task", {"task": Term(1.0, partial(by_task, rewards=named))})
+            )
+        ] == [1.0, 1.0]
 
 
 def test_a_missing_address_is_refused_when_the_config_is_composed():
-    with pytest.raises(ConfigError, match=r"reward\.terms\.judge\.fn\.address: has no default; set"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.terms\.judge\.fn\.address: has no default; set"
+    ):
         compose(["reward=judge"])
     for settings, said in (
         ({"address": "localhost"}, "no URL"),
@@ -162,9 +210,17 @@ def test_a_missing_address_is_refused_when_the_config_is_composed():
 def test_a_judge_that_is_down_is_refused_before_a_model_is_loaded(tmp_path):
     with serving([(503, "overloaded")] * 9) as http:
         fn = "reward.terms.judge.fn"
-        words = [f"{fn}.address={http.url}", f"{fn}.model=m", f"{fn}.retries=0", f"{fn}.cache={tmp_path}"]
+        words = [
+            f"{fn}.address={http.url}",
+            f"{fn}.model=m",
+            f"{fn}.retries=0",
+            f"{fn}.cache={tmp_path}",
+        ]
         x = experiment(compose(["reward=judge", *words, "evaluation.n=0", "task.max_samples=8"]))
-        with pytest.raises(ConfigError, match=r"reward=judge: .*does not answer after 1 request\(s\): it answers 503"):
+        with pytest.raises(
+            ConfigError,
+            match=r"reward=judge: .*does not answer after 1 request\(s\): it answers 503",
+        ):
             load_tasks(x)
 
 

@@ -69,7 +69,10 @@ def package(tmp_path, monkeypatch):
 
 
 def rollout(content: str, truth: str = "1/2", finish_reason: str = "stop") -> Rollout:
-    return Rollout(Task(f"row of {truth}", (), truth, "math_verify"), (Step((), (), (), (), finish_reason, content=content),))
+    return Rollout(
+        Task(f"row of {truth}", (), truth, "math_verify"),
+        (Step((), (), (), (), finish_reason, content=content),),
+    )
 
 
 def verdict(content: str, truth: str = "1/2", finish_reason: str = "stop", **settings):
@@ -86,7 +89,11 @@ def children() -> set[int]:
 def test_verdicts(package):
     assert verdict("so it was 0.5 then") == 1.0
     assert verdict("I say 0.25 now", wrong=-1.0) == -1.0
-    for nothing in (verdict(""), verdict("nothing to say here"), verdict("0.5", finish_reason="length")):
+    for nothing in (
+        verdict(""),
+        verdict("nothing to say here"),
+        verdict("0.5", finish_reason="length"),
+    ):
         assert nothing == 0.0 and nothing.status == "unparseable"
     assert verdict("\ud800 \n \u2028 1/2") == 1.0  # one line stays one line
 
@@ -97,7 +104,10 @@ def test_what_takes_for_ever_costs_its_own_call_and_no_other(package):
     warm = children()
     assert len(warm) == 2
     replies = ["0.5", r"\boxed{forever}", "2/4", "3", "4/8", "5"]
-    late = score([rollout(reply) for reply in replies], Reward("math", {"math": Term(1.0, partial(math_verify, deadline=0.3))}))
+    late = score(
+        [rollout(reply) for reply in replies],
+        Reward("math", {"math": Term(1.0, partial(math_verify, deadline=0.3))}),
+    )
     assert [r.reward for r in late] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
     assert [r.statuses["math"] for r in late] == ["ok", "timeout", "ok", "wrong", "ok", "wrong"]
     assert len(children() & warm) == 1  # the other child went on
@@ -128,7 +138,9 @@ def test_a_child_that_says_nothing_is_killed_by_the_parent(package, monkeypatch)
 @pytest.mark.parametrize("text", [r"\boxed{crash}", r"\boxed{raise}"])
 def test_a_reply_that_kills_its_child_is_an_error_of_its_own(package, text):
     """A policy can write such a reply, so it must not end the run, nor touch another reply."""
-    rollouts = score([rollout(text), rollout("0.5")], Reward("math", {"math": Term(1.0, math_verify)}))
+    rollouts = score(
+        [rollout(text), rollout("0.5")], Reward("math", {"math": Term(1.0, math_verify)})
+    )
     assert [(r.reward, r.statuses["math"]) for r in rollouts] == [(0.0, "error"), (1.0, "ok")]
 
 
@@ -160,7 +172,12 @@ def test_children_end_with_the_process_that_started_them(package, tmp_path):
         "while len(m._idle) == 2: pass\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = subprocess.run([sys.executable, str(tmp_path / "trainer.py")], stdout=subprocess.PIPE, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "trainer.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
     assert ended.returncode == -signal.SIGKILL
     for pid in map(int, ended.stdout.split()):
         try:
@@ -173,7 +190,9 @@ def test_children_end_with_the_process_that_started_them(package, tmp_path):
 
 def test_a_missing_package_is_refused_with_its_extra(tmp_path, monkeypatch):
     fake(tmp_path, monkeypatch, "import a_package_that_is_not_there")
-    with pytest.raises(ConfigError, match=r"a_package_that_is_not_there.*" + re.escape(install("math"))):
+    with pytest.raises(
+        ConfigError, match=r"a_package_that_is_not_there.*" + re.escape(install("math"))
+    ):
         verdict("0.5")
 
 
@@ -241,7 +260,9 @@ def real():
     stop()
 
 
-EVERY = pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+EVERY = pytest.mark.parametrize(
+    "every", [12, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 
 
 def test_there_are_at_least_a_hundred_truths():
@@ -254,14 +275,22 @@ def test_every_truth_is_read_and_equals_itself_in_each_form(real, every):
     truths = TRUTHS[::every]
     assert ask([(truth,) for truth in truths], 10.0) == ["readable"] * len(truths)
     pairs = [(truth, form % truth) for truth in truths for form in FORMS]
-    assert [pair for pair, said in zip(pairs, ask(pairs, 10.0), strict=True) if said != "equal"] == []
+    assert [
+        pair for pair, said in zip(pairs, ask(pairs, 10.0), strict=True) if said != "equal"
+    ] == []
 
 
 @EVERY
 def test_no_truth_equals_another(real, every):
     truths = TRUTHS[::every]
-    pairs = [(truth, rf"\boxed{{{other}}}") for i, truth in enumerate(truths) for other in [*truths[i + 1 :], *truths[:i]][:: every and 9]]
-    assert [pair for pair, said in zip(pairs, ask(pairs, 10.0), strict=True) if said != "different"] == []
+    pairs = [
+        (truth, rf"\boxed{{{other}}}")
+        for i, truth in enumerate(truths)
+        for other in [*truths[i + 1 :], *truths[:i]][:: every and 9]
+    ]
+    assert [
+        pair for pair, said in zip(pairs, ask(pairs, 10.0), strict=True) if said != "different"
+    ] == []
 
 
 @each(
@@ -269,41 +298,115 @@ def test_no_truth_equals_another(real, every):
     [
         ("2k+2", [r"\boxed{2(k+1)}", "$2 + 2k$"], ["2", r"\boxed{2}", r"\boxed{2k}"]),
         ("6 - 5i", [r"\boxed{6-5i}", "-5i + 6"], ["5", r"\boxed{6}", r"\boxed{6+5i}"]),
-        ("3,5,7", [r"\boxed{7, 5, 3}", "$3$, $5$ and $7$", r"\boxed{3}, \boxed{5} and \boxed{7}"], ["3.5", r"\boxed{3,5}"]),
+        (
+            "3,5,7",
+            [r"\boxed{7, 5, 3}", "$3$, $5$ and $7$", r"\boxed{3}, \boxed{5} and \boxed{7}"],
+            ["3.5", r"\boxed{3,5}"],
+        ),
         (r"\{1,2\}", [r"\boxed{\left\{1, 2\right\}}", r"\boxed{\{2,1\}}."], [r"\boxed{\{1\}}"]),
-        ("(3,4)", [r"\boxed{(3, 4)}", r"\left(3,4\right)"], [r"\boxed{(4,3)}", r"\boxed{[3,4]}", "4"]),
+        (
+            "(3,4)",
+            [r"\boxed{(3, 4)}", r"\left(3,4\right)"],
+            [r"\boxed{(4,3)}", r"\boxed{[3,4]}", "4"],
+        ),
         ("[0,1)", [r"$[0, 1)$", r"\boxed{[0, 1)}"], [r"\boxed{[0,1]}", r"\boxed{(0,1)}"]),
-        ("x<3", ["$x < 3$", r"\boxed{3 > x}", r"\boxed{(-\infty,3)}"], [r"\boxed{x \le 3}", r"\boxed{x>3}", "3"]),
-        ("B", ["The answer is B.", r"\boxed{\text{(B)}}", "(B)", "**Answer:** b"], ["A", r"\boxed{C}", "no idea"]),
-        (r"\text{east}", [r"\boxed{East}", "The answer is east."], [r"\boxed{seat}", r"\boxed{west}"]),
-        ("Wednesday", [r"\boxed{\text{wednesday}}"], [r"\boxed{Wendesday}", r"\boxed{\text{Friday}}"]),
-        ("15", [r"\boxed{15\%}", "15%", r"$15\%$", r"\boxed{15 \text{ percent}}"], [r"\boxed{0.15}", r"\boxed{150\%}"]),
-        (r"33\frac{1}{3}\%", [r"\boxed{33\frac13}", r"\boxed{\frac{100}{3}\%}"], [r"\boxed{33\%}", r"\boxed{\frac13}"]),
-        (r"0.\overline{36}", [r"\boxed{\frac{4}{11}}", r"$0.\overline{36}$"], ["0", r"\boxed{0.36}"]),
-        (r"\frac{-1 \pm \sqrt{3}}{2}", [r"\boxed{\frac{-1+\sqrt3}{2}, \frac{-1-\sqrt3}{2}}"], [r"\boxed{\frac{-1+\sqrt3}{2}}"]),
-        ("2516_8", [r"\boxed{2516_8}", r"\boxed{2516_{8}}", r"\boxed{2516}"], [r"\boxed{2516_9}", r"\boxed{2517_8}"]),
-        (r"5\text{ inches}", ["5 inches", r"\boxed{5}", r"\boxed{5 \text{ in}}", r"\boxed{5\text{ cm}}"], [r"\boxed{6\text{ inches}}"]),
-        (r"\$18.90", [r"\boxed{18.9}", "The answer is $18.90", r"\boxed{18.90 dollars}"], [r"\boxed{\$18}", r"\boxed{18.80}"]),
+        (
+            "x<3",
+            ["$x < 3$", r"\boxed{3 > x}", r"\boxed{(-\infty,3)}"],
+            [r"\boxed{x \le 3}", r"\boxed{x>3}", "3"],
+        ),
+        (
+            "B",
+            ["The answer is B.", r"\boxed{\text{(B)}}", "(B)", "**Answer:** b"],
+            ["A", r"\boxed{C}", "no idea"],
+        ),
+        (
+            r"\text{east}",
+            [r"\boxed{East}", "The answer is east."],
+            [r"\boxed{seat}", r"\boxed{west}"],
+        ),
+        (
+            "Wednesday",
+            [r"\boxed{\text{wednesday}}"],
+            [r"\boxed{Wendesday}", r"\boxed{\text{Friday}}"],
+        ),
+        (
+            "15",
+            [r"\boxed{15\%}", "15%", r"$15\%$", r"\boxed{15 \text{ percent}}"],
+            [r"\boxed{0.15}", r"\boxed{150\%}"],
+        ),
+        (
+            r"33\frac{1}{3}\%",
+            [r"\boxed{33\frac13}", r"\boxed{\frac{100}{3}\%}"],
+            [r"\boxed{33\%}", r"\boxed{\frac13}"],
+        ),
+        (
+            r"0.\overline{36}",
+            [r"\boxed{\frac{4}{11}}", r"$0.\overline{36}$"],
+            ["0", r"\boxed{0.36}"],
+        ),
+        (
+            r"\frac{-1 \pm \sqrt{3}}{2}",
+            [r"\boxed{\frac{-1+\sqrt3}{2}, \frac{-1-\sqrt3}{2}}"],
+            [r"\boxed{\frac{-1+\sqrt3}{2}}"],
+        ),
+        (
+            "2516_8",
+            [r"\boxed{2516_8}", r"\boxed{2516_{8}}", r"\boxed{2516}"],
+            [r"\boxed{2516_9}", r"\boxed{2517_8}"],
+        ),
+        (
+            r"5\text{ inches}",
+            ["5 inches", r"\boxed{5}", r"\boxed{5 \text{ in}}", r"\boxed{5\text{ cm}}"],
+            [r"\boxed{6\text{ inches}}"],
+        ),
+        (
+            r"\$18.90",
+            [r"\boxed{18.9}", "The answer is $18.90", r"\boxed{18.90 dollars}"],
+            [r"\boxed{\$18}", r"\boxed{18.80}"],
+        ),
         ("x = 5", [r"\boxed{5}", r"\boxed{x=5}"], [r"\boxed{y=5}", r"\boxed{x=6}"]),
-        (r"\frac{1}{2}", [r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\frac12}", "so it is 0.5"], [r"\boxed{\frac{1}{3}}"]),
-        (r"2\sqrt{3}", [r"so $x = \sqrt{12}$", r"\boxed{\sqrt{12}}", r"2\sqrt{3}"], ["2", r"\boxed{2\sqrt{2}}"]),
+        (
+            r"\frac{1}{2}",
+            [r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\frac12}", "so it is 0.5"],
+            [r"\boxed{\frac{1}{3}}"],
+        ),
+        (
+            r"2\sqrt{3}",
+            [r"so $x = \sqrt{12}$", r"\boxed{\sqrt{12}}", r"2\sqrt{3}"],
+            ["2", r"\boxed{2\sqrt{2}}"],
+        ),
         (
             "18",
-            ["#### 18", r"\boxed{17} is wrong, so \boxed{18}", "It costs $18 in all.", "The answer is therefore 18.", "\\boxed{\n18\n}"],
+            [
+                "#### 18",
+                r"\boxed{17} is wrong, so \boxed{18}",
+                "It costs $18 in all.",
+                "The answer is therefore 18.",
+                "\\boxed{\n18\n}",
+            ],
             ["17", r"18, no: \boxed{17}"],
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_equal_forms_count_and_near_misses_do_not(real, truth, right, wrong):
-    said = dict(zip([*right, *wrong], ask([(truth, reply) for reply in (*right, *wrong)], 10.0), strict=True))
+    said = dict(
+        zip(
+            [*right, *wrong], ask([(truth, reply) for reply in (*right, *wrong)], 10.0), strict=True
+        )
+    )
     assert said == {reply: "equal" for reply in right} | {reply: "different" for reply in wrong}
 
 
 @pytest.mark.slow
 def test_what_never_ends_is_late(real):
     late = verdict("$9^{9^{9^{9}}}$", "3", deadline=0.3)
-    assert late == 0.0 and late.status in ("timeout", "wrong", "unparseable")  # as memory or time end first
+    assert late == 0.0 and late.status in (
+        "timeout",
+        "wrong",
+        "unparseable",
+    )  # as memory or time end first
 
 
 UNREADABLE = [
@@ -319,11 +422,18 @@ UNREADABLE = [
 @pytest.mark.parametrize("truth", cases(UNREADABLE, 1))
 def test_a_truth_that_cannot_be_read_is_refused_at_the_start_with_its_row(real, truth):
     """It scored None, which dropped its rollouts without a word; and only 32 rows were tried."""
-    tasks = [Task(f"rows.jsonl:{i}", (), str(i), "math_verify") for i in range(40)] + [Task("rows.jsonl:41", (), truth, "math_verify")]
+    tasks = [Task(f"rows.jsonl:{i}", (), str(i), "math_verify") for i in range(40)] + [
+        Task("rows.jsonl:41", (), truth, "math_verify")
+    ]
     other = Task("other:1", (), truth, "numeric")
-    reward = Reward("by_task", {"task": Term(1.0, partial(by_task, rewards={"math_verify": math_verify, "numeric": len}))})
+    reward = Reward(
+        "by_task",
+        {"task": Term(1.0, partial(by_task, rewards={"math_verify": math_verify, "numeric": len}))},
+    )
     check_truths([*tasks[:-1], other], reward)
-    with pytest.raises(DataError, match=r"(?s)row rows\.jsonl:41: the gold answer .* cannot be read by math_verify"):
+    with pytest.raises(
+        DataError, match=r"(?s)row rows\.jsonl:41: the gold answer .* cannot be read by math_verify"
+    ):
         check_truths(tasks, reward)
     with pytest.raises(DataError, match="row of"):
         verdict("0.5", truth)

@@ -21,8 +21,18 @@ MINUS = "\u2212"
 
 
 def rollout(content: str, truth: str = "18", status: str = "terminated", **step) -> Rollout:
-    fields = {"prompt": (), "prompt_ids": (), "response_ids": (), "logprobs": (), "finish_reason": "stop"}
-    return Rollout(task=Task("t", (), truth), steps=(Step(**(fields | {"content": content} | step)),), status=status)
+    fields = {
+        "prompt": (),
+        "prompt_ids": (),
+        "response_ids": (),
+        "logprobs": (),
+        "finish_reason": "stop",
+    }
+    return Rollout(
+        task=Task("t", (), truth),
+        steps=(Step(**(fields | {"content": content} | step)),),
+        status=status,
+    )
 
 
 # text: the number that it is as a whole
@@ -110,7 +120,21 @@ def test_numbers_as_people_write_them(text):
     assert parse_number(text) == Fraction(NUMBERS[text])
 
 
-@each("text", ["", "nothing", "B", r"\pi", "x = 3", "5 + 3 = 8", "no. 5", "2. Compute the total", "18\napples", *NOT_ONE_NUMBER])
+@each(
+    "text",
+    [
+        "",
+        "nothing",
+        "B",
+        r"\pi",
+        "x = 3",
+        "5 + 3 = 8",
+        "no. 5",
+        "2. Compute the total",
+        "18\napples",
+        *NOT_ONE_NUMBER,
+    ],
+)
 def test_what_is_not_wholly_one_number_is_none(text):
     assert parse_number(text) is None and numeric(rollout("#### 3", truth=text)) is None
 
@@ -161,7 +185,10 @@ def test_what_is_not_wholly_one_number_is_none(text):
         ("The answer is minus 18.", -18),
         ("The answer is 18!", 18),
         ("The answer is 2½ cups.", Fraction(5, 2)),
-        ("the answer is unclear. I have 3, so 18", 18),  # a marker reaches to the end of its sentence
+        (
+            "the answer is unclear. I have 3, so 18",
+            18,
+        ),  # a marker reaches to the end of its sentence
         ("The answer is 5 and a half.", None),
         ("The answer is 5 or 6.", None),
         ("The answer is 10-20.", None),
@@ -169,7 +196,10 @@ def test_what_is_not_wholly_one_number_is_none(text):
         ("**Answer:** 18\n\nThis took 3 steps.", 18),
         ("**Answer**: $18 (3 steps)", 18),
         ("Final answer: x = 18", 18),
-        ("Answer: Janet sells 16 - 3 - 4 = 9 eggs.\nShe makes 9 * 2 = $18 every day.", 18),  # the beginning of a solution
+        (
+            "Answer: Janet sells 16 - 3 - 4 = 9 eggs.\nShe makes 9 * 2 = $18 every day.",
+            18,
+        ),  # the beginning of a solution
         ("<answer>\n18\n</answer>\n3", 18),
         ("<answer>Janet makes $18 every day.</answer> 3", 18),
         ("<ANSWER>18</ANSWER> 3", 18),
@@ -238,7 +268,9 @@ def test_every_truth_scores_1_in_every_form_and_0_against_another(truth):
 @each("text", NOT_ONE_NUMBER)
 def test_what_is_not_one_number_is_read_in_part_in_no_box_and_no_tag(text):
     parts = {Fraction(digits) for digits in re.findall("[0-9]+", text)}
-    assert {extract_answer(form.format(text)) for form in ("\\boxed{{{}}}", "<answer>{}</answer>")} & parts == set()
+    assert {
+        extract_answer(form.format(text)) for form in ("\\boxed{{{}}}", "<answer>{}</answer>")
+    } & parts == set()
 
 
 whole = st.integers(0, 10**7).map(str) | st.integers(10**3, 10**9).map("{:,}".format)
@@ -248,13 +280,18 @@ values = st.one_of(
     st.tuples(whole, st.integers(0, 999).map(str)).map(".".join),
     st.tuples(whole, st.integers(1, 99).map(str)).map("/".join),
     st.tuples(digit, st.sampled_from(["1/2", "3/4"])).map(" ".join),
-    st.tuples(st.sampled_from(["\\frac{%s}{%s}", "\\dfrac{%s}{%s}", "\\frac%s%s", "\\frac{%s}%s"]), digit, digit).map(
-        lambda t: t[0] % t[1:]
+    st.tuples(
+        st.sampled_from(["\\frac{%s}{%s}", "\\dfrac{%s}{%s}", "\\frac%s%s", "\\frac{%s}%s"]),
+        digit,
+        digit,
+    ).map(lambda t: t[0] % t[1:]),
+    st.tuples(digit, st.sampled_from(["½", "\\frac12", "\\frac{1}{2}", " \\tfrac{2}{3}"])).map(
+        "".join
     ),
-    st.tuples(digit, st.sampled_from(["½", "\\frac12", "\\frac{1}{2}", " \\tfrac{2}{3}"])).map("".join),
-    st.tuples(st.sampled_from(["10^{%d}", "10^%d", "2 \\times 10^{%d}", "3 x 10^%d", "4e%d"]), st.integers(-9, 9)).map(
-        lambda t: t[0] % t[1]
-    ),
+    st.tuples(
+        st.sampled_from(["10^{%d}", "10^%d", "2 \\times 10^{%d}", "3 x 10^%d", "4e%d"]),
+        st.integers(-9, 9),
+    ).map(lambda t: t[0] % t[1]),
 )
 signs = st.sampled_from(["", "", "-", MINUS, "- ", "minus ", "+"])
 currencies = st.sampled_from(["", "", "$", "\\$", "€", "$ "])
@@ -282,7 +319,9 @@ units = st.sampled_from(
 
 
 @examples(signs, currencies, values, units, st.integers(-3, 3).filter(bool), fast=25, slow=200)
-def test_generated_truths_score_1_in_every_form_and_0_against_another(sign, currency, value, unit, distance):
+def test_generated_truths_score_1_in_every_form_and_0_against_another(
+    sign, currency, value, unit, distance
+):
     truth = sign + currency + value + unit
     number = parse_number(truth)
     assert number is not None
@@ -366,10 +405,17 @@ def test_no_final_answer_is_wrong(episode):
     ids=range(12),
 )
 def test_hostile_text_is_bounded(text):
-    assert numeric(rollout(text)) == 0.0  # returns at all: no number of a million digits, no backtracking
+    assert (
+        numeric(rollout(text)) == 0.0
+    )  # returns at all: no number of a million digits, no backtracking
 
 
-@pytest.mark.parametrize("frame", cases(["{}", "#### 1{}", "\\boxed{{{}}}", "the answer is {}", "<answer>{}</answer>", "1{}."], 2))
+@pytest.mark.parametrize(
+    "frame",
+    cases(
+        ["{}", "#### 1{}", "\\boxed{{{}}}", "the answer is {}", "<answer>{}</answer>", "1{}."], 2
+    ),
+)
 def test_a_reply_of_60_kb_is_read_in_less_than_100_ms(frame):
     """Processor time, the best of three. A quadratic pattern takes seconds."""
     pieces = ["9", "1 ", "111,", "#### ", "#### a1 ", "\\boxed{", "the answer is 1", "Answer: ", "<answer>", "<answer>1</answer>", 
@@ -393,7 +439,11 @@ def test_a_reply_of_60_kb_is_read_in_less_than_100_ms(frame):
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K rows of ../shared/data are not here")
 def test_every_gold_solution_of_gsm8k_is_right_and_an_empty_reply_wrong():
-    rows = [json.loads(line) for file in sorted(GSM8K.glob("*.jsonl")) for line in file.read_text("utf-8").rstrip("\n").split("\n")]
+    rows = [
+        json.loads(line)
+        for file in sorted(GSM8K.glob("*.jsonl"))
+        for line in file.read_text("utf-8").rstrip("\n").split("\n")
+    ]
     truths = [row["answer"] for row in rows]
     assert len(truths) == 3400
     assert [t for t in truths if parse_number(t.rpartition("####")[2]) is None] == []

@@ -11,7 +11,19 @@ import pytest
 
 from rlkit.episodes import assemble
 from rlkit.errors import ConfigError
-from rlkit.rewards import Reward, RewardError, Term, Verdict, batched, by_task, environment, exact_match, numeric, score, weighted_sum
+from rlkit.rewards import (
+    Reward,
+    RewardError,
+    Term,
+    Verdict,
+    batched,
+    by_task,
+    environment,
+    exact_match,
+    numeric,
+    score,
+    weighted_sum,
+)
 from rlkit.types import Rollout, Step, Task
 
 ROLLOUTS = [Rollout(Task(f"t/{i}", (), reward=name), ()) for i, name in enumerate(["a", "b"])]
@@ -26,14 +38,24 @@ def reward(**terms: Term) -> Reward:
 
 
 def test_reward_is_the_weighted_sum_of_its_terms_and_shadow_terms_are_only_logged():
-    scored = score(ROLLOUTS, reward(one=Term(0.5, lambda r: 1.0), index=Term(-2.0, index), shadow=Term(0.0, lambda r: 9.0)))
+    scored = score(
+        ROLLOUTS,
+        reward(
+            one=Term(0.5, lambda r: 1.0), index=Term(-2.0, index), shadow=Term(0.0, lambda r: 9.0)
+        ),
+    )
     assert [r.reward for r in scored] == [0.5, -1.5]  # 0.5 * 1 - 2 * 0 and 0.5 * 1 - 2 * 1
     assert scored[1].rewards == {"one": 1.0, "index": 1.0, "shadow": 9.0}
     assert ROLLOUTS[0].reward is None and ROLLOUTS[0].rewards == {}
 
 
 def test_none_of_a_weighted_term_makes_the_reward_none_and_of_a_shadow_term_does_not():
-    assert score(ROLLOUTS, reward(one=Term(1.0, lambda r: 1.0), none=Term(0.0, lambda r: None)))[0].reward == 1.0
+    assert (
+        score(ROLLOUTS, reward(one=Term(1.0, lambda r: 1.0), none=Term(0.0, lambda r: None)))[
+            0
+        ].reward
+        == 1.0
+    )
     scored = score(ROLLOUTS, reward(one=Term(1.0, lambda r: 1.0), none=Term(1.0, lambda r: None)))
     assert scored[0].reward is None and scored[0].rewards == {"one": 1.0, "none": None}
 
@@ -45,7 +67,11 @@ def centred(rollouts: list[Rollout], *, scale: float = 1.0) -> list[float]:
 
 @pytest.mark.parametrize(
     "term",
-    [Term(1.0, centred, batched=True), Term(1.0, batched(partial(centred))), Term(1.0, partial(batched(centred)))],
+    [
+        Term(1.0, centred, batched=True),
+        Term(1.0, batched(partial(centred))),
+        Term(1.0, partial(batched(centred))),
+    ],
 )
 def test_a_batched_term_sees_all_rollouts_at_once(term):
     assert [r.reward for r in score(ROLLOUTS, reward(centred=term))] == [-0.5, 0.5]
@@ -88,7 +114,12 @@ def test_all_weights_zero_is_refused():
 
 
 def test_no_rollouts_give_no_rollouts():
-    assert score([], reward(index=Term(1.0, index), centred=Term(1.0, lambda rollouts: [], batched=True))) == []
+    assert (
+        score(
+            [], reward(index=Term(1.0, index), centred=Term(1.0, lambda rollouts: [], batched=True))
+        )
+        == []
+    )
 
 
 def test_by_task_scores_each_row_with_its_own_reward():
@@ -105,7 +136,11 @@ def test_by_task_names_the_row_and_the_known_rewards():
 def test_by_task_gives_a_batched_reward_all_rows_that_name_it():
     rows = [*ROLLOUTS, Rollout(Task("t/4", (), reward="a"), ())]
     fn = partial(by_task, rewards={"a": partial(batched(centred), scale=2.0), "b": index})
-    assert [r.reward for r in score(rows, reward(by_task=Term(1.0, fn)))] == [-4.0, 1.0, 4.0]  # mean of 0 and 4 is 2
+    assert [r.reward for r in score(rows, reward(by_task=Term(1.0, fn)))] == [
+        -4.0,
+        1.0,
+        4.0,
+    ]  # mean of 0 and 4 is 2
 
 
 # ------------------------------------------------------------------------------------------------- how scores come about
@@ -130,14 +165,21 @@ def test_every_score_has_a_status_and_failures_are_none_and_never_zero():
 
 
 def test_none_is_unparseable_and_a_verdict_says_its_own_status():
-    scored = score(FOUR[:1], reward(none=Term(1.0, lambda r: None), late=Term(1.0, lambda r: Verdict(-1.0, "timeout"))))
-    assert scored[0].statuses == {"none": "unparseable", "late": "timeout"} and scored[0].rewards == {"none": None, "late": -1.0}
+    scored = score(
+        FOUR[:1],
+        reward(none=Term(1.0, lambda r: None), late=Term(1.0, lambda r: Verdict(-1.0, "timeout"))),
+    )
+    assert scored[0].statuses == {"none": "unparseable", "late": "timeout"} and scored[
+        0
+    ].rewards == {"none": None, "late": -1.0}
     assert type(scored[0].rewards["late"]) is float
 
 
 def test_above_the_error_rate_scoring_stops_with_the_rollout():
     seen = []
-    with pytest.raises(RewardError, match=r"'odd'.*'t/3'.*2 of 4 rollouts failed, more than max_error_rate=0.25") as caught:
+    with pytest.raises(
+        RewardError, match=r"'odd'.*'t/3'.*2 of 4 rollouts failed, more than max_error_rate=0.25"
+    ) as caught:
         score(FOUR, lenient(0.25, odd=Term(1.0, lambda r: seen.append(r) or patchy(r))))
     assert caught.value.rollout is FOUR[3]
     with pytest.raises(RewardError) as caught:
@@ -187,14 +229,24 @@ def test_a_reward_that_hangs_is_given_up(fn):
     start = time.perf_counter()
     scored = score(FOUR, lenient(slow=Term(1.0, fn, timeout=0.2)))
     assert time.perf_counter() - start < 1.5
-    assert [r.statuses["slow"] for r in scored] == ["ok", "timeout", "ok", "ok"] and scored[1].reward is None
+    assert [r.statuses["slow"] for r in scored] == ["ok", "timeout", "ok", "ok"] and scored[
+        1
+    ].reward is None
     with pytest.raises(RewardError, match=r"'slow'.*'t/1': nothing within 0.2 s"):
         score(FOUR, reward(slow=Term(1.0, fn, timeout=0.2)))
 
 
 def test_a_batched_reward_that_hangs_has_no_score_at_all():
-    scored = score(FOUR, lenient(1.0, slow=Term(1.0, lambda rollouts: list(map(sleepy, rollouts)), batched=True, timeout=0.2)))
-    assert {r.statuses["slow"] for r in scored} == {"timeout"} and all(r.reward is None for r in scored)
+    scored = score(
+        FOUR,
+        lenient(
+            1.0,
+            slow=Term(1.0, lambda rollouts: list(map(sleepy, rollouts)), batched=True, timeout=0.2),
+        ),
+    )
+    assert {r.statuses["slow"] for r in scored} == {"timeout"} and all(
+        r.reward is None for r in scored
+    )
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0])
@@ -219,7 +271,12 @@ def test_async_rewards_are_in_flight_together_and_keep_their_order():
 
     for fn in (slow, partial(slow), lambda r: slow(r)):
         most = 0
-        assert [r.reward for r in score(FOUR, reward(slow=Term(1.0, fn)))] == [0.0, 1.0, 2.0, 3.0] and most == 4
+        assert [r.reward for r in score(FOUR, reward(slow=Term(1.0, fn)))] == [
+            0.0,
+            1.0,
+            2.0,
+            3.0,
+        ] and most == 4
 
 
 def test_async_errors_are_those_of_their_rollout():
@@ -263,26 +320,38 @@ def test_rewards_of_steps_go_to_their_steps_beside_the_outcome():
     (scored,) = score([episode(3)], reward(**terms))
     assert [s.reward for s in scored.steps] == pytest.approx([0.4, -0.1, 1.4])
     assert scored.reward == 5.0 and scored.total_reward == pytest.approx(6.7)
-    assert scored.rewards == pytest.approx({"outcome": 5.0, "steps": 4.0, "cost": 0.3, "shadow": 27.0})
+    assert scored.rewards == pytest.approx(
+        {"outcome": 5.0, "steps": 4.0, "cost": 0.3, "shadow": 27.0}
+    )
     batch = assemble([scored], pad_token_id=0)
     assert batch.token_rewards[batch.response_mask].tolist() == pytest.approx([0.4, -0.1, 6.4])
     assert batch.rewards.tolist() == pytest.approx([6.7])
 
 
 def test_rewards_of_steps_alone_have_an_outcome_of_zero():
-    scored = score([episode(2), episode(0)], reward(steps=Term(1.0, lambda r: [1.0] * len(r.steps), per_step=True)))
+    scored = score(
+        [episode(2), episode(0)],
+        reward(steps=Term(1.0, lambda r: [1.0] * len(r.steps), per_step=True)),
+    )
     assert [(r.reward, r.total_reward) for r in scored] == [(0.0, 2.0), (0.0, 0.0)]
 
 
 def test_a_shadow_term_of_steps_leaves_the_steps_alone():
-    terms = {"one": Term(1.0, lambda r: 1.0), "shadow": Term(0.0, lambda r: [9.0] * len(r.steps), per_step=True)}
+    terms = {
+        "one": Term(1.0, lambda r: 1.0),
+        "shadow": Term(0.0, lambda r: [9.0] * len(r.steps), per_step=True),
+    }
     (scored,) = score([episode(2)], reward(**terms))
     assert [s.reward for s in scored.steps] == [None, None] and scored.rewards["shadow"] == 18.0
 
 
 def test_rewards_of_steps_may_be_missing_for_the_whole_rollout():
     (scored,) = score([episode(2)], reward(steps=Term(1.0, lambda r: None, per_step=True)))
-    assert scored.reward is None and scored.total_reward is None and [s.reward for s in scored.steps] == [None, None]
+    assert (
+        scored.reward is None
+        and scored.total_reward is None
+        and [s.reward for s in scored.steps] == [None, None]
+    )
 
 
 @pytest.mark.parametrize("value", [1.0, [1.0], [1.0, float("nan")], "ab", [1.0, "b"]])
@@ -292,11 +361,17 @@ def test_rewards_of_steps_have_one_entry_a_step(value):
 
 
 def test_a_batched_term_may_be_one_of_steps():
-    term = Term(1.0, lambda rollouts: [[1.0] * len(r.steps) for r in rollouts], batched=True, per_step=True)
+    term = Term(
+        1.0, lambda rollouts: [[1.0] * len(r.steps) for r in rollouts], batched=True, per_step=True
+    )
     assert [s.reward for s in score([episode(2)], reward(steps=term))[0].steps] == [1.0, 1.0]
 
 
-PAID = {"none": (), "one": (None, 2.0), "all": (0.25, 2.0)}  # what the environment paid at the two steps of an episode
+PAID = {
+    "none": (),
+    "one": (None, 2.0),
+    "all": (0.25, 2.0),
+}  # what the environment paid at the two steps of an episode
 TERMS = {
     "steps": Term(0.5, lambda r: [1.0, 3.0], per_step=True),
     "outcome": Term(2.0, lambda r: 5.0),
@@ -306,15 +381,30 @@ TERMS = {
 
 
 @pytest.mark.parametrize("paid", PAID)
-@pytest.mark.parametrize("names", [c for n in range(1, 5) for c in combinations(TERMS, n) if c != ("shadow",)], ids="+".join)
-def test_an_episode_earns_what_the_environment_paid_and_what_its_terms_add_however_often_it_is_scored(paid, names):
+@pytest.mark.parametrize(
+    "names",
+    [c for n in range(1, 5) for c in combinations(TERMS, n) if c != ("shadow",)],
+    ids="+".join,
+)
+def test_an_episode_earns_what_the_environment_paid_and_what_its_terms_add_however_often_it_is_scored(
+    paid, names
+):
     """total = Σ paid + Σ weight · term over all terms but `environment`, whose component is Σ paid; scored once, twice, or after another
     reward. Terms of steps took the place of what was paid."""
     played = episode(2)
-    played = played._replace(steps=tuple(s._replace(reward=p) for s, p in zip_longest(played.steps, PAID[paid])))
-    rewarded, amount = reward(**{name: TERMS[name] for name in names}), sum(p or 0.0 for p in PAID[paid])
+    played = played._replace(
+        steps=tuple(s._replace(reward=p) for s, p in zip_longest(played.steps, PAID[paid]))
+    )
+    rewarded, amount = (
+        reward(**{name: TERMS[name] for name in names}),
+        sum(p or 0.0 for p in PAID[paid]),
+    )
     (once,) = score([played], rewarded)
-    assert once.total_reward == pytest.approx(amount + 2.0 * ("steps" in names) + 10.0 * ("outcome" in names))
+    assert once.total_reward == pytest.approx(
+        amount + 2.0 * ("steps" in names) + 10.0 * ("outcome" in names)
+    )
     assert once.rewards.get("environment", amount) == pytest.approx(amount)
     assert score([once], rewarded) == [once]
-    assert score(score([played], reward(other=Term(7.0, lambda r: [1.0, 1.0], per_step=True))), rewarded) == [once]
+    assert score(
+        score([played], reward(other=Term(7.0, lambda r: [1.0, 1.0], per_step=True))), rewarded
+    ) == [once]

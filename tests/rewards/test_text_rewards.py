@@ -13,8 +13,13 @@ from rlkit.rewards import contains, exact_match, extract_answer, format_match, n
 from rlkit.types import Rollout, Step, Task
 
 
-def rollout(content: str, truth: str = "", finish_reason: str = "stop", thinking: str = "") -> Rollout:
-    return Rollout(Task("t", (), truth), (Step((), (), (), (), finish_reason, thinking=thinking, content=content),))
+def rollout(
+    content: str, truth: str = "", finish_reason: str = "stop", thinking: str = ""
+) -> Rollout:
+    return Rollout(
+        Task("t", (), truth),
+        (Step((), (), (), (), finish_reason, thinking=thinking, content=content),),
+    )
 
 
 def test_exact_match_strips_and_folds_on_request():
@@ -27,9 +32,20 @@ def test_exact_match_strips_and_folds_on_request():
 def test_exact_match_compares_what_a_parse_gives():
     """Equality after the parse, never a substring; what cannot be parsed of the truth cannot be scored."""
     parsed = partial(exact_match, parse=extract_answer)
-    assert [parsed(rollout(text, "10")) for text in ("it is 10.0", "#### 1", "100", "none")] == [1.0, 0.0, 0.0, 0.0]
-    assert parsed(rollout("none", "10")).status == "unparseable" and parsed(rollout("10", "no number")) is None
-    assert exact_match(rollout("B", "b"), parse=str.swapcase) == 0.0 and exact_match(rollout("B", "b"), parse=str.upper) == 1.0
+    assert [parsed(rollout(text, "10")) for text in ("it is 10.0", "#### 1", "100", "none")] == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
+    assert (
+        parsed(rollout("none", "10")).status == "unparseable"
+        and parsed(rollout("10", "no number")) is None
+    )
+    assert (
+        exact_match(rollout("B", "b"), parse=str.swapcase) == 0.0
+        and exact_match(rollout("B", "b"), parse=str.upper) == 1.0
+    )
 
 
 def test_an_answer_inside_an_unclosed_thinking_block_is_none():
@@ -85,7 +101,9 @@ def test_format_refuses_a_pattern_that_is_none(pattern):
         format_match(rollout("x"), pattern=pattern)
 
 
-@pytest.mark.parametrize("reward", [exact_match, contains, lambda r: format_match(r, pattern="Paris")])
+@pytest.mark.parametrize(
+    "reward", [exact_match, contains, lambda r: format_match(r, pattern="Paris")]
+)
 def test_thinking_and_replies_cut_by_length_do_not_count(reward):
     assert reward(rollout("Paris", "Paris", finish_reason="length")) == 0.0
     assert reward(rollout("", "Paris", thinking="Paris")) == 0.0

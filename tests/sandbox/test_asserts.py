@@ -16,8 +16,19 @@ from rlkit.sandbox import Check, Opaque, Result, Unsplittable, passes, same, spl
 from rlkit.sandbox._child import encode
 from rlkit.sandbox.values import Malformed, decode_value, records
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8) | st.binary(max_size=8)
-HASHABLE = st.recursive(SCALARS, lambda s: st.lists(s, max_size=3).map(tuple) | st.frozensets(s, max_size=3), max_leaves=8)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+)
+HASHABLE = st.recursive(
+    SCALARS,
+    lambda s: st.lists(s, max_size=3).map(tuple) | st.frozensets(s, max_size=3),
+    max_leaves=8,
+)
 VALUES = st.recursive(
     HASHABLE,
     lambda s: (
@@ -35,7 +46,11 @@ LITERALS = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
     | st.binary(max_size=8),
-    lambda s: st.lists(s, max_size=3) | st.lists(s, max_size=3).map(tuple) | st.dictionaries(st.text(max_size=3), s, max_size=3),
+    lambda s: (
+        st.lists(s, max_size=3)
+        | st.lists(s, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), s, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -55,9 +70,27 @@ def test_values_come_back_as_they_were(value):
 
 @examples(
     st.binary(max_size=40)
-    | st.lists(st.sampled_from([b"l", b"t", b"S", b"d", b"i", b"s", b"f", b"c", b"N", b"T", b"1:", b"9:", b":", b"99999999:", b"-1:"])).map(
-        b"".join
-    ),
+    | st.lists(
+        st.sampled_from(
+            [
+                b"l",
+                b"t",
+                b"S",
+                b"d",
+                b"i",
+                b"s",
+                b"f",
+                b"c",
+                b"N",
+                b"T",
+                b"1:",
+                b"9:",
+                b":",
+                b"99999999:",
+                b"-1:",
+            ]
+        )
+    ).map(b"".join),
     fast=60,
     slow=300,
 )
@@ -68,7 +101,16 @@ def test_any_other_bytes_are_refused_and_nothing_else(data):
 
 
 def test_bytes_that_claim_more_than_they_are_cost_nothing():
-    for data in (b"l99999999:", b"s99999999:", b"l1:" * 10000 + b"N", b"i5:zzzzz", b"d1:l0:N", b"", b"NN", b"f3:xyz"):
+    for data in (
+        b"l99999999:",
+        b"s99999999:",
+        b"l1:" * 10000 + b"N",
+        b"i5:zzzzz",
+        b"d1:l0:N",
+        b"",
+        b"NN",
+        b"f3:xyz",
+    ):
         with pytest.raises(Malformed):
             decode_value(data)
 
@@ -141,10 +183,16 @@ def test_these_forms_are_understood(test):
     calls, right, wrong = SPLITS[test]
     check = split(f"assert {test}")
     assert list(check.calls) == calls
-    assert passes(check, *[Result(right)] * len(calls)) and not passes(check, *[Result(wrong)] * len(calls))
+    assert passes(check, *[Result(right)] * len(calls)) and not passes(
+        check, *[Result(wrong)] * len(calls)
+    )
 
 
-@each("test", [f"assert {test}" for tests in REFUSED.values() for test in tests] + ["x = 1", "f(1) == 2", None])
+@each(
+    "test",
+    [f"assert {test}" for tests in REFUSED.values() for test in tests]
+    + ["x = 1", "f(1) == 2", None],
+)
 def test_every_other_form_is_refused_with_a_reason(test):
     with pytest.raises(Unsplittable, match=r"\w"):
         split(test)
@@ -154,9 +202,16 @@ def test_the_setup_tells_values_from_judges():
     """A name that the setup gives is an input; a function of the setup runs beside the program, and its truth is no verdict."""
     setup = "from datetime import date\nroot = Node(1)\ndef check(f): assert f(1) == 2\ndef to_list(x): return [*x]"
     assert split("assert is_balanced(root) == False", setup).calls == ("is_balanced(root)",)
-    assert split("assert is_weekend(date(2020, 1, 4))", setup).calls == ("is_weekend(date(2020, 1, 4))",)
+    assert split("assert is_weekend(date(2020, 1, 4))", setup).calls == (
+        "is_weekend(date(2020, 1, 4))",
+    )
     assert split("assert to_list(f(1)) == [1]", setup).calls == ("to_list(f(1))",)
-    for test, code in [("is_balanced(root) == False", ""), ("check(f)", setup), ("check(Solution())", setup), ("check(root)", setup)]:
+    for test, code in [
+        ("is_balanced(root) == False", ""),
+        ("check(f)", setup),
+        ("check(Solution())", setup),
+        ("check(root)", setup),
+    ]:
         with pytest.raises(Unsplittable):
             split(f"assert {test}", code)
 
@@ -182,7 +237,10 @@ SPECIAL = [
 
 def answers(check: Check, value: object) -> list[Result]:
     """What the child would send, were `value` what every function of the program returns."""
-    names: dict[str, object] = {name: lambda *a, **k: value for name in ("f", "is_ok", "sum", "decode", "encode", "is_same", "Node")}
+    names: dict[str, object] = {
+        name: lambda *a, **k: value
+        for name in ("f", "is_ok", "sum", "decode", "encode", "is_same", "Node")
+    }
     names["Solution"] = lambda: types.SimpleNamespace(is_ok=names["f"])
     out = []
     for call in check.calls:
@@ -196,7 +254,10 @@ def answers(check: Check, value: object) -> list[Result]:
 def plainly(test: str, value: object) -> bool:
     """What Python itself says of the test."""
     function = lambda *a, **k: value  # noqa: E731
-    names = {name: function for name in ("f", "decode", "encode", "is_same", "Node")} | {"math": math, "isclose": math.isclose}
+    names = {name: function for name in ("f", "decode", "encode", "is_same", "Node")} | {
+        "math": math,
+        "isclose": math.isclose,
+    }
     if test.startswith("sum(10"):
         names["sum"] = function
     try:
@@ -208,7 +269,9 @@ def plainly(test: str, value: object) -> bool:
 def has_bool(value: object) -> bool:
     if isinstance(value, dict):
         value = [*value, *value.values()]
-    return isinstance(value, bool) or (isinstance(value, list | tuple | set | frozenset) and any(map(has_bool, value)))
+    return isinstance(value, bool) or (
+        isinstance(value, list | tuple | set | frozenset) and any(map(has_bool, value))
+    )
 
 
 def agree(test: str, value: object) -> None:
@@ -272,6 +335,12 @@ def test_equality_is_strict_about_types(value, expected, equal):
 
 def test_a_call_without_a_value_never_passes():
     for test in ("f()", "not f()", "f() == None", "f() is False"):
-        assert not passes(split(f"assert {test}"), Result(error="ValueError")) and not passes(split(f"assert {test}"))
+        assert not passes(split(f"assert {test}"), Result(error="ValueError")) and not passes(
+            split(f"assert {test}")
+        )
     true, false = split("assert f()"), split("assert not f()")
-    assert not passes(true, Result(Opaque("A"))) and not passes(false, Result(Opaque("A"))) and not passes(true, Result(True, error="E"))
+    assert (
+        not passes(true, Result(Opaque("A")))
+        and not passes(false, Result(Opaque("A")))
+        and not passes(true, Result(True, error="E"))
+    )

@@ -192,13 +192,24 @@ LIMIT = 0.4  # seconds, of what forges or floods; what escapes gets time to try
 SANDBOX = Sandbox(time_limit=LIMIT, memory_mb=256, workers=2)
 CHECK = split("assert f() == 42")
 LEVELS = [("seccomp", "landlock", "namespaces"), ("seccomp", "landlock")]
-NAMED = ["flood of the channel", "endless loop", "sleep", "ignored signals", "thread that goes on", "slow regular expression"]
+NAMED = [
+    "flood of the channel",
+    "endless loop",
+    "sleep",
+    "ignored signals",
+    "thread that goes on",
+    "slow regular expression",
+]
 
 
 def available(features) -> str:
     """Why this kernel lacks some of the features, or ''."""
     have = set(probe().features)
-    return "" if set(features) <= have else f"this machine gives {probe().name} only: {'; '.join(probe().reasons)}"
+    return (
+        ""
+        if set(features) <= have
+        else f"this machine gives {probe().name} only: {'; '.join(probe().reasons)}"
+    )
 
 
 def children() -> set[int]:
@@ -243,8 +254,17 @@ def around(tmp_path_factory):
     secret, library = home / "secret.txt", home / "library.py"
     secret.write_text("the answer")
     library.write_text("x = 1")
-    paths = {str(Path(p, name)) for p in (sysconfig.get_path("stdlib"), "/usr/lib/python3") for name in ("site-packages", "dist-packages")}
-    paths |= {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages(), *site.getsitepackages()}
+    paths = {
+        str(Path(p, name))
+        for p in (sysconfig.get_path("stdlib"), "/usr/lib/python3")
+        for name in ("site-packages", "dist-packages")
+    }
+    paths |= {
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        site.getusersitepackages(),
+        *site.getsitepackages(),
+    }
     installed = {p: sorted(os.listdir(p))[:50] for p in paths if os.path.isdir(p)}
     victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     names = {
@@ -255,7 +275,11 @@ def around(tmp_path_factory):
     def harm() -> list[str]:
         return [
             *(f"{path.name} was made" for path in home.iterdir() if path not in (secret, library)),
-            *(f"{path.name} was changed" for path, text in ((secret, "the answer"), (library, "x = 1")) if path.read_text() != text),
+            *(
+                f"{path.name} was changed"
+                for path, text in ((secret, "the answer"), (library, "x = 1"))
+                if path.read_text() != text
+            ),
             *(["the other process was ended"] if victim.poll() is not None else []),
         ]
 
@@ -270,13 +294,19 @@ def around(tmp_path_factory):
 
 def some(table: dict[str, str], every: int) -> dict[str, str]:
     """One in `every` programs, and those that tests ask for by name."""
-    return {name: code for i, (name, code) in enumerate(table.items()) if i % every == 0 or name in NAMED}
+    return {
+        name: code
+        for i, (name, code) in enumerate(table.items())
+        if i % every == 0 or name in NAMED
+    }
 
 
 def attempted(fill: str, table, limit: float, features, abi: int | None = None):
     """The programs of a table, run under these features: name → outcome."""
     jobs = [Job(fill + IMPORTS + code, (*CHECK.calls, "leak")) for code in table.values()]
-    return dict(zip(table, run_many(jobs, SANDBOX._replace(time_limit=limit), features, abi), strict=True))
+    return dict(
+        zip(table, run_many(jobs, SANDBOX._replace(time_limit=limit), features, abi), strict=True)
+    )
 
 
 AT_ONCE = 4  # of so many programs one is run by the fast tests
@@ -321,12 +351,18 @@ def test_no_program_passes_or_gets_anything(ended):
 
 def does_not_pass_and_gets_nothing(name, outcome):
     assert outcome.status in ("ok", "error", "timeout", "flood", "died"), name
-    assert not (outcome.status == "ok" and all(passes(CHECK, result) for result in outcome.results[:1])), name
+    assert not (
+        outcome.status == "ok" and all(passes(CHECK, result) for result in outcome.results[:1])
+    ), name
     assert not (outcome.results and passes(CHECK, outcome.results[0])), name
     if name in ESCAPING:  # it had time to try, and said what it got: nothing
         assert outcome.status in ("ok", "error", "died"), (name, outcome)
-    if outcome.status == "ok":  # `leak` is what the attack itself says, so a forged one is no success
-        assert outcome.results[1].error or not outcome.results[1].value, f"{name}: the attack got through"
+    if (
+        outcome.status == "ok"
+    ):  # `leak` is what the attack itself says, so a forged one is no success
+        assert outcome.results[1].error or not outcome.results[1].value, (
+            f"{name}: the attack got through"
+        )
     assert outcome.seconds < (5.0 if name in ESCAPING else LIMIT) + 1.0, name
 
 
@@ -338,7 +374,14 @@ def test_nothing_is_left_behind(ended, folder):
 
 @pytest.mark.parametrize(
     "features, abi, every",
-    [(LEVELS[1], 1, AT_ONCE), *(pytest.param(f, abi, 1, marks=pytest.mark.slow) for f in LEVELS[:2] for abi in range(1, 6))],
+    [
+        (LEVELS[1], 1, AT_ONCE),
+        *(
+            pytest.param(f, abi, 1, marks=pytest.mark.slow)
+            for f in LEVELS[:2]
+            for abi in range(1, 6)
+        ),
+    ],
 )
 def test_nothing_gets_out_on_an_older_kernel(around, features, abi, every):
     """Landlock of Linux 5.13 (version 1) to 6.11 (version 5), where signals and, at first, truncation are not its own."""
@@ -359,7 +402,9 @@ def test_the_parent_does_not_grow(ended):
 @pytest.mark.parametrize("name", NAMED[1:])
 def test_the_deadline_is_the_parents(ended, name):
     outcome = ended["outcomes"][name]
-    assert outcome.status in ("timeout", "ok") and outcome.seconds < LIMIT + 1.0  # a thread ends with its process
+    assert (
+        outcome.status in ("timeout", "ok") and outcome.seconds < LIMIT + 1.0
+    )  # a thread ends with its process
 
 
 def test_a_flood_of_the_channel_is_cut_in_the_parent(ended):
@@ -368,7 +413,14 @@ def test_a_flood_of_the_channel_is_cut_in_the_parent(ended):
 
 def test_the_weakest_level_still_keeps_time_memory_and_the_verdict(folder):
     """`basic`, as on macOS: no feature of the kernel. What forges or floods fails there too."""
-    names = ["always equal", "os._exit", "records forged on every descriptor", "endless loop", "memory bomb", "flood of the channel"]
+    names = [
+        "always equal",
+        "os._exit",
+        "records forged on every descriptor",
+        "endless loop",
+        "memory bomb",
+        "flood of the channel",
+    ]
     jobs = [Job(IMPORTS + PROGRAMS[name], CHECK.calls) for name in names]
     for name, outcome in zip(names, run_many(jobs, SANDBOX, ()), strict=True):
         assert not (outcome.results and passes(CHECK, outcome.results[0])), name
@@ -399,10 +451,17 @@ with folder() as path:
 """
 
 
-def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_others(folder, monkeypatch):
+def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_others(
+    folder, monkeypatch
+):
     """Not a living process's, nor another user's, nor what only looks like one."""
     owners = [
-        subprocess.Popen([sys.executable, "-c", LEFT, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", LEFT, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     dead, alive = (Path(owner.stdout.readline().strip()) for owner in owners)
@@ -418,8 +477,15 @@ def test_the_folders_of_a_killed_process_are_removed_at_the_next_start_and_no_ot
         patch.undo()
         probe.cache_clear()
         probe()
-        assert not dead.exists() and (alive / "left.txt").exists() and Path(mine).exists() and other.exists()
-        assert sorted(folder.glob(f"{FOLDER}*")) == sorted([alive, Path(mine), folder / f"{FOLDER}link", folder / f"{FOLDER}file"])
+        assert (
+            not dead.exists()
+            and (alive / "left.txt").exists()
+            and Path(mine).exists()
+            and other.exists()
+        )
+        assert sorted(folder.glob(f"{FOLDER}*")) == sorted(
+            [alive, Path(mine), folder / f"{FOLDER}link", folder / f"{FOLDER}file"]
+        )
     owners[1].communicate("")
     owners[0].stdin.close()
     owners[0].stdout.close()
@@ -453,16 +519,23 @@ def test_the_self_test_finds_what_the_filter_forgets(monkeypatch, tmp_path, old,
     assert text.count(old) == 1
     child.write_text(text.replace(old, new))
     monkeypatch.setattr(process, "CHILD", child)
-    monkeypatch.setattr(level, "run_with", lambda job, sandbox, features: run_with(job, sandbox, features, 1))
+    monkeypatch.setattr(
+        level, "run_with", lambda job, sandbox, features: run_with(job, sandbox, features, 1)
+    )
     assert level.self_test(LEVELS[1]) == (attack,)
 
 
-@pytest.mark.parametrize("name", ["secret file", "own proc", "list of processes", "tcp", "symbolic link", "change rights"])
+@pytest.mark.parametrize(
+    "name",
+    ["secret file", "own proc", "list of processes", "tcp", "symbolic link", "change rights"],
+)
 def test_the_table_would_show_an_escape(name, tmp_path):
     """The same programs get through where nothing holds them: the tests above can fail."""
     (tmp_path / "secret.txt").write_text("the answer")
     fill = f"SECRET_FILE, PARENT = {str(tmp_path / 'secret.txt')!r}, {os.getpid()}\n"
-    outcome = run_with(Job(fill + IMPORTS + ESCAPING[name], ("bool(leak)",)), SANDBOX._replace(time_limit=5.0), ())
+    outcome = run_with(
+        Job(fill + IMPORTS + ESCAPING[name], ("bool(leak)",)), SANDBOX._replace(time_limit=5.0), ()
+    )
     assert outcome.status == "ok" and outcome.results[0].value is True
 
 

@@ -8,7 +8,19 @@ import time
 import pytest
 
 from rlkit.errors import ConfigError
-from rlkit.sandbox import Job, Opaque, Sandbox, SandboxError, level, probe, process, require, run, run_many, seen
+from rlkit.sandbox import (
+    Job,
+    Opaque,
+    Sandbox,
+    SandboxError,
+    level,
+    probe,
+    process,
+    require,
+    run,
+    run_many,
+    seen,
+)
 from rlkit.sandbox._child import ALLOWED, MACHINES, OPEN, bpf
 from rlkit.sandbox.process import run_with
 
@@ -84,17 +96,30 @@ def test_calls_share_one_interpreter_and_programs_do_not():
 
 def test_an_exception_names_its_line_and_a_call_that_fails_does_not_end_the_others():
     outcome = run(Job("x = 1\ny = 2\nz = undefined"))
-    assert outcome.status == "error" and "NameError" in outcome.error and "(line 3)" in outcome.error
-    assert [bool(r.error) for r in run(Job("", ("1", "nothing", "2"))).results] == [False, True, False]
+    assert (
+        outcome.status == "error" and "NameError" in outcome.error and "(line 3)" in outcome.error
+    )
+    assert [bool(r.error) for r in run(Job("", ("1", "nothing", "2"))).results] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_what_came_before_the_deadline_is_kept():
     outcome = run(Job("import time", ("1", "time.sleep(60)", "2")), Sandbox(time_limit=0.3))
-    assert outcome.status == "timeout" and [r.value for r in outcome.results] == [1] and 0.3 <= outcome.seconds < 1.0
+    assert (
+        outcome.status == "timeout"
+        and [r.value for r in outcome.results] == [1]
+        and 0.3 <= outcome.seconds < 1.0
+    )
 
 
 def test_many_programs_keep_their_order():
-    outcomes = run_many([Job(f"import time\ntime.sleep({0.2 if i % 2 else 0})", (str(i),)) for i in range(6)], Sandbox(workers=3))
+    outcomes = run_many(
+        [Job(f"import time\ntime.sleep({0.2 if i % 2 else 0})", (str(i),)) for i in range(6)],
+        Sandbox(workers=3),
+    )
     assert [o.results[0].value for o in outcomes] == list(range(6))
     assert run_many([]) == []
 
@@ -122,9 +147,16 @@ def test_the_level_says_what_it_blocks_and_is_found_once():
 
 @pytest.mark.parametrize(
     "lost, name",
-    [({"namespaces"}, "kernel"), ({"landlock"}, "basic"), ({"seccomp"}, "basic"), ({"seccomp", "landlock", "namespaces"}, "basic")],
+    [
+        ({"namespaces"}, "kernel"),
+        ({"landlock"}, "basic"),
+        ({"seccomp"}, "basic"),
+        ({"seccomp", "landlock", "namespaces"}, "basic"),
+    ],
 )
-def test_a_kernel_without_a_feature_gives_a_weaker_level_that_needs_consent(monkeypatch, lost, name):
+def test_a_kernel_without_a_feature_gives_a_weaker_level_that_needs_consent(
+    monkeypatch, lost, name
+):
     real = process.run_with
 
     def without(job, sandbox, features):
@@ -141,9 +173,16 @@ def test_a_kernel_without_a_feature_gives_a_weaker_level_that_needs_consent(monk
         assert found.name == name and not lost & set(found.features) and found.reasons
         if name == "basic":
             assert found.open and "NOT blocked" in str(found)
-            with pytest.raises(ConfigError, match=r"sandbox\.min_level is kernel.*gives basic.*not in this kernel.*allow_weak=true"):
+            with pytest.raises(
+                ConfigError,
+                match=r"sandbox\.min_level is kernel.*gives basic.*not in this kernel.*allow_weak=true",
+            ):
                 require(Sandbox())
-            assert require(Sandbox(allow_weak=True)).name == require(Sandbox(min_level="basic")).name == "basic"
+            assert (
+                require(Sandbox(allow_weak=True)).name
+                == require(Sandbox(min_level="basic")).name
+                == "basic"
+            )
         else:
             assert require(Sandbox()).name == "kernel"
             with pytest.raises(ConfigError, match=r"kernel\+ns"):
@@ -160,7 +199,16 @@ def test_a_child_that_cannot_be_confined_runs_nothing(tmp_path):
         process._outcome([], Job(""), "end", 0.0)
 
 
-@pytest.mark.parametrize("field, value", [("time_limit", 0), ("memory_mb", 1), ("output_kb", 0), ("workers", 0), ("min_level", "strong")])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("time_limit", 0),
+        ("memory_mb", 1),
+        ("output_kb", 0),
+        ("workers", 0),
+        ("min_level", "strong"),
+    ],
+)
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"sandbox\.{field} is .*{value}"):
         require(Sandbox()._replace(**{field: value}))
@@ -174,7 +222,11 @@ def test_workers_never_take_more_than_half_of_the_memory():
 
 def simulate(program, machine: int, number: int, arguments=(0,) * 6) -> int:
     """What a seccomp filter gives: an interpreter of the instructions that it is made of."""
-    data = {0: number, 4: machine} | {16 + 8 * i + 4 * h: (a >> 32 * h) & 0xFFFFFFFF for i, a in enumerate(arguments) for h in (0, 1)}
+    data = {0: number, 4: machine} | {
+        16 + 8 * i + 4 * h: (a >> 32 * h) & 0xFFFFFFFF
+        for i, a in enumerate(arguments)
+        for h in (0, 1)
+    }
     place = value = 0
     while True:
         code, true, false, k = program[place]
@@ -186,7 +238,9 @@ def simulate(program, machine: int, number: int, arguments=(0,) * 6) -> int:
         elif code == 0x54:
             value &= k
         else:
-            place += true if {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code] else false
+            place += (
+                true if {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code] else false
+            )
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -196,12 +250,24 @@ def test_the_filter_allows_what_is_listed_and_nothing_else(machine):
     program = bpf(machine)
     allowed = {pair[column] for pair in ALLOWED.values()} - {None}
     opening = {pair[column]: index for pair, index in OPEN.values() if pair[column] is not None}
-    special = {clone: 0x50001, ioctl: 0x50019, 435: 0x50026, prlimit: 0x7FFF0000, fcntl: 0x7FFF0000} | dict.fromkeys(opening, 0x7FFF0000)
+    special = {
+        clone: 0x50001,
+        ioctl: 0x50019,
+        435: 0x50026,
+        prlimit: 0x7FFF0000,
+        fcntl: 0x7FFF0000,
+    } | dict.fromkeys(opening, 0x7FFF0000)
     assert not allowed & set(special)
     for number in range(600):
-        assert simulate(program, audit, number) == special.get(number, 0x7FFF0000 if number in allowed else 0x50001), number
+        assert simulate(program, audit, number) == special.get(
+            number, 0x7FFF0000 if number in allowed else 0x50001
+        ), number
     assert simulate(program, audit, clone, (0x3D0F00, 0, 0, 0, 0, 0)) == 0x7FFF0000  # a thread
-    for arguments in ((1, 7, 0, 9, 0, 0), (0, 7, 9, 0, 0, 0), (0, 7, 1 << 40, 0, 0, 0)):  # another process; new limits
+    for arguments in (
+        (1, 7, 0, 9, 0, 0),
+        (0, 7, 9, 0, 0, 0),
+        (0, 7, 1 << 40, 0, 0, 0),
+    ):  # another process; new limits
         assert simulate(program, audit, prlimit, arguments) == 0x50001
     assert simulate(program, 0x40000003, 0) == 0x80000000  # 32-bit calls have other numbers
     if machine == "x86_64":
@@ -216,21 +282,45 @@ def test_the_filter_reads_the_arguments_of_fcntl_and_open(machine):
     program = bpf(machine)
 
     def allows(number: int, *arguments: int) -> bool:
-        return simulate(program, audit, number, (*arguments, *[0] * (6 - len(arguments)))) == 0x7FFF0000
+        return (
+            simulate(program, audit, number, (*arguments, *[0] * (6 - len(arguments))))
+            == 0x7FFF0000
+        )
 
-    allowed = {0, 1, 2, 3, 4, 5, 6, 7, 1030}  # not 8 F_SETOWN, 10 F_SETSIG, 15 F_SETOWN_EX, 1024 F_SETLEASE, 1026 F_NOTIFY
+    allowed = {
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        1030,
+    }  # not 8 F_SETOWN, 10 F_SETSIG, 15 F_SETOWN_EX, 1024 F_SETLEASE, 1026 F_NOTIFY
     for command in [*range(64), *range(1020, 1050), 2**31, 2**32 - 1]:
         for high in (0, 1, 2**31, 2**32 - 1):
-            assert allows(fcntl, 3, high << 32 | command) == (command in allowed and high == 0), (command, high)
-    for high in (0, 1, 2**32 - 1):  # the kernel reads the low half of flags, whatever stands in the high one
-        assert allows(fcntl, 3, 4, high << 32 | 0o4000) and not allows(fcntl, 3, 4, high << 32 | 0o20000)
+            assert allows(fcntl, 3, high << 32 | command) == (command in allowed and high == 0), (
+                command,
+                high,
+            )
+    for high in (
+        0,
+        1,
+        2**32 - 1,
+    ):  # the kernel reads the low half of flags, whatever stands in the high one
+        assert allows(fcntl, 3, 4, high << 32 | 0o4000) and not allows(
+            fcntl, 3, 4, high << 32 | 0o20000
+        )
         for pair, index in OPEN.values():
             for mode in range(4):
                 for others in (0, 0o100, 0o2000000, 0o20200100):
                     for truncate in (0, 0o1000):
                         flags = high << 32 | mode | others | truncate
                         if pair[column] is not None:
-                            assert allows(pair[column], *[7] * index, flags) == (mode in (1, 2) or (mode == 0 and not truncate))
+                            assert allows(pair[column], *[7] * index, flags) == (
+                                mode in (1, 2) or (mode == 0 and not truncate)
+                            )
 
 
 def test_a_program_cannot_be_run_below_the_time_of_nothing():

@@ -11,7 +11,17 @@ import pytest
 from rlkit.environments import python_tool
 from rlkit.sandbox import Sandbox, process
 from rlkit.system import deadline
-from rlkit.system.deadline import Countdown, DeadlinePassed, ProcessEndAsked, contained, containing, ended_by, in_thread, in_worker, within
+from rlkit.system.deadline import (
+    Countdown,
+    DeadlinePassed,
+    ProcessEndAsked,
+    contained,
+    containing,
+    ended_by,
+    in_thread,
+    in_worker,
+    within,
+)
 from rlkit.system.loops import run
 
 
@@ -126,7 +136,9 @@ def test_the_program_of_a_call_given_up_is_killed(monkeypatch):
     monkeypatch.setattr(process.subprocess, "Popen", Popen)
 
     async def main():
-        playing = asyncio.create_task(in_worker(lambda: tool("while True: pass"), None, "the tool python"))
+        playing = asyncio.create_task(
+            in_worker(lambda: tool("while True: pass"), None, "the tool python")
+        )
         while not children:
             await asyncio.sleep(0.001)
         playing.cancel()
@@ -160,7 +172,9 @@ def test_more_calls_than_threads_wait_for_a_place_and_one_given_up_leaves_its_ow
     async def main():
         hung = asyncio.create_task(in_worker(hang, 0.01, "the tool hang"))
         await asyncio.sleep(0)
-        assert await asyncio.gather(*(in_worker(lambda i=i: short(i), None, "short") for i in range(4))) == [0, 1, 2, 3]
+        assert await asyncio.gather(
+            *(in_worker(lambda i=i: short(i), None, "short") for i in range(4))
+        ) == [0, 1, 2, 3]
         with pytest.raises(DeadlinePassed):
             await hung
 
@@ -186,7 +200,11 @@ def test_time_in_which_the_loop_is_busy_does_not_count(monkeypatch, kind, busy, 
 
         async def call():
             async with within(1.0):
-                await (tool() if kind == "async" else in_worker(lambda: release.wait(20), None, "a tool"))
+                await (
+                    tool()
+                    if kind == "async"
+                    else in_worker(lambda: release.wait(20), None, "a tool")
+                )
 
         playing = asyncio.create_task(call())
         await asyncio.sleep(0)

@@ -118,7 +118,9 @@ def test_where_nothing_can_be_noted_a_run_is_a_strangers(why, tmp_path, monkeypa
         os.chmod(place / "rlkit" / "runs", 0o777)
     else:
         (place / "rlkit" / "runs").mkdir(parents=True)
-        monkeypatch.setattr(noted, "write_atomic", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+        monkeypatch.setattr(
+            noted, "write_atomic", lambda *_: (_ for _ in ()).throw(OSError("read-only"))
+        )
     folder = own_run(tmp_path / "run")
     assert not is_noted(folder)
     assert (state_folder() is None) == (why != "read only")
@@ -135,8 +137,17 @@ def test_the_state_folder_is_the_users(tmp_path, monkeypatch):
 def test_an_own_run_never_asks(tmp_path, monkeypatch, capsys, state):
     """It is trained, resumed twice and evaluated. A copy of it is a stranger's, and stays one after it was resumed with trust=true."""
     monkeypatch.chdir(tmp_path)
-    small = ["debug=fast", "evaluation.n=0", "generation.max_new_tokens=8", "logger=none", "trainer.steps=1"]
-    strange = "++callbacks.checkpoint.best=null", f"+environment.environments.x={{_target_: {__name__}.an_environment}}"
+    small = [
+        "debug=fast",
+        "evaluation.n=0",
+        "generation.max_new_tokens=8",
+        "logger=none",
+        "trainer.steps=1",
+    ]
+    strange = (
+        "++callbacks.checkpoint.best=null",
+        f"+environment.environments.x={{_target_: {__name__}.an_environment}}",
+    )
     place, copy = tmp_path / "mine", tmp_path / "copy"
     assert main(["train", *small, *strange, f"hydra.run.dir={place}"]) == 0
     assert is_noted(place)
@@ -148,9 +159,14 @@ def test_an_own_run_never_asks(tmp_path, monkeypatch, capsys, state):
     assert main(["train", f"resume={copy}", "trainer.steps=4"]) == 2
     assert f"environment.environments.x calls {__name__}.an_environment" in capsys.readouterr().err
     assert main(["train", f"resume={copy}", "trainer.steps=4", "trust=true"]) == 0
-    assert f"trusted: environment.environments.x calls {__name__}.an_environment" in capsys.readouterr().err
+    assert (
+        f"trusted: environment.environments.x calls {__name__}.an_environment"
+        in capsys.readouterr().err
+    )
     assert not is_noted(copy)
-    assert main(["train", f"resume={copy}", "trainer.steps=5", strange[1]]) == 0  # the user says it himself
+    assert (
+        main(["train", f"resume={copy}", "trainer.steps=5", strange[1]]) == 0
+    )  # the user says it himself
 
 
 def an_environment():

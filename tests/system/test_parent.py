@@ -96,7 +96,11 @@ def test_no_code_of_a_model_outlives_the_trainer(code):
         own: list[int] = []
         deadline = time.monotonic() + 60
         while not own and time.monotonic() < deadline:
-            own = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
+            own = [
+                int(pid)
+                for task in children.iterdir()
+                for pid in (task / "children").read_text().split()
+            ]
             own = [pid for pid in own if busy(pid)]
         parent.kill()
     assert own

@@ -11,7 +11,14 @@ from fractions import Fraction
 import pytest
 
 from rlkit.environments import calculator
-from rlkit.tasks._arithmetic import arithmetic, draw_of, expression, problem, split_of_expression, value_of
+from rlkit.tasks._arithmetic import (
+    arithmetic,
+    draw_of,
+    expression,
+    problem,
+    split_of_expression,
+    value_of,
+)
 from rlkit.types import SPLITS
 
 WARM_UP = 1_000_003  # the seed of the problems that experiments/tiny_model/build.py warms up with
@@ -23,17 +30,30 @@ N = 250  # problems a seed
 @pytest.fixture(scope="module")
 def problems():
     """(split, seed) → problems."""
-    drawn = {("train", seed): [problem(seed, i, "train") for i in range(N)] for seed in TRAINING_SEEDS}
-    return drawn | {(split, seed): [problem(seed, i, split) for i in range(N)] for seed in HELD_OUT_SEEDS for split in SPLITS[1:]}
+    drawn = {
+        ("train", seed): [problem(seed, i, "train") for i in range(N)] for seed in TRAINING_SEEDS
+    }
+    return drawn | {
+        (split, seed): [problem(seed, i, split) for i in range(N)]
+        for seed in HELD_OUT_SEEDS
+        for split in SPLITS[1:]
+    }
 
 
 def expressions(problems, split):
-    return [{p.expression for p in drawn} for (which, _), drawn in problems.items() if which == split]
+    return [
+        {p.expression for p in drawn} for (which, _), drawn in problems.items() if which == split
+    ]
 
 
 def independent(text: str) -> Fraction:
     """The value of an expression by Python's own grammar, in fractions."""
-    operators = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+    operators = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+    }
 
     def value(node):
         if isinstance(node, ast.BinOp):
@@ -55,7 +75,12 @@ def test_no_held_out_expression_is_trained_on_under_any_seed(problems):
 
 def test_the_warm_up_of_the_embedded_model_has_seen_no_test_expression(problems):
     """It was made of train and validation expressions alike: the stream of seed WARM_UP as experiments/tiny_model/build.py draws it."""
-    seen = [draw_of(random.Random(f"arithmetic {WARM_UP} train {i}"), ("train", "validation")).expression for i in range(N)]
+    seen = [
+        draw_of(
+            random.Random(f"arithmetic {WARM_UP} train {i}"), ("train", "validation")
+        ).expression
+        for i in range(N)
+    ]
     assert not set(seen) & set().union(*expressions(problems, "test"))
     assert {split_of_expression(text) for text in seen} == {"train", "validation"}
 
@@ -77,8 +102,13 @@ def test_the_border_is_a_function_of_the_expression_alone(problems):
 
 
 def test_tasks_carry_question_expression_and_answer_of_their_problem(problems):
-    for task, p in zip(arithmetic(split="test", seed=0, max_samples=N), problems["test", 0], strict=True):
-        assert (task.metadata["expression"], task.messages[0]["content"]) == (p.expression, p.question)
+    for task, p in zip(
+        arithmetic(split="test", seed=0, max_samples=N), problems["test", 0], strict=True
+    ):
+        assert (task.metadata["expression"], task.messages[0]["content"]) == (
+            p.expression,
+            p.question,
+        )
         assert Fraction(task.answer) == independent(p.expression)
 
 
@@ -99,7 +129,9 @@ def test_the_expression_means_the_operations_in_their_order(problems):
             total = Fraction(p.start)
             for sign, x in p.operations:
                 total = steps[sign](total, x)
-                assert total > 0 and total.denominator == 1, p  # nobody has a negative or a broken number of pens
+                assert total > 0 and total.denominator == 1, (
+                    p
+                )  # nobody has a negative or a broken number of pens
             assert total == independent(p.expression) == value_of(p.start, p.operations)
 
 
@@ -150,26 +182,52 @@ def test_problem_number_i_does_not_depend_on_how_many_are_made():
 
 
 def test_seed_split_and_number_each_give_other_problems():
-    drawn = [[t.messages for t in arithmetic(split=split, seed=seed, max_samples=20)] for split in ("train", "test") for seed in (0, 1)]
+    drawn = [
+        [t.messages for t in arithmetic(split=split, seed=seed, max_samples=20)]
+        for split in ("train", "test")
+        for seed in (0, 1)
+    ]
     assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
     assert len(set(map(str, drawn[0]))) > 15
 
 
 def test_the_problems_are_pinned():
     """Results of earlier versions compare only while these stay: changing them is changing the task."""
-    assert [t.metadata["expression"] for t in arithmetic(max_samples=4)] == ["11 * 6", "18 - 5", "7 - 2", "8 + 8 - 6"]
-    assert [t.metadata["expression"] for t in arithmetic(split="test", max_samples=3)] == ["14 - 12", "14 * 4", "14 * 6"]
+    assert [t.metadata["expression"] for t in arithmetic(max_samples=4)] == [
+        "11 * 6",
+        "18 - 5",
+        "7 - 2",
+        "8 + 8 - 6",
+    ]
+    assert [t.metadata["expression"] for t in arithmetic(split="test", max_samples=3)] == [
+        "14 - 12",
+        "14 * 4",
+        "14 * 6",
+    ]
 
 
 def test_rows_say_how_they_are_scored_and_run():
     tasks = arithmetic(split="test", seed=5, max_samples=30, environment="single_turn")
     assert [t.id for t in tasks] == [f"arithmetic/test/5/{i}" for i in range(30)]
     assert {(t.reward, t.environment) for t in tasks} == {("numeric", "single_turn")}
-    assert all(t.messages[0]["role"] == "user" and len(t.messages) == 1 and t.answer.isdecimal() for t in tasks)
+    assert all(
+        t.messages[0]["role"] == "user" and len(t.messages) == 1 and t.answer.isdecimal()
+        for t in tasks
+    )
 
 
 def test_all_kinds_of_problem_are_drawn(problems):
     """The warm-up is wrong on some kinds on purpose; all of them must be there to be learned."""
     kinds = {kind for p in problems["train", 0] for kind in p.kinds}
-    assert kinds == {"buys", "finds", "gets", "gives", "eats", "loses", "boxes", "shares", "distractor"}
+    assert kinds == {
+        "buys",
+        "finds",
+        "gets",
+        "gives",
+        "eats",
+        "loses",
+        "boxes",
+        "shares",
+        "distractor",
+    }
     assert {len(p.operations) for p in problems["train", 0]} == {1, 2, 3}

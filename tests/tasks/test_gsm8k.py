@@ -11,13 +11,17 @@ import pytest
 from rlkit.errors import ConfigError, DataError
 from rlkit.tasks import gsm8k as gsm8k_with_shares
 
-gsm8k = partial(gsm8k_with_shares, validation=0.0, held_out=0.0)  # the cut has tests of its own, in test_splits.py
+gsm8k = partial(
+    gsm8k_with_shares, validation=0.0, held_out=0.0
+)  # the cut has tests of its own, in test_splits.py
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    rows = [{"question": f"{i} + 1?", "answer": f"<<{i}+1={i + 1}>>\n#### {i + 1}"} for i in range(20)]
+    rows = [
+        {"question": f"{i} + 1?", "answer": f"<<{i}+1={i + 1}>>\n#### {i + 1}"} for i in range(20)
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(tmp_path)
 
@@ -48,7 +52,9 @@ def test_the_seed_fixes_the_order_and_max_samples_cuts_after_the_shuffle(folder)
     ],
 )
 def test_a_row_that_lacks_a_part_is_named(tmp_path, row, reason):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "?", "answer": "1"}) + "\n" + json.dumps(row) + "\n")
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"question": "?", "answer": "1"}) + "\n" + json.dumps(row) + "\n"
+    )
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*{reason}"):
         gsm8k(path=str(tmp_path / "rows.jsonl"), split="train", seed=0)
 
@@ -65,6 +71,8 @@ def test_no_rows_and_no_samples_are_refused(folder, tmp_path):
 def test_real_rows_load_and_their_answers_are_numbers_alone():
     tasks = gsm8k(path=str(GSM8K), split="test", seed=0)
     assert len(tasks) == 400
-    train, validation = (gsm8k_with_shares(path=str(GSM8K), split=split, seed=0) for split in ("train", "validation"))
+    train, validation = (
+        gsm8k_with_shares(path=str(GSM8K), split=split, seed=0) for split in ("train", "validation")
+    )
     assert len(train) + len(validation) == 3000 and 100 < len(validation) < 200
     assert all(t.answer.replace(",", "").lstrip("-").isdigit() for t in tasks)

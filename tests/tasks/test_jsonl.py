@@ -26,7 +26,10 @@ def file(tmp_path):
 
 
 def prompts(path: str, split: str, seed: int = 0, **settings) -> list[str]:
-    return [t.messages[-1]["content"] for t in jsonl(path=path, split=split, seed=seed, fields=FIELDS, **settings)]
+    return [
+        t.messages[-1]["content"]
+        for t in jsonl(path=path, split=split, seed=seed, fields=FIELDS, **settings)
+    ]
 
 
 def test_fields_are_mapped_and_rows_may_choose(tmp_path):
@@ -34,10 +37,22 @@ def test_fields_are_mapped_and_rows_may_choose(tmp_path):
     fields = FIELDS | {"id": "key", "reward": "how", "environment": "where"}
     path = write(tmp_path / "train.jsonl", [row])
     (task,) = jsonl(path=str(tmp_path), split="train", seed=0, fields=fields, system_prompt="S")
-    assert task.messages == ({"role": "system", "content": "S"}, {"role": "user", "content": "2 + 2?"})
-    assert (task.id, task.answer, task.reward, task.environment) == ("k7", "4", "numeric", "tool_use")
+    assert task.messages == (
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "2 + 2?"},
+    )
+    assert (task.id, task.answer, task.reward, task.environment) == (
+        "k7",
+        "4",
+        "numeric",
+        "tool_use",
+    )
     (task,) = jsonl(path=path, test_path=path, split="test", seed=0, fields=FIELDS | {"id": None})
-    assert (task.id, task.reward, task.environment) == ("train/test/0", "exact_match", "single_turn")
+    assert (task.id, task.reward, task.environment) == (
+        "train/test/0",
+        "exact_match",
+        "single_turn",
+    )
 
 
 def test_a_prompt_may_be_messages(tmp_path):
@@ -58,7 +73,11 @@ def test_the_seed_changes_the_order_and_moves_no_row_between_splits(file):
     ("settings", "error", "words"),
     [
         ({"fields": {"answer": "a"}}, ConfigError, r"task\.fields\.prompt is missing"),
-        ({"fields": FIELDS | {"anwser": "a"}}, ConfigError, r"task\.fields\.anwser is unknown.*answer"),
+        (
+            {"fields": FIELDS | {"anwser": "a"}},
+            ConfigError,
+            r"task\.fields\.anwser is unknown.*answer",
+        ),
         ({"max_samples": 0}, ConfigError, r"task\.max_samples is 0"),
     ],
 )
@@ -70,7 +89,9 @@ def test_settings_that_make_no_sense_are_refused(file, settings, error, words):
 def test_one_prompt_cannot_be_split(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"q": "What?", "a": "1"}] * 5)
     assert len(prompts(path, "train", held_out=1e-9)) == 5
-    with pytest.raises(DataError, match=r"task\.held_out=1e-09 leaves no test rows.*none of the 5 rows"):
+    with pytest.raises(
+        DataError, match=r"task\.held_out=1e-09 leaves no test rows.*none of the 5 rows"
+    ):
         prompts(path, "test", held_out=1e-9)
 
 

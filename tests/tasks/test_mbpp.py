@@ -11,7 +11,9 @@ import pytest
 from rlkit.errors import DataError
 from rlkit.tasks import mbpp as mbpp_with_shares
 
-mbpp = partial(mbpp_with_shares, validation=0.0, held_out=0.0)  # the cut has tests of its own, in test_splits.py
+mbpp = partial(
+    mbpp_with_shares, validation=0.0, held_out=0.0
+)  # the cut has tests of its own, in test_splits.py
 
 
 def row(i: int, **changes):
@@ -34,8 +36,16 @@ def folder(tmp_path):
 def test_a_row_becomes_a_task(folder):
     task = next(t for t in mbpp(path=str(folder), split="train", seed=0) if t.id == "mbpp/train/7")
     text = task.messages[0]["content"]
-    assert "Add 7." in text and "assert f(0) == 7" in text and "f(1)" not in text and "f(2)" not in text
-    assert task.metadata["tests"] == ("assert f(1) == 8", "assert f(2) == 9") and task.metadata["shown"] == "assert f(0) == 7"
+    assert (
+        "Add 7." in text
+        and "assert f(0) == 7" in text
+        and "f(1)" not in text
+        and "f(2)" not in text
+    )
+    assert (
+        task.metadata["tests"] == ("assert f(1) == 8", "assert f(2) == 9")
+        and task.metadata["shown"] == "assert f(0) == 7"
+    )
     assert task.answer == "```python\ndef f(n):\n  return n + 7\n```"
     assert (task.reward, task.environment) == ("code_exec", "single_turn")
 
@@ -48,7 +58,9 @@ def test_the_seed_fixes_the_order_and_rows_are_left_out_by_number(folder):
         != [t.id for t in mbpp(path=str(folder), split="train", seed=2)]
     )
     assert [t.id for t in mbpp(path=str(folder), split="train", seed=1, max_samples=4)] == ids[:4]
-    assert "mbpp/train/3" not in [t.id for t in mbpp(path=str(folder), split="train", seed=1, exclude=[3])]
+    assert "mbpp/train/3" not in [
+        t.id for t in mbpp(path=str(folder), split="train", seed=1, exclude=[3])
+    ]
 
 
 def test_only_task_ids_are_left_out_by_number_not_the_places_of_rows(tmp_path):
@@ -60,10 +72,15 @@ def test_only_task_ids_are_left_out_by_number_not_the_places_of_rows(tmp_path):
 
 def test_rows_of_the_sanitized_set_are_read_too(tmp_path):
     changes = {"prompt": "Add.", "test_imports": ["import math"]}
-    rows = [{k: v for k, v in row(i, **changes).items() if k not in ("text", "test_setup_code")} for i in range(3)]
+    rows = [
+        {k: v for k, v in row(i, **changes).items() if k not in ("text", "test_setup_code")}
+        for i in range(3)
+    ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     task = mbpp(path=str(tmp_path), split="test", seed=0)[0]
-    assert task.metadata["setup"] == "import math" and task.messages[0]["content"].startswith("Add.")
+    assert task.metadata["setup"] == "import math" and task.messages[0]["content"].startswith(
+        "Add."
+    )
 
 
 def test_rows_without_two_checkable_tests_are_left_out_and_named(tmp_path, caplog):

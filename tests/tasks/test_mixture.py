@@ -26,13 +26,18 @@ def parts(**sizes: int):
     return {name: partial(rows, name, n) for name, n in sizes.items()}
 
 
-WEIGHTS = st.dictionaries(st.sampled_from("abcdefg"), st.floats(0.01, 100).map(lambda w: round(w, 2)), min_size=1)
+WEIGHTS = st.dictionaries(
+    st.sampled_from("abcdefg"), st.floats(0.01, 100).map(lambda w: round(w, 2)), min_size=1
+)
 
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(WEIGHTS)
 def test_every_number_of_turns_has_its_shares_to_within_one(weights):
-    shares = {name: Fraction(str(w)) / sum(map(Fraction, map(str, weights.values()))) for name, w in weights.items()}
+    shares = {
+        name: Fraction(str(w)) / sum(map(Fraction, map(str, weights.values())))
+        for name, w in weights.items()
+    }
     counts: Counter[str] = Counter()
     for k, name in enumerate(islice(turns(weights), 300), start=1):
         counts[name] += 1
@@ -40,7 +45,9 @@ def test_every_number_of_turns_has_its_shares_to_within_one(weights):
 
 
 @settings(max_examples=60, deadline=None, database=None)
-@given(WEIGHTS.filter(lambda w: max(w.values()) < 40 * min(w.values())), st.integers(0, 5), st.data())
+@given(
+    WEIGHTS.filter(lambda w: max(w.values()) < 40 * min(w.values())), st.integers(0, 5), st.data()
+)
 def test_every_draw_of_the_stream_has_its_shares_and_a_resumed_one_goes_on(weights, seed, data):
     """Any run of n prompts within an epoch, wherever it starts, is off by less than two; and drawing in pieces changes nothing."""
     sizes = {name: data.draw(st.integers(1, 9)) for name in weights}
@@ -51,7 +58,9 @@ def test_every_draw_of_the_stream_has_its_shares_and_a_resumed_one_goes_on(weigh
     piece = whole[start:]
     for name, weight in weights.items():
         assert abs(sum(t.part == name for t in piece) - len(piece) * weight / total) < 2
-        assert {t.id for t in whole if t.part == name} == {f"{name}/train/{i}" for i in range(sizes[name])}  # no row is left out
+        assert {t.id for t in whole if t.part == name} == {
+            f"{name}/train/{i}" for i in range(sizes[name])
+        }  # no row is left out
         times = Counter(t.id for t in whole if t.part == name).values()
         assert max(times) - min(times) <= 1
     first, state = take(tasks, StreamState(), start, seed=seed)
@@ -64,7 +73,9 @@ def test_epochs_are_shuffled_within_parts():
     tasks = mixture(parts=parts(a=30, b=10), weights={"a": 3})(split="train")
     (first, state), seeds = take(tasks, StreamState(), 40, seed=0), {}
     second, _ = take(tasks, state, 40, seed=0)
-    assert [t.part for t in first] == [t.part for t in second] == [t.part for t in tasks] and first != second != tasks
+    assert [t.part for t in first] == [t.part for t in second] == [
+        t.part for t in tasks
+    ] and first != second != tasks
     for seed in (0, 1):
         seeds[seed], _ = take(tasks, StreamState(), 40, seed=seed)
     assert seeds[0] != seeds[1] and {t.id for t in seeds[0]} == {t.id for t in seeds[1]}
@@ -73,12 +84,19 @@ def test_epochs_are_shuffled_within_parts():
 def test_held_out_rows_stand_once_and_any_number_of_them_has_the_shares():
     """A row that stood twice would count twice in the accuracy and its interval."""
     tasks = mixture(parts=parts(a=100, b=5), weights={"a": 2, "b": 1})(split="test")
-    assert len({t.id for t in tasks}) == len(tasks) == 17  # the eighteenth would be the sixth row of b
+    assert (
+        len({t.id for t in tasks}) == len(tasks) == 17
+    )  # the eighteenth would be the sixth row of b
     assert Counter(t.part for t in tasks[:9]) == {"a": 6, "b": 3}
 
 
 def test_rows_keep_what_their_own_task_says():
-    tasks = mixture(parts={"sums": partial(arithmetic, max_samples=3), "games": partial(guess_number, max_samples=3)})(split="train")
+    tasks = mixture(
+        parts={
+            "sums": partial(arithmetic, max_samples=3),
+            "games": partial(guess_number, max_samples=3),
+        }
+    )(split="train")
     assert {(t.part, t.reward, t.environment) for t in tasks} == {
         ("sums", "numeric", "tool_use"),
         ("games", "few_turns", "guess_number"),

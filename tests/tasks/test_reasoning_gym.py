@@ -38,7 +38,11 @@ class Evaluated(Doubles):
     """Evaluates the reply, as some data sets of the package do."""
 
     def score_answer(self, answer, entry):
-        return 1.0 if isinstance(eval(answer, {"x": 3, "sin": lambda v: v}), (int, float, list)) else 0.5
+        return (
+            1.0
+            if isinstance(eval(answer, {"x": 3, "sin": lambda v: v}), (int, float, list))
+            else 0.5
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +82,9 @@ def test_rows_are_scored_by_the_package_from_what_a_file_keeps(stub):
         score(replied(task._replace(metadata={}), right))
 
 
-@pytest.mark.parametrize("text", ["3 + 4*(5 - 1)", "[1, 2]", "2*x**2 + sin(2*x)", "(x + 1)**(3/2)", "-1.5"])
+@pytest.mark.parametrize(
+    "text", ["3 + 4*(5 - 1)", "[1, 2]", "2*x**2 + sin(2*x)", "(x + 1)**(3/2)", "-1.5"]
+)
 def test_an_expression_is_evaluated(text, stub):
     assert score(replied(made(dataset="evaluated")[0], text)) == 1.0
 
@@ -115,7 +121,10 @@ def test_what_is_not_there_is_refused_in_a_sentence(stub, monkeypatch):
         made(rows=61)
 
 
-@pytest.mark.parametrize("dataset, options", [("countdown", {"min_numbers": 3, "max_numbers": 3}), ("knights_knaves", {})])
+@pytest.mark.parametrize(
+    "dataset, options",
+    [("countdown", {"min_numbers": 3, "max_numbers": 3}), ("knights_knaves", {})],
+)
 def test_the_packages_own_answers_score_1(dataset, options):
     pytest.importorskip("reasoning_gym", reason="the extra reasoning_gym is not installed")
     tasks = reasoning_gym(dataset=dataset, split="train", seed=0, rows=20, options=options)

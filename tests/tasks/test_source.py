@@ -32,7 +32,10 @@ def hub(monkeypatch):
 def test_a_jsonl_file_gives_rows_with_their_lines(tmp_path, hub):
     file = tmp_path / "rows.jsonl"
     file.write_bytes('\ufeff{"a": "\u00e9"}\n\n{"a": 2}'.encode())
-    assert list(read_rows(str(file), split="train")) == [(f"{file}:1", {"a": "\u00e9"}), (f"{file}:3", {"a": 2})]
+    assert list(read_rows(str(file), split="train")) == [
+        (f"{file}:1", {"a": "\u00e9"}),
+        (f"{file}:3", {"a": 2}),
+    ]
     assert hub == []
 
 
@@ -46,7 +49,9 @@ def test_a_parquet_file_gives_the_same_rows(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist([{"a": 1}, {"a": 2}]), tmp_path / "train.parquet")
     rows = list(read_rows(str(tmp_path), split="train"))
-    assert [row for _, row in rows] == [{"a": 1}, {"a": 2}] and rows[1][0].endswith("train.parquet row 1")
+    assert [row for _, row in rows] == [{"a": 1}, {"a": 2}] and rows[1][0].endswith(
+        "train.parquet row 1"
+    )
 
 
 def test_a_hub_id_is_loaded_with_its_name_and_split(hub):
@@ -59,8 +64,14 @@ def test_a_hub_id_is_loaded_with_its_name_and_split(hub):
 
 def test_a_split_that_the_hub_lacks_is_cut_from_its_training_rows(hub):
     shares = {"content": lambda where, row: row["a"], "validation": 0.2, "held_out": 0.2}
-    found = {split: [row["a"] for *_, row in read_split("org/rows", split=split, **shares)[1]] for split in SPLITS}
-    assert sorted(found["train"] + found["validation"]) == list(range(50)) and 2 <= len(found["validation"]) <= 20
+    found = {
+        split: [row["a"] for *_, row in read_split("org/rows", split=split, **shares)[1]]
+        for split in SPLITS
+    }
+    assert (
+        sorted(found["train"] + found["validation"]) == list(range(50))
+        and 2 <= len(found["validation"]) <= 20
+    )
     assert found["test"] == [1, 2] and len(hub) == 3
 
 
@@ -77,7 +88,10 @@ def test_a_local_folder_is_never_looked_up_on_the_hub(tmp_path, monkeypatch, hub
     assert hub == []
 
 
-@pytest.mark.parametrize("path", ["missing.jsonl", "missing.parquet", "./missing", "../missing/x", "/missing", "~/missing"])
+@pytest.mark.parametrize(
+    "path",
+    ["missing.jsonl", "missing.parquet", "./missing", "../missing/x", "/missing", "~/missing"],
+)
 def test_a_path_that_does_not_exist_is_never_looked_up_on_the_hub(path, tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"task\.path=.*missing.* does not exist"):
@@ -116,12 +130,16 @@ def test_a_damaged_parquet_file_is_refused(tmp_path):
         list(read_rows(str(tmp_path), split="train"))
 
 
-@pytest.mark.parametrize("value", ["\ud800", "a \udfff b", ["ok", {"deep": "\udc80"}], {"\ud801": 1}])
+@pytest.mark.parametrize(
+    "value", ["\ud800", "a \udfff b", ["ok", {"deep": "\udc80"}], {"\ud801": 1}]
+)
 def test_half_a_character_is_refused_with_its_row(tmp_path, value):
     """JSON may hold a lone surrogate and UTF-8 may not: the tokenizer ended the run with a traceback, in the middle of it."""
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in ({"prompt": "good"}, {"prompt": value})))
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: the field 'prompt' holds .*half of a character") as caught:
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: the field 'prompt' holds .*half of a character"
+    ) as caught:
         list(read_rows(str(file), split="train"))
     str(caught.value).encode()
     file.write_text(json.dumps({"prompt": "\U0001f600"}))  # a whole pair is one character

@@ -10,7 +10,16 @@ from functools import partial
 import pytest
 
 from rlkit.errors import ConfigError, DataError
-from rlkit.tasks import arithmetic, conversations, episodes, gsm8k, guess_number, jsonl, mbpp, mixture
+from rlkit.tasks import (
+    arithmetic,
+    conversations,
+    episodes,
+    gsm8k,
+    guess_number,
+    jsonl,
+    mbpp,
+    mixture,
+)
 from rlkit.tasks.splits import overlaps, split_of
 from rlkit.types import SPLITS, Splits, Task
 
@@ -26,12 +35,19 @@ def gsm8k_row(i: int) -> dict:
 
 
 def mbpp_row(i: int) -> dict:
-    return {"text": f"Add {i}.", "code": "def f(n): return n", "test_list": [f"assert f({n}) == {n + i}" for n in range(3)]}
+    return {
+        "text": f"Add {i}.",
+        "code": "def f(n): return n",
+        "test_list": [f"assert f({n}) == {n + i}" for n in range(3)],
+    }
 
 
 def conversation(i: int) -> dict:
     """Rows 2i and 2i + 1 ask the same and are answered differently."""
-    said = [{"role": "user", "content": f"question {i // 2}"}, {"role": "assistant", "content": f"answer {i}"}]
+    said = [
+        {"role": "user", "content": f"question {i // 2}"},
+        {"role": "assistant", "content": f"answer {i}"},
+    ]
     return {"messages": said}
 
 
@@ -56,7 +72,11 @@ def write(path, rows) -> str:
 
 def problem(task: Task) -> str:
     """What a policy is asked, or plays: where all prompts are alike, the number that is hidden or the seed."""
-    hidden = "" if task.reward in ("numeric", "exact_match", "code_exec") else f"{task.answer} {task.metadata.get('seed')}"
+    hidden = (
+        ""
+        if task.reward in ("numeric", "exact_match", "code_exec")
+        else f"{task.answer} {task.metadata.get('seed')}"
+    )
     return json.dumps([list(task.messages), hidden])
 
 
@@ -80,7 +100,11 @@ def test_the_splits_of_a_file_are_disjoint_and_lose_no_row(tmp_path, row, task):
     found = drawn(task, path=write(tmp_path / "rows.jsonl", rows), **SHARES)
     assert_disjoint(found)
     assert sum(map(len, found.values())) == len(rows)
-    ids = [t.id for split in SPLITS for t in task(split=split, path=str(tmp_path / "rows.jsonl"), **SHARES)]
+    ids = [
+        t.id
+        for split in SPLITS
+        for t in task(split=split, path=str(tmp_path / "rows.jsonl"), **SHARES)
+    ]
     assert len(set(ids)) == len(rows)
 
 
@@ -95,7 +119,9 @@ def test_neither_order_nor_number_of_the_rows_moves_a_row(tmp_path, row, task):
     for split in SPLITS:
         assert Counter(whole[split]) == Counter(other[split])
         assert set(part[split]) <= set(whole[split])
-    assert drawn(task, path=str(tmp_path / "whole.jsonl"), max_samples=5, **SHARES) == {s: whole[s][:5] for s in SPLITS}, "after the cut"
+    assert drawn(task, path=str(tmp_path / "whole.jsonl"), max_samples=5, **SHARES) == {
+        s: whole[s][:5] for s in SPLITS
+    }, "after the cut"
 
 
 @files
@@ -114,9 +140,15 @@ def test_a_split_of_its_own_is_taken_whole_and_the_others_are_cut_from_train(tmp
 def test_a_share_moves_rows_between_its_split_and_train_alone(tmp_path):
     path = write(tmp_path / "rows.jsonl", [jsonl_row(i) for i in range(300)])
     task = partial(FILES["jsonl"][1], path=path)
-    base, more_validation, more_test = (drawn(task, **s) for s in (SHARES, SHARES | {"validation": 0.4}, SHARES | {"held_out": 0.4}))
-    assert set(base["validation"]) < set(more_validation["validation"]) and set(base["test"]) == set(more_validation["test"])
-    assert set(base["test"]) < set(more_test["test"]) and set(base["validation"]) == set(more_test["validation"])
+    base, more_validation, more_test = (
+        drawn(task, **s) for s in (SHARES, SHARES | {"validation": 0.4}, SHARES | {"held_out": 0.4})
+    )
+    assert set(base["validation"]) < set(more_validation["validation"]) and set(
+        base["test"]
+    ) == set(more_validation["test"])
+    assert set(base["test"]) < set(more_test["test"]) and set(base["validation"]) == set(
+        more_test["validation"]
+    )
 
 
 def test_validation_and_test_may_be_files_of_their_own(tmp_path):
@@ -132,18 +164,28 @@ def test_validation_and_test_may_be_files_of_their_own(tmp_path):
 def test_an_empty_split_says_what_to_set(tmp_path, row, task):
     path = write(tmp_path / "rows.jsonl", [row(i) for i in range(30)])
     for share, split in (("validation", "validation"), ("held_out", "test")):
-        with pytest.raises(DataError, match=rf"task\.{share}=0\.0 leaves no {split} rows.*raise it"):
+        with pytest.raises(
+            DataError, match=rf"task\.{share}=0\.0 leaves no {split} rows.*raise it"
+        ):
             task(path=path, split=split, **SHARES | {share: 0.0})
     with pytest.raises(DataError, match="use train, validation or test"):
         task(path=path, split="dev", **SHARES)
 
 
 @pytest.mark.parametrize(
-    "shares", [{"validation": -0.1}, {"held_out": 1.0}, {"validation": 0.5, "held_out": 0.5}, {"held_out": float("nan")}]
+    "shares",
+    [
+        {"validation": -0.1},
+        {"held_out": 1.0},
+        {"validation": 0.5, "held_out": 0.5},
+        {"held_out": float("nan")},
+    ],
 )
 @pytest.mark.parametrize("name", [*FILES, "guess_number"])
 def test_shares_that_leave_nothing_to_train_on_are_refused(tmp_path, shares, name):
-    path = write(tmp_path / "rows.jsonl", [FILES.get(name, FILES["jsonl"])[0](i) for i in range(30)])
+    path = write(
+        tmp_path / "rows.jsonl", [FILES.get(name, FILES["jsonl"])[0](i) for i in range(30)]
+    )
     task = guess_number if name == "guess_number" else partial(FILES[name][1], path=path)
     with pytest.raises(ConfigError, match=r"task\.(validation|held_out)"):
         task(split="train", **shares)
@@ -175,7 +217,9 @@ def test_more_generated_problems_move_none(task):
 
 
 def test_every_number_to_guess_is_hidden_in_one_split():
-    games = {split: {int(t.answer) for t in guess_number(split=split, **SHARES)} for split in SPLITS}
+    games = {
+        split: {int(t.answer) for t in guess_number(split=split, **SHARES)} for split in SPLITS
+    }
     assert sorted(n for own in games.values() for n in own) == list(range(1, 101))
     with pytest.raises(DataError, match=r"task\.validation=0\.01.*none of the \d+ numbers"):
         guess_number(split="validation", low=1, high=5, validation=0.01)
@@ -183,7 +227,12 @@ def test_every_number_to_guess_is_hidden_in_one_split():
 
 def test_a_mixture_hands_the_split_to_its_parts(tmp_path):
     path = write(tmp_path / "rows.jsonl", [jsonl_row(i) for i in range(60)])
-    whole = mixture(parts={"sums": GENERATED["arithmetic"], "rows": partial(FILES["jsonl"][1], path=path, **SHARES)})
+    whole = mixture(
+        parts={
+            "sums": GENERATED["arithmetic"],
+            "rows": partial(FILES["jsonl"][1], path=path, **SHARES),
+        }
+    )
     found = {split: whole(split=split) for split in SPLITS}
     assert_disjoint({split: [problem(t) for t in own] for split, own in found.items()})
     rows = {split: {t.id for t in own if t.part == "rows"} for split, own in found.items()}
@@ -197,14 +246,32 @@ def test_problems_that_stand_in_two_splits_are_counted():
     """Files of a user's own may share rows, and a game whose prompts are all alike has the same numbers everywhere."""
 
     def task(i: int, split: str, **changes) -> Task:
-        return Task(f"{split}/{i}", ({"role": "user", "content": f"q{i}"},), str(i))._replace(**changes)
+        return Task(f"{split}/{i}", ({"role": "user", "content": f"q{i}"},), str(i))._replace(
+            **changes
+        )
 
-    splits = Splits([task(i, "train") for i in range(9)], [task(8, "validation")], [task(i, "test") for i in range(7, 12)])
+    splits = Splits(
+        [task(i, "train") for i in range(9)],
+        [task(8, "validation")],
+        [task(i, "test") for i in range(7, 12)],
+    )
     said = overlaps(splits)
     assert len(said) == 3
-    assert "1 of 1 validation problems" in said[0] and "2 of 5 test problems" in said[1] and "1 of 5 test" in said[2]
-    assert overlaps(splits._replace(train=[task(i, "train", answer="x") for i in range(9)], validation=[])) == []
+    assert (
+        "1 of 1 validation problems" in said[0]
+        and "2 of 5 test problems" in said[1]
+        and "1 of 5 test" in said[2]
+    )
+    assert (
+        overlaps(
+            splits._replace(train=[task(i, "train", answer="x") for i in range(9)], validation=[])
+        )
+        == []
+    )
     seeds = [Task(f"e/{i}", (), metadata={"seed": i}) for i in range(4)]
-    assert overlaps(Splits(seeds[:2], seeds[2:3], seeds[3:])) == [] and len(overlaps(Splits(seeds, seeds[:1], []))) == 1
+    assert (
+        overlaps(Splits(seeds[:2], seeds[2:3], seeds[3:])) == []
+        and len(overlaps(Splits(seeds, seeds[:1], []))) == 1
+    )
     games = Splits(*(guess_number(split=split) for split in SPLITS))
     assert "1024 of 1024 test problems" in overlaps(games)[1]

@@ -51,7 +51,14 @@ class Doubles(vf.Taskset[Double, Config]):
 
 __all__ = ["Doubles"]
 """
-REWARD = Reward("by_task", {"task": Term(1.0, lambda rs: by_task(rs, rewards={"verifiers": verifiers_reward}), batched=True)})
+REWARD = Reward(
+    "by_task",
+    {
+        "task": Term(
+            1.0, lambda rs: by_task(rs, rewards={"verifiers": verifiers_reward}), batched=True
+        )
+    },
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,18 +77,28 @@ def rows(split: str = "train", **settings) -> list[Task]:
 
 def rollout(task: Task, *said: str, truncation: str = "") -> Rollout:
     prompts = [task.messages, *[({"role": "user", "content": "Sure?"},)] * (len(said) - 1)]
-    steps = [Step(tuple(prompt), (1,), (2,), (-1.0,), "stop", "hm", text) for prompt, text in zip(prompts, said, strict=True)]
+    steps = [
+        Step(tuple(prompt), (1,), (2,), (-1.0,), "stop", "hm", text)
+        for prompt, text in zip(prompts, said, strict=True)
+    ]
     return Rollout(task, tuple(steps), "truncated" if truncation else "terminated", truncation)
 
 
 def test_rows_become_tasks_and_each_is_on_one_side():
     train, validation, test = (rows(split, validation=0.3, held_out=0.3) for split in SPLITS)
-    numbers = [int(t.messages[1]["content"].removeprefix("Twice ").removesuffix("?")) for t in train + validation + test]
-    assert sorted(numbers) == list(range(40)) and 4 <= len(test) <= 20 and 4 <= len(validation) <= 20
+    numbers = [
+        int(t.messages[1]["content"].removeprefix("Twice ").removesuffix("?"))
+        for t in train + validation + test
+    ]
+    assert (
+        sorted(numbers) == list(range(40)) and 4 <= len(test) <= 20 and 4 <= len(validation) <= 20
+    )
     assert train[0].messages[0] == {"role": "system", "content": "Only the number."}
     assert {(t.reward, t.environment) for t in train} == {("verifiers", "single_turn")}
     assert {t.id for t in rows("test", held_out=0.3, seed=5)} == {t.id for t in test}
-    assert {t.id for t in rows("test", held_out=0.3, config={"rows": 90})} >= {t.id for t in test}, "more rows move none"
+    assert {t.id for t in rows("test", held_out=0.3, config={"rows": 90})} >= {
+        t.id for t in test
+    }, "more rows move none"
     assert len(rows(limit=10, max_samples=3)) == 3
     with pytest.raises(DataError, match=r"task\.held_out=0\.0 leaves no test rows"):
         rows("test", held_out=0.0)
@@ -91,7 +108,12 @@ def test_replies_are_scored_as_the_package_scores_them():
     """Right and wrong, one turn and two; also after a trip through a file, and as the package does it itself."""
     task = rows()[0]
     answer = str(task.metadata["verifiers"]["data"]["answer"])
-    episodes = [rollout(task, answer), rollout(task, "x"), rollout(task, "x", f" {answer} "), rollout(task, answer, "x")]
+    episodes = [
+        rollout(task, answer),
+        rollout(task, "x"),
+        rollout(task, "x", f" {answer} "),
+        rollout(task, answer, "x"),
+    ]
     assert [r.reward for r in score(episodes, REWARD)] == [1.25, 0.25, 1.5, 0.5]
     again = [from_row(to_row(r)) for r in episodes]
     assert [r.reward for r in score(again, REWARD)] == [1.25, 0.25, 1.5, 0.5]
@@ -103,14 +125,24 @@ def test_replies_are_scored_as_the_package_scores_them():
 
 def test_a_trace_holds_the_whole_conversation():
     task = rows()[0]
-    call, result = ToolCall("call_0", "calculator", {"expression": "1 + 1"}), ToolResult("call_0", "calculator", "2", ok=True)
+    call, result = (
+        ToolCall("call_0", "calculator", {"expression": "1 + 1"}),
+        ToolResult("call_0", "calculator", "2", ok=True),
+    )
     steps = (
-        Step(task.messages, (1,), (2,), (-1.0,), "stop", tool_calls=(call,), tool_results=(result,)),
+        Step(
+            task.messages, (1,), (2,), (-1.0,), "stop", tool_calls=(call,), tool_results=(result,)
+        ),
         Step((), (1,), (2,), (-1.0,), "stop"),
     )
-    trace = trace_of(task_of(task.metadata["verifiers"]), Rollout(task, steps, "truncated", "steps"))
+    trace = trace_of(
+        task_of(task.metadata["verifiers"]), Rollout(task, steps, "truncated", "steps")
+    )
     assert [m.role for m in trace.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert trace.messages[2].tool_calls[0].arguments == '{"expression": "1 + 1"}' and trace.tool_messages[0].content == "2"
+    assert (
+        trace.messages[2].tool_calls[0].arguments == '{"expression": "1 + 1"}'
+        and trace.tool_messages[0].content == "2"
+    )
     assert trace.num_turns == 2 and trace.is_truncated
 
 

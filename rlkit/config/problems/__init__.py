@@ -25,7 +25,9 @@ def run_problems(x: Experiment) -> list[str]:
     problems = schedule_problems(x) + rank_problems(x)
     firsts = {} if problems else first_steps(x)
     problems += [
-        f"schedule.phases.{name}: {problem}" if name else problem for name, first in firsts.items() for problem in problems_of(first)
+        f"schedule.phases.{name}: {problem}" if name else problem
+        for name, first in firsts.items()
+        for problem in problems_of(first)
     ]
     problems += asynchrony_problems(x, firsts) if firsts else []
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
@@ -33,10 +35,16 @@ def run_problems(x: Experiment) -> list[str]:
             f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={x.kl.name}, "
             f"kl.coef={x.kl.coef}); choose a kl, or reference=frozen"
         )
-    critics = {name: first.algorithm.critic.model for name, first in firsts.items() if first.algorithm.critic.active}
+    critics = {
+        name: first.algorithm.critic.model
+        for name, first in firsts.items()
+        if first.algorithm.critic.active
+    }
     if len(set(critics.values())) > 1:
         kinds = ", ".join(f"{name}: {model}" for name, model in critics.items())
-        problems.append(f"schedule.phases: a run has one critic, and its phases ask for several ({kinds}); choose one for all of them")
+        problems.append(
+            f"schedule.phases: a run has one critic, and its phases ask for several ({kinds}); choose one for all of them"
+        )
     return problems + optimizer_problems(x)
 
 

@@ -15,7 +15,9 @@ from rlkit.types import ASSUMPTIONS, GUARANTEES, Environment, Task, declarations
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment
 
-OF_REWARDS = {f"{word}_rewards": word for word in GUARANTEES}  # assumption → the guarantee that it asks for
+OF_REWARDS = {
+    f"{word}_rewards": word for word in GUARANTEES
+}  # assumption → the guarantee that it asks for
 NEEDED = {
     "binary": "choose a reward of 0 and 1 (numeric, exact_match, contains, format, code_exec, math_verify)",
     "non_negative": "choose a reward that is never negative",
@@ -52,7 +54,9 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
         for assumed in sorted(declarations(part, "assumes") or ()):
             word = OF_REWARDS.get(assumed, "")
             if word in words.lost:
-                problems.append(f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, but {words.lost[word]}")
+                problems.append(
+                    f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, but {words.lost[word]}"
+                )
     return problems + _reply_budgets(x)
 
 
@@ -78,14 +82,19 @@ def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Word
     why = f"algorithm.overlong ({written(a.overlong)}) changes them by length; choose algorithm/overlong=none"
     shaped = given.through(a.overlong, "algorithm.overlong", why)
     if kl.in_reward and kl.in_baseline:
-        shaped = shaped.without(["binary", "non_negative"], "kl.in_baseline takes the KL off them; set it to false")
+        shaped = shaped.without(
+            ["binary", "non_negative"], "kl.in_baseline takes the KL off them; set it to false"
+        )
     seen = {"group_filter": given, "overlong": given, "advantage": shaped, "normalization": shaped}
     return [(f"algorithm.{slot}", getattr(a, slot), words) for slot, words in seen.items()]
 
 
 def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
     """Of the rewards as training takes them: terms, weights, aggregator, normalisation."""
-    words, counted = Words(), {name: term for name, term in x.reward.terms.items() if term.weight != 0}
+    words, counted = (
+        Words(),
+        {name: term for name, term in x.reward.terms.items() if term.weight != 0},
+    )
     for name, term in counted.items():
         path = f"reward.terms.{name}"
         for fn in _candidates(term.fn, tasks):
@@ -95,19 +104,27 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
                 continue
             for word in GUARANTEES:
                 if word not in given:
-                    words = words.without([word], f"{path} ({written(fn)}) does not guarantee it; {NEEDED[word]}")
+                    words = words.without(
+                        [word], f"{path} ({written(fn)}) does not guarantee it; {NEEDED[word]}"
+                    )
         if term.weight != 1:
             scaled = f"{path}.weight={term.weight} scales them; set it to 1, or to 0, which only logs the term"
             positive = isinstance(term.weight, int | float) and term.weight > 0
             words = words.without(["binary"] if positive else ["binary", "non_negative"], scaled)
         if term.per_step:
-            words = words.without(["binary"], f"{path} gives a score to every step; {NEEDED['binary']}")
+            words = words.without(
+                ["binary"], f"{path} gives a score to every step; {NEEDED['binary']}"
+            )
     aggregator = x.reward.aggregator
-    if len(counted) > 1 or not declarations(aggregator, "keeps"):  # of one component all of them give that component
+    if len(counted) > 1 or not declarations(
+        aggregator, "keeps"
+    ):  # of one component all of them give that component
         why = f"reward.aggregator ({written(aggregator)}) joins {', '.join(counted)}; give one of them a weight, and the others 0"
         words = words.through(aggregator, "reward.aggregator", why)
     if x.reward.normalize:
-        words = words.without(list(GUARANTEES), "reward.normalize shifts and scales them; set it to false")
+        words = words.without(
+            list(GUARANTEES), "reward.normalize shifts and scales them; set it to false"
+        )
     return words
 
 
@@ -137,11 +154,17 @@ def _reply_budgets(x: Experiment) -> list[str]:
 
 def _episode_budgets(x: Experiment) -> list[str]:
     """Limits of an episode of several replies that one reply may use up."""
-    turns = x.environment.max_steps if isinstance(x.environment, Environment) else 1  # by row: each has its own
+    turns = (
+        x.environment.max_steps if isinstance(x.environment, Environment) else 1
+    )  # by row: each has its own
     out = []
     for name, term in x.reward.terms.items():
         limit = getattr(term.fn, "keywords", {}).get("limit")
-        if turns == 1 or limit is None or "episode_budget" not in (declarations(term.fn, "assumes") or ()):
+        if (
+            turns == 1
+            or limit is None
+            or "episode_budget" not in (declarations(term.fn, "assumes") or ())
+        ):
             continue
         if limit < x.generation.max_new_tokens:
             out.append(

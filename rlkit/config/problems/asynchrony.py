@@ -15,7 +15,14 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment
 
 # Numbers that are needed when groups are dispatched, staleness steps before their step.
-DISPATCH = ("generation.", "environment.", "batch.", "reward.", "algorithm.group_filter", "algorithm.max_refills")
+DISPATCH = (
+    "generation.",
+    "environment.",
+    "batch.",
+    "reward.",
+    "algorithm.group_filter",
+    "algorithm.max_refills",
+)
 
 
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
@@ -23,7 +30,9 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
     mode, staleness = x.asynchrony.mode, x.asynchrony.staleness
     said = f"asynchrony.staleness={staleness}"
     if mode == "none" and staleness:
-        return [f"{said}: with asynchrony=none a step samples with the weights that it trains; choose asynchrony=lag, or set it to 0"]
+        return [
+            f"{said}: with asynchrony=none a step samples with the weights that it trains; choose asynchrony=lag, or set it to 0"
+        ]
     problems = _second_process(x) if mode == "overlap" else []
     if not staleness:
         return problems
@@ -46,14 +55,24 @@ def _second_process(x: Experiment) -> list[str]:
     """What a second process of this machine cannot sample."""
     said, problems = "asynchrony=overlap", []
     if (count := x.trainer.devices * x.trainer.nodes) > 1:
-        problems.append(f"{said}: there is one sampling process, and trainer={x.trainer.strategy} has {count} ranks; choose asynchrony=lag")
-    if any(getattr(phase.generation.engine, "addresses", None) in ([], ["start"]) for phase in phases(x).values()):
+        problems.append(
+            f"{said}: there is one sampling process, and trainer={x.trainer.strategy} has {count} ranks; choose asynchrony=lag"
+        )
+    if any(
+        getattr(phase.generation.engine, "addresses", None) in ([], ["start"])
+        for phase in phases(x).values()
+    ):
         problems.append(
             f"{said}: two processes sample, and each would start a vLLM of its own; start `vllm serve` and name it in "
             "generation.engine.addresses, or choose asynchrony=lag"
         )
-    if any(phase.algorithm.episodes is not None for phase in phases(x).values()) and not x.asynchrony.staleness:
-        problems.append(f"{said}: algorithm={x.algorithm.name} samples nothing; choose asynchrony=none")
+    if (
+        any(phase.algorithm.episodes is not None for phase in phases(x).values())
+        and not x.asynchrony.staleness
+    ):
+        problems.append(
+            f"{said}: algorithm={x.algorithm.name} samples nothing; choose asynchrony=none"
+        )
     return problems + _stateful(x)
 
 
@@ -62,8 +81,17 @@ def _stateful(x: Experiment) -> list[str]:
     found: dict[str, str] = {}
     for phase in phases(x).values():
         terms = {f"reward.terms.{name}": term.fn for name, term in phase.reward.terms.items()}
-        filters = {"algorithm.group_filter": phase.algorithm.group_filter} if phase.algorithm.max_refills else {}
-        parts = {**terms, "reward.aggregator": phase.reward.aggregator, "environment": phase.environment, **filters}
+        filters = (
+            {"algorithm.group_filter": phase.algorithm.group_filter}
+            if phase.algorithm.max_refills
+            else {}
+        )
+        parts = {
+            **terms,
+            "reward.aggregator": phase.reward.aggregator,
+            "environment": phase.environment,
+            **filters,
+        }
         for path, part in parts.items():
             marked = [function for function in users_functions(part) if is_stateful(function)]
             found |= {defined_at(function): path for function in marked}
@@ -79,7 +107,9 @@ def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[
     from rlkit.training.flight import settings_of
 
     given = x.schedule.phases
-    numbered = any(path.startswith(DISPATCH) for phase in given.values() for path in flat(phase.numbers))
+    numbered = any(
+        path.startswith(DISPATCH) for phase in given.values() for path in flat(phase.numbers)
+    )
     alike = len({settings_of(first) for first in firsts.values()}) == 1 and not numbered
     return [
         f"schedule.phases.{name}.until={phase.until}: groups are sampled ahead ({said}), while the end of this phase is not known, "

@@ -14,7 +14,16 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
 def combination_problems(x: Experiment) -> list[str]:
     """Combinations that cannot run, or that would silently do nothing."""
-    checks = [_check_evaluation, _check_groups, _check_choice, _check_kl, _check_critic, _check_corrections, _check_old, _check_streams]
+    checks = [
+        _check_evaluation,
+        _check_groups,
+        _check_choice,
+        _check_kl,
+        _check_critic,
+        _check_corrections,
+        _check_old,
+        _check_streams,
+    ]
     checks.append(_check_quantities)
     return [problem for check in checks for problem in check(x)]
 
@@ -22,9 +31,13 @@ def combination_problems(x: Experiment) -> list[str]:
 def _check_evaluation(x: Experiment) -> list[str]:
     e, problems = x.evaluation, []
     if e.every > 0 and e.n == 0:
-        problems.append(f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or set evaluation.every=0")
+        problems.append(
+            f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or set evaluation.every=0"
+        )
     if e.stop_at is not None and (e.every == 0 or e.n == 0):
-        problems.append(f"evaluation.stop_at={e.stop_at}: nothing is evaluated during training; set evaluation.every and evaluation.n")
+        problems.append(
+            f"evaluation.stop_at={e.stop_at}: nothing is evaluated during training; set evaluation.every and evaluation.n"
+        )
     for name, callback in x.callbacks.items():
         best = getattr(callback, "keywords", {}).get("best")
         if isinstance(best, str) and best.startswith("test/"):
@@ -32,7 +45,9 @@ def _check_evaluation(x: Experiment) -> list[str]:
                 f"callbacks.{name}.best={best}: test problems must not decide which checkpoint is kept; choose eval/{best[5:]} (validation)"
             )
         if isinstance(best, str) and best.startswith("eval/") and (e.every == 0 or e.n == 0):
-            problems.append(f"callbacks.{name}.best={best}: no validation problem is played; set evaluation.every and evaluation.n")
+            problems.append(
+                f"callbacks.{name}.best={best}: no validation problem is played; set evaluation.every and evaluation.n"
+            )
     if any(k < 1 for k in e.k):
         problems.append(f"evaluation.k={list(e.k)}: pass@k needs k of at least 1")
     return problems
@@ -54,7 +69,11 @@ def rank_problems(x: Experiment) -> list[str]:
         )
     if t.strategy == "fsdp" and count > 1:
         lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
-        own = [name for name, phase in x.schedule.phases.items() if phase.reference is not None or "reference" in phase.reset]
+        own = [
+            name
+            for name, phase in x.schedule.phases.items()
+            if phase.reference is not None or "reference" in phase.reset
+        ]
         if lora and lora.rank and own:
             problems.append(
                 f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot add a reference of its own "
@@ -72,8 +91,12 @@ def _check_groups(x: Experiment) -> list[str]:
         problems.append(
             f"batch.group_size={x.batch.group_size}: algorithm={x.algorithm.name} samples nothing, so a row is one episode; set it to 1"
         )
-    numbers = inspect.signature(x.algorithm.advantage).parameters  # a partial's defaults are what the config has bound
-    if x.batch.group_size == 1 and (asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")):
+    numbers = inspect.signature(
+        x.algorithm.advantage
+    ).parameters  # a partial's defaults are what the config has bound
+    if x.batch.group_size == 1 and (
+        asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")
+    ):
         problems.append(
             f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
             "least 2; raise it, or choose algorithm=reinforce"
@@ -84,7 +107,10 @@ def _check_groups(x: Experiment) -> list[str]:
             f"algorithm.advantage.k={k}: with batch.group_size={x.batch.group_size} there is one subset of that many samples and "
             "nothing to compare it with, so every advantage is 0; lower it, or raise batch.group_size"
         )
-    if x.algorithm.max_refills > 0 and getattr(x.algorithm.group_filter, "func", x.algorithm.group_filter) is keep_all:
+    if (
+        x.algorithm.max_refills > 0
+        and getattr(x.algorithm.group_filter, "func", x.algorithm.group_filter) is keep_all
+    ):
         problems.append(
             f"algorithm.max_refills={x.algorithm.max_refills}: the group filter accepts every prompt, so none is ever replaced; "
             "choose algorithm/group_filter=mixed, or set it to 0"
@@ -96,11 +122,17 @@ def _check_choice(x: Experiment) -> list[str]:
     """What an algorithm cannot do with chosen problems (task.sampler), or with groups that are learned from again (task.reuse)."""
     a, problems = x.algorithm, []
     if x.sampler.weigh is not None and a.episodes is not None:
-        problems.append(f"task/sampler={x.sampler.name}: algorithm={a.name} scores nothing to choose by; choose task/sampler=uniform")
+        problems.append(
+            f"task/sampler={x.sampler.name}: algorithm={a.name} scores nothing to choose by; choose task/sampler=uniform"
+        )
     if x.reuse.active and a.episodes is not None:
-        problems.append(f"task/reuse: algorithm={a.name} samples nothing, so there is nothing to correct for; choose task/reuse=none")
+        problems.append(
+            f"task/reuse: algorithm={a.name} samples nothing, so there is nothing to correct for; choose task/reuse=none"
+        )
     if x.reuse.active and a.streams.keys() - {"reward"}:
-        problems.append("task/reuse: groups that are replaced would be lost to the streams beside the reward; choose task/reuse=none")
+        problems.append(
+            "task/reuse: groups that are replaced would be lost to the streams beside the reward; choose task/reuse=none"
+        )
     return problems
 
 
@@ -109,11 +141,17 @@ def _check_kl(x: Experiment) -> list[str]:
 
     kl, problems = x.kl, []
     if x.needs_reference and x.reference.name == "none":
-        problems.append(f"kl={kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none")
+        problems.append(
+            f"kl={kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none"
+        )
     if kl.importance_weight and kl.placement != "loss":
-        problems.append(f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement}); set it to false")
+        problems.append(
+            f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement}); set it to false"
+        )
     if kl.importance_weight and asks(kl.estimator, "logprobs_old"):
-        problems.append(f"kl.importance_weight: kl={kl.name} carries the ratio already; set it to false")
+        problems.append(
+            f"kl.importance_weight: kl={kl.name} carries the ratio already; set it to false"
+        )
     if kl.in_baseline and kl.placement == "loss":
         problems.append(
             "kl.in_baseline: with kl.placement=loss nothing of the KL is in the reward; set it to false, or choose another placement"
@@ -151,7 +189,11 @@ def _check_corrections(x: Experiment) -> list[str]:
     from rlkit.functional import automatic_correction, sequence_correction, token_correction
 
     weighing = (automatic_correction, sequence_correction, token_correction)
-    weights = [part.__name__ for part, numbers in corrections_of(x.algorithm) if part in weighing and numbers.get("mode") != "keep"]
+    weights = [
+        part.__name__
+        for part, numbers in corrections_of(x.algorithm)
+        if part in weighing and numbers.get("mode") != "keep"
+    ]
     said = f"algorithm.correction.parts: {' and '.join(weights)} both weigh, so the difference to the sampler would be corrected twice"
     return [f"{said}; set mode=keep in one of them, or choose a mask"] if len(weights) > 1 else []
 
@@ -164,32 +206,53 @@ def _check_old(x: Experiment) -> list[str]:
     a, parts, problems = x.algorithm, corrections_of(x.algorithm), []
     if a.old == "trainer":
         return []
-    if a.old == "sampler" and any(part not in (no_correction, automatic_correction) for part, _ in parts):
-        problems.append("every factor of algorithm/correction is 1, since the old policy is the sampler; choose algorithm/correction=none")
-    if a.old == "loglinear" and any(part is second_moment_mask or numbers.get("normalise") for part, numbers in parts):
-        problems.append("the old policy moves in every update, and algorithm/correction looks at the whole step; choose another correction")
+    if a.old == "sampler" and any(
+        part not in (no_correction, automatic_correction) for part, _ in parts
+    ):
+        problems.append(
+            "every factor of algorithm/correction is 1, since the old policy is the sampler; choose algorithm/correction=none"
+        )
+    if a.old == "loglinear" and any(
+        part is second_moment_mask or numbers.get("normalise") for part, numbers in parts
+    ):
+        problems.append(
+            "the old policy moves in every update, and algorithm/correction looks at the whole step; choose another correction"
+        )
     before = ("advantage", "normalization", "overlong", "token_filter")
     asking = [f"algorithm.{slot}" for slot in before if asks(getattr(a, slot), "logprobs_old")]
     asking += ["algorithm.policy_loss"] if asks(a.policy_loss, "covariance_rank") else []
     asking += ["algorithm.target_kl"] if a.target_kl is not None else []
     asking += [f"kl.placement={x.kl.placement}"] if x.kl.in_reward else []
-    problems += [f"{path} reads the policy before the update, which is not the old policy of the ratio; choose another" for path in asking]
+    problems += [
+        f"{path} reads the policy before the update, which is not the old policy of the ratio; choose another"
+        for path in asking
+    ]
     if a.episodes is not None:
         problems.append(f"algorithm={a.name} samples nothing")
-    return [f"algorithm.old={a.old}: {problem}, or set algorithm.old=trainer" for problem in problems]
+    return [
+        f"algorithm.old={a.old}: {problem}, or set algorithm.old=trainer" for problem in problems
+    ]
 
 
 def _check_streams(x: Experiment) -> list[str]:
     from rlkit.algorithm import STREAMS
 
     a, problems = x.algorithm, []
-    masks = {"reward": (None,), "teacher": (None, "sampled"), "imitation": ("observations", "demonstrations")}
+    masks = {
+        "reward": (None,),
+        "teacher": (None, "sampled"),
+        "imitation": ("observations", "demonstrations"),
+    }
     for name, stream in a.streams.items():
         path = f"algorithm.streams.{name}"
         if name not in STREAMS:
-            problems.append(f"{path}: there is no such stream.{nearest(name, STREAMS)} There are: {', '.join(STREAMS)}")
+            problems.append(
+                f"{path}: there is no such stream.{nearest(name, STREAMS)} There are: {', '.join(STREAMS)}"
+            )
         elif stream.mask not in masks[name]:
-            problems.append(f"{path}.mask={stream.mask}: must be {' or '.join(str(mask or 'null') for mask in masks[name])}")
+            problems.append(
+                f"{path}.mask={stream.mask}: must be {' or '.join(str(mask or 'null') for mask in masks[name])}"
+            )
         if (stream.loss is None) == (name == "teacher"):
             said = (
                 "needs a divergence, such as rlkit.functional.kl_student_teacher"
@@ -198,7 +261,9 @@ def _check_streams(x: Experiment) -> list[str]:
             )
             problems.append(f"{path}.loss: {said}")
         if name == "reward" and stream.aggregation is not None:
-            problems.append(f"{path}.aggregation: the reward's weights are those of algorithm/aggregation; set that instead")
+            problems.append(
+                f"{path}.aggregation: the reward's weights are those of algorithm/aggregation; set that instead"
+            )
     if "teacher" in a.streams and not x.teacher.models:
         problems.append(
             "algorithm.streams.teacher needs a teacher, but teacher=none; choose teacher=path teacher.path=FOLDER, or teacher=context"
@@ -210,8 +275,19 @@ def _check_streams(x: Experiment) -> list[str]:
             f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the streams beside the reward; set it to 0"
         )
     lora = getattr(x.model, "keywords", {}).get("lora")
-    moving = [name for name, model in (("teacher", m) for m in x.teacher.models.values()) if model.name == "ema"]
-    if "teacher" in a.streams and moving and lora and lora.rank and x.needs_reference and x.reference.name != "frozen":
+    moving = [
+        name
+        for name, model in (("teacher", m) for m in x.teacher.models.values())
+        if model.name == "ema"
+    ]
+    if (
+        "teacher" in a.streams
+        and moving
+        and lora
+        and lora.rank
+        and x.needs_reference
+        and x.reference.name != "frozen"
+    ):
         problems.append(
             f"teacher={x.teacher.name} reference={x.reference.name}: under LoRA there is one second adapter, and both need it; choose "
             "reference=frozen, or teacher=start"

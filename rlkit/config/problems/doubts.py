@@ -22,27 +22,47 @@ def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
     from rlkit.functional import forward, k1
 
-    a, out = x.algorithm, schedule_warnings(x) + list(dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p)))
+    a, out = (
+        x.algorithm,
+        schedule_warnings(x)
+        + list(dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))),
+    )
     updates = a.epochs * a.minibatches
-    out += embedded_numbers(x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")) + _adapter_rate(x)
+    out += embedded_numbers(
+        x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
+    ) + _adapter_rate(x)
     # The algorithm suggests no KL, and the reference is the default: nobody chose what is not built.
     by_default = x.kl.name != "none" and x.reference.name == "frozen"
     if not x.needs_reference and x.reference.name != "none" and not by_default:
-        out.append(f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})")
-    if getattr(x.model, "keywords", {}).get("interruption") and x.generation.max_thinking_tokens is None:
-        out.append("model.interruption does nothing: no thinking is interrupted; set generation.max_thinking_tokens")
+        out.append(
+            f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})"
+        )
+    if (
+        getattr(x.model, "keywords", {}).get("interruption")
+        and x.generation.max_thinking_tokens is None
+    ):
+        out.append(
+            "model.interruption does nothing: no thinking is interrupted; set generation.max_thinking_tokens"
+        )
     if x.teacher.models and not x.needs_teacher:
         out.append(
             f"teacher={x.teacher.name} is not built: no algorithm.streams.teacher asks for it; choose algorithm=opd, or teacher=none"
         )
     lora = getattr(x.model, "keywords", {}).get("lora")
-    if x.needs_reference and lora and lora.rank and any(phase.reference.name == "ema" for phase in phases(x).values()):
+    if (
+        x.needs_reference
+        and lora
+        and lora.rank
+        and any(phase.reference.name == "ema" for phase in phases(x).values())
+    ):
         out.append(
             f"reference=ema model.lora.rank={lora.rank} averages the adapter's factors and not their product, so the reference is not "
             "quite the average of the policy's weights (rlkit.training.references.ema says by how much); reference=periodic copies exactly"
         )
     if x.batch.group_size == 1 and not a.critic.active and a.episodes is None:
-        out.append("batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy")
+        out.append(
+            "batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy"
+        )
     if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
         out.append(
             f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls towards the reference, or pushes away "
@@ -54,10 +74,16 @@ def warnings(x: Experiment) -> list[str]:
         if steps >= x.trainer.steps
     ]
     if a.target_kl is not None and updates == 1:
-        out.append(f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked")
+        out.append(
+            f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked"
+        )
     if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
-        out.append(f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are those of the policy before it")
-    return out + list(dict.fromkeys(text for phase in phases(x).values() for text in _correction_doubts(phase)))
+        out.append(
+            f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are those of the policy before it"
+        )
+    return out + list(
+        dict.fromkeys(text for phase in phases(x).values() for text in _correction_doubts(phase))
+    )
 
 
 def _correction_doubts(x: Experiment) -> list[str]:
@@ -74,7 +100,9 @@ def _correction_doubts(x: Experiment) -> list[str]:
             "difference is corrected twice; choose algorithm/correction=none"
         )
     longest = x.generation.max_new_tokens
-    if longest < 100 and any(part is geometric_mask and not numbers["scaled"] for part, numbers in given):
+    if longest < 100 and any(
+        part is geometric_mask and not numbers["scaled"] for part, numbers in given
+    ):
         out.append(
             f"algorithm/correction: a fixed band of the mean log-ratio is made for long replies and drops many of up to {longest} tokens "
             "(generation.max_new_tokens) by chance; choose algorithm/correction=geometric_mask"
@@ -96,7 +124,9 @@ def _correction_doubts(x: Experiment) -> list[str]:
     return out
 
 
-def embedded_numbers(x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)) -> list[str]:
+def embedded_numbers(
+    x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
+) -> list[str]:
     """Numbers for the model that ships with rlkit, among these keys, where another model runs with them."""
     own = getattr(x.model, "suggests", {})
     path = getattr(x.model, "keywords", getattr(x.model, "__dict__", {})).get("path")
@@ -107,16 +137,27 @@ def embedded_numbers(x: Experiment | RolloutRun, keys: Sequence[str] = ("generat
         "trainer.steps": (x.trainer.steps, (own["steps"],)),
         "generation.max_new_tokens": (x.generation.max_new_tokens, (own["max_new_tokens"],)),
     }
-    kept = [f"{key}={value}" for key, (value, tiny) in used.items() if key in keys and value in tiny]
+    kept = [
+        f"{key}={value}" for key, (value, tiny) in used.items() if key in keys and value in tiny
+    ]
     model = f"model.path={path}" if path else "model: another than the embedded one"
-    return [f"{model} runs with numbers for the tiny model: {', '.join(kept)}; choose model=pretrained, or set them"] if kept else []
+    return (
+        [
+            f"{model} runs with numbers for the tiny model: {', '.join(kept)}; choose model=pretrained, or set them"
+        ]
+        if kept
+        else []
+    )
 
 
 def _is_embedded(path: str | None) -> bool:
     """Whether a path names the model that ships with rlkit, or a folder with a model of the same shape, such as an export of it."""
     from rlkit.models.load import EMBEDDED, TINY
 
-    shapes = [json.loads(f.read_text()) if f.is_file() else {} for f in (TINY / "config.json", Path(path or "") / "config.json")]
+    shapes = [
+        json.loads(f.read_text()) if f.is_file() else {}
+        for f in (TINY / "config.json", Path(path or "") / "config.json")
+    ]
     return path in EMBEDDED or shapes[0].get("hidden_size") == shapes[1].get("hidden_size")
 
 
@@ -127,8 +168,14 @@ def _rate(x: Experiment | RolloutRun) -> float | None:
 
 def _adapter_rate(x: Experiment) -> list[str]:
     """Adapters that are trained with the learning rate of all weights."""
-    own, lora, rate = getattr(x.model, "suggests", {}), getattr(x.model, "keywords", {}).get("lora"), _rate(x)
-    if not (lora and lora.rank and rate is not None and rate == own.get("lr") != own.get("lora_lr")):
+    own, lora, rate = (
+        getattr(x.model, "suggests", {}),
+        getattr(x.model, "keywords", {}).get("lora"),
+        _rate(x),
+    )
+    if not (
+        lora and lora.rank and rate is not None and rate == own.get("lr") != own.get("lora_lr")
+    ):
         return []
     return [
         f"model.lora.rank={lora.rank} optimizer.lr={rate:g}: is the rate for all weights of this model, and adapters need about ten times "
@@ -141,9 +188,23 @@ def _too_late(x: Experiment) -> list[tuple[str, int, str]]:
     out = []
     every = getattr(x.reference.update, "keywords", {}).get("every")
     if x.needs_reference and isinstance(every, int):
-        out.append(("reference.every", every, "no update sees a new copy of the policy, so the reference is the frozen start"))
+        out.append(
+            (
+                "reference.every",
+                every,
+                "no update sees a new copy of the policy, so the reference is the frozen start",
+            )
+        )
     if x.asynchrony.staleness:
-        out.append(("asynchrony.staleness", x.asynchrony.staleness, "every step samples with the weights of the start"))
+        out.append(
+            (
+                "asynchrony.staleness",
+                x.asynchrony.staleness,
+                "every step samples with the weights of the start",
+            )
+        )
     if x.algorithm.critic.active:
-        out.append(("algorithm.critic.warmup", x.algorithm.critic.warmup, "the policy is never trained"))
+        out.append(
+            ("algorithm.critic.warmup", x.algorithm.critic.warmup, "the policy is never trained")
+        )
     return out

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 LONGEST = 200  # bytes of one part; a file system takes 255
-SOURCES = ("schedule", "algorithm")  # groups that the name of a run comes from, the first that has one
+SOURCES = (
+    "schedule",
+    "algorithm",
+)  # groups that the name of a run comes from, the first that has one
 
 
 def name_problems(config: Mapping[str, Any]) -> list[str]:
@@ -20,10 +23,16 @@ def name_problems(config: Mapping[str, Any]) -> list[str]:
         reason = "it is an absolute path"
     if not reason:
         return []
-    given = [key for key in SOURCES if isinstance(own := config.get(key), Mapping) and own.get("name") == name]
+    given = [
+        key
+        for key in SOURCES
+        if isinstance(own := config.get(key), Mapping) and own.get("name") == name
+    ]
     key = f"{given[0]}.name" if given else "name"
     shown = "".join(c if c.isprintable() else "?" for c in name)
-    return [f"{key}={shown:.60}: {reason}. Runs are written to outputs/NAME; give a plain name, as in name=first_try"]
+    return [
+        f"{key}={shown:.60}: {reason}. Runs are written to outputs/NAME; give a plain name, as in name=first_try"
+    ]
 
 
 def part_problem(part: str) -> str:

@@ -19,8 +19,12 @@ def range_problems(node: Any, path: str = "") -> list[str]:
     part = resolve(node["_target_"]) if named else getattr(node, "func", type(node))
     limits, problems = getattr(part, "__ranges__", {}), []
     for key, value in enumerate(node) if isinstance(node, list) else fields(node).items():
-        where = f"{path}[{key}]" if isinstance(node, list) else f"{path}.{key}" if path else str(key)
-        low, high = limits.get(key, (None, None)) if isinstance(value, int | float) else (None, None)
+        where = (
+            f"{path}[{key}]" if isinstance(node, list) else f"{path}.{key}" if path else str(key)
+        )
+        low, high = (
+            limits.get(key, (None, None)) if isinstance(value, int | float) else (None, None)
+        )
         if low is not None and value < low:
             problems.append(f"{where}={value}: must be at least {low:g}")
         if high is not None and value > high:
@@ -34,16 +38,22 @@ def number_problems(x: Experiment) -> list[str]:
     a, sampling, rollouts = x.algorithm, x.generation, x.batch.prompts * x.batch.group_size
     problems = range_problems(x._replace(schedule=Schedule())) + thinking_problems(sampling)
     if a.target_kl is not None and not a.target_kl > 0:
-        problems.append(f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never ends a step's updates early")
+        problems.append(
+            f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never ends a step's updates early"
+        )
     if sampling.temperature == 0:
-        problems.append("generation.temperature=0: greedy samples of a prompt are all equal, so nothing is learned; use 1.0")
+        problems.append(
+            "generation.temperature=0: greedy samples of a prompt are all equal, so nothing is learned; use 1.0"
+        )
     if sampling.top_p < 1 or sampling.top_k > 0:
         problems.append(
             f"generation.top_p={sampling.top_p}, generation.top_k={sampling.top_k}: training samples from the full distribution, "
             "since ratios and KL compare full distributions and are wrong on samples of a cut one; set top_p=1 and top_k=0"
         )
     if x.trainer.requeue and x.resume == "never":
-        problems.append("trainer.requeue: with resume=never the job that is queued again would begin anew; set resume=auto, or name a run")
+        problems.append(
+            "trainer.requeue: with resume=never the job that is queued again would begin anew; set resume=auto, or name a run"
+        )
     if not problems and rollouts % a.minibatches:
         problems.append(
             f"algorithm.minibatches={a.minibatches}: {x.batch.prompts} prompts × {x.batch.group_size} samples are "

@@ -23,7 +23,15 @@ from rlkit.training.selfcheck import ROWS, first_rows
 from rlkit.training.teachers import answer, demonstration
 from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
-JUDGED = ("environment", "verifiers", "reasoning_gym", "listed", "paid", "priced", "judge")  # rewards of rows without a gold answer
+JUDGED = (
+    "environment",
+    "verifiers",
+    "reasoning_gym",
+    "listed",
+    "paid",
+    "priced",
+    "judge",
+)  # rewards of rows without a gold answer
 
 
 def load_tasks(x: Experiment) -> Splits:
@@ -33,7 +41,10 @@ def load_tasks(x: Experiment) -> Splits:
     Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
     """
     # Rewards and environments are called.
-    with guard_state(x.task, kinds=[FOLDER]), limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""):
+    with (
+        guard_state(x.task, kinds=[FOLDER]),
+        limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""),
+    ):
         return _checked_tasks(x)
 
 
@@ -45,7 +56,9 @@ def _checked_tasks(x: Experiment) -> Splits:
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
         rewarded = phase.algorithm.streams.get("reward", Stream())
-        if "reward" in phase.algorithm.streams or not phase.algorithm.streams:  # else it is only measured
+        if (
+            "reward" in phase.algorithm.streams or not phase.algorithm.streams
+        ):  # else it is only measured
             own = [task for task in train if rewarded.of(task.part)]
             check_truths(own, phase.reward)
             check_reward(own, phase.reward, x.environment)
@@ -60,7 +73,10 @@ def load_split(x: Experiment, split: Split) -> Sequence[Task]:
     with guard_state(x.task, kinds=[FOLDER]):
         tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
-        instead = {"validation": "set task.validation above 0 or evaluation.every=0", "test": "set task.held_out above 0 or evaluation.n=0"}
+        instead = {
+            "validation": "set task.validation above 0 or evaluation.every=0",
+            "test": "set task.held_out above 0 or evaluation.n=0",
+        }
         raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
     check_truths(tasks, x.evaluation.reward)
     check_verifier(tasks, x.evaluation.reward)
@@ -83,7 +99,9 @@ def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
             raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' scores {scores[0]} with reward '{task.reward}', not 1; "
                             "mend the row's answer, or name a reward that can score it")  # fmt: skip
         if scores[1] is not None and scores[1] >= 1:
-            raise DataError(f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it must not count as right")
+            raise DataError(
+                f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it must not count as right"
+            )
 
 
 def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
@@ -98,7 +116,9 @@ def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
     if found:
         task, problem = found[0]
         more = f" ({len(found) - 1} more rows are like it)" if len(found) > 1 else ""
-        raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}' {problem}{more}")
+        raise DataError(
+            f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}' {problem}{more}"
+        )
 
 
 def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
@@ -106,25 +126,49 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
     streams, teacher = x.algorithm.streams, x.teacher
     for name, stream in streams.items():
         known = {task.part for task in tasks}
-        if stream.parts is not None and (odd := [part for part in stream.parts if not any(Stream(parts=[part]).of(own) for own in known)]):
+        if stream.parts is not None and (
+            odd := [
+                part
+                for part in stream.parts
+                if not any(Stream(parts=[part]).of(own) for own in known)
+            ]
+        ):
             there = ", ".join(sorted(known - {""})) or "none, since task is no mixture"
-            raise ConfigError(f"algorithm.streams.{name}.parts: there is no part {odd[0]!r} of the task; there are: {there}")
+            raise ConfigError(
+                f"algorithm.streams.{name}.parts: there is no part {odd[0]!r} of the task; there are: {there}"
+            )
     demonstrates = "imitation" in streams and streams["imitation"].mask == "demonstrations"
     mine = [task for task in tasks if "imitation" in streams and streams["imitation"].of(task.part)]
-    if demonstrates and (task := next((task for task in mine if "messages" not in task.metadata), None)):
-        raise DataError(f"row {task.id}: holds no conversation, and algorithm.streams.imitation.mask=demonstrations learns from them")
+    if demonstrates and (
+        task := next((task for task in mine if "messages" not in task.metadata), None)
+    ):
+        raise DataError(
+            f"row {task.id}: holds no conversation, and algorithm.streams.imitation.mask=demonstrations learns from them"
+        )
     if "teacher" not in streams:
         return
     tasks = [task for task in tasks if streams["teacher"].of(task.part)]
-    if "" not in teacher.models and (task := next((task for task in tasks if task.part not in teacher.models), None)):
-        key, value = ("parts", "[http://HOST:8000]") if teacher.name == "vllm" else ("paths", "FOLDER")
+    if "" not in teacher.models and (
+        task := next((task for task in tasks if task.part not in teacher.models), None)
+    ):
+        key, value = (
+            ("parts", "[http://HOST:8000]") if teacher.name == "vllm" else ("paths", "FOLDER")
+        )
         raise DataError(
             f"row {task.id}: its part {task.part!r} has no teacher; teacher.{key} has those of {', '.join(teacher.models)}, so set "
             f"+teacher.{key}.{task.part or 'PART'}={value}"
         )
-    reads = {demonstration.__name__: "a conversation", answer.__name__: "an answer"}.get(getattr(teacher.show, "__name__", ""))
-    if reads and teacher.show and not any(teacher.show(Rollout(copied(task), ()), ()) for task in tasks):
-        raise DataError(f"row {tasks[0].id}: no row holds {reads}, which teacher.show={teacher.show.__name__} shows to the teacher")
+    reads = {demonstration.__name__: "a conversation", answer.__name__: "an answer"}.get(
+        getattr(teacher.show, "__name__", "")
+    )
+    if (
+        reads
+        and teacher.show
+        and not any(teacher.show(Rollout(copied(task), ()), ()) for task in tasks)
+    ):
+        raise DataError(
+            f"row {tasks[0].id}: no row holds {reads}, which teacher.show={teacher.show.__name__} shows to the teacher"
+        )
 
 
 def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
@@ -133,7 +177,11 @@ def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_reward(tasks: Sequence[Task], reward: Reward, environment: Environment | Callable[[Task], Environment] | None = None) -> None:
+def check_reward(
+    tasks: Sequence[Task],
+    reward: Reward,
+    environment: Environment | Callable[[Task], Environment] | None = None,
+) -> None:
     """The training reward runs, and can score at least one of the first rows, of every part of a mixture, with their gold answers.
 
     A reward of a session's end state sees the state that the environment's session begins with.
@@ -141,7 +189,12 @@ def check_reward(tasks: Sequence[Task], reward: Reward, environment: Environment
     """
     gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
     if environment is not None:
-        gold = [r._replace(metadata={"state": opening(r.task, environment_of(environment, r.task)).state}) for r in gold]
+        gold = [
+            r._replace(
+                metadata={"state": opening(r.task, environment_of(environment, r.task)).state}
+            )
+            for r in gold
+        ]
     try:
         scored = score_rollouts(gold, reward)
     except RewardError as error:
@@ -154,17 +207,31 @@ def check_reward(tasks: Sequence[Task], reward: Reward, environment: Environment
             )
 
 
-def check_tools(tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]) -> None:
+def check_tools(
+    tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
+) -> None:
     """Tools that run model-written code get the isolation that they ask for, wherever the data's environments have any.
 
     Raises: ConfigError, before a model is loaded.
     """
     for task in {task.environment: task for task in tasks}.values():
         for tool in opening(task, environment_of(environment, task)).tools.values():
-            if isinstance(sandbox := getattr(tool, "sandbox", getattr(getattr(tool, "__self__", None), "sandbox", None)), Sandbox):
+            if isinstance(
+                sandbox := getattr(
+                    tool, "sandbox", getattr(getattr(tool, "__self__", None), "sandbox", None)
+                ),
+                Sandbox,
+            ):
                 require(sandbox)
 
 
 def _answered(task: Task, text: str) -> Rollout:
-    step = Step(prompt=task.messages, prompt_ids=(), response_ids=(), logprobs=(), finish_reason="stop", content=text)
+    step = Step(
+        prompt=task.messages,
+        prompt_ids=(),
+        response_ids=(),
+        logprobs=(),
+        finish_reason="stop",
+        content=text,
+    )
     return Rollout(task, (step,))

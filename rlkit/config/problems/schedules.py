@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from rlkit.errors import ConfigError
 from rlkit.training.schedules.controllers import condition
 from rlkit.training.schedules.paths import flat
-from rlkit.training.schedules.progress import PHASED, Phase, Progress, at, inline_controllers, phase_steps, phases, start, watched
+from rlkit.training.schedules.progress import (
+    PHASED,
+    Phase,
+    Progress,
+    at,
+    inline_controllers,
+    phase_steps,
+    phases,
+    start,
+    watched,
+)
 from rlkit.types import Controller
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
@@ -23,7 +33,9 @@ def schedule_problems(experiment: Any) -> list[str]:
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
         if not isinstance(phase, Phase):
-            problems.append(f"{where}: is no phase; give it the _target_ rlkit.training.schedules.Phase, or take it out with ~{where}")
+            problems.append(
+                f"{where}: is no phase; give it the _target_ rlkit.training.schedules.Phase, or take it out with ~{where}"
+            )
             continue
         problems += [
             f"{where}.{group}: must be whole, since a phase shares no part of a group; choose +{group}@{where}.{group}=OPTION first"
@@ -33,7 +45,13 @@ def schedule_problems(experiment: Any) -> list[str]:
     if problems:
         return problems
     shared = [("schedule.numbers", experiment.schedule.paths)]
-    for where, paths in [*shared, *((f"schedule.phases.{name}.numbers", flat(phase.numbers)) for name, phase in given.items())]:
+    for where, paths in [
+        *shared,
+        *(
+            (f"schedule.phases.{name}.numbers", flat(phase.numbers))
+            for name, phase in given.items()
+        ),
+    ]:
         problems += [
             f"{where}.{path}={f!r}: is no function of the step; give it a _target_ such as "
             "rlkit.training.schedules.constant with _partial_: true"
@@ -43,23 +61,41 @@ def schedule_problems(experiment: Any) -> list[str]:
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
         if phase.until is None and name != list(given)[-1]:
-            problems.append(f"{where}: has no end, so no later phase begins; set {where}.until to RL steps or to a condition")
+            problems.append(
+                f"{where}: has no end, so no later phase begins; set {where}.until to RL steps or to a condition"
+            )
         if isinstance(phase.until, int) and phase.until < 1:
             problems.append(f"{where}.until={phase.until}: must be at least 1 RL step")
         if isinstance(phase.until, float) and not 0 < phase.until < 1:
-            problems.append(f"{where}.until={phase.until}: a share of the run's steps lies between 0 and 1; RL steps are a whole number")
+            problems.append(
+                f"{where}.until={phase.until}: a share of the run's steps lies between 0 and 1; RL steps are a whole number"
+            )
         if isinstance(phase.until, str):
             try:
                 condition(phase.until)
             except ValueError as error:
                 problems.append(f"{where}.until: {error}")
-        problems += [f"{where}.reset: '{word}' is not one of {', '.join(RESETS)}" for word in phase.reset if word not in RESETS]
+        problems += [
+            f"{where}.reset: '{word}' is not one of {', '.join(RESETS)}"
+            for word in phase.reset
+            if word not in RESETS
+        ]
     evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
-    waiting = {} if problems else {p: m for i in range(len(given) or 1) for p, m in watched(experiment, Progress(phase=i)).items()}
+    waiting = (
+        {}
+        if problems
+        else {
+            p: m
+            for i in range(len(given) or 1)
+            for p, m in watched(experiment, Progress(phase=i)).items()
+        }
+    )
     for path, metric in waiting.items():
         if metric.startswith("test/"):
             instead = f"wait for 'eval/{metric[5:]}' (validation)"
-            problems.append(f"{path}: waits for '{metric}', but test problems must not decide what a run does; {instead}")
+            problems.append(
+                f"{path}: waits for '{metric}', but test problems must not decide what a run does; {instead}"
+            )
         if metric.startswith("eval/") and not evaluated:
             problems.append(
                 f"{path}: waits for '{metric}', which is measured of validation problems only; set evaluation.every and evaluation.n"
@@ -67,7 +103,10 @@ def schedule_problems(experiment: Any) -> list[str]:
     for name, x in phases(experiment).items():
         where = f"schedule.phases.{name}: " if name else ""
         twice = x.schedule.paths.keys() & dict(inline_controllers(x._replace(schedule=None))).keys()
-        problems += [f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of the two" for path in sorted(twice)]
+        problems += [
+            f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of the two"
+            for path in sorted(twice)
+        ]
     return problems
 
 
@@ -75,13 +114,24 @@ def schedule_warnings(experiment: Any) -> list[str]:
     """What of a schedule is legal but probably not meant."""
     out, steps, given = [], 0, experiment.schedule.phases
     for position, (name, phase) in enumerate(given.items()):
-        where, until = f"schedule.phases.{name}.until={phase.until}", phase_steps(phase.until, experiment.trainer.steps)
+        where, until = (
+            f"schedule.phases.{name}.until={phase.until}",
+            phase_steps(phase.until, experiment.trainer.steps),
+        )
         if position + 1 == len(given):
-            out += [] if phase.until is None else [f"{where}: is without effect: the last phase ends with the run (trainer.steps)"]
+            out += (
+                []
+                if phase.until is None
+                else [
+                    f"{where}: is without effect: the last phase ends with the run (trainer.steps)"
+                ]
+            )
             continue
         steps += until or 1
         if steps >= experiment.trainer.steps:
-            out.append(f"{where}: ends at step {steps} or later, and trainer.steps={experiment.trainer.steps}: no later phase begins")
+            out.append(
+                f"{where}: ends at step {steps} or later, and trainer.steps={experiment.trainer.steps}: no later phase begins"
+            )
             break
     return out
 
@@ -93,12 +143,23 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
         group = key.partition("/")[0].partition(".")[0]
-        if "@" in key or not phases or not all(isinstance(phase, dict) and phase.get(group) is not None for phase in phases.values()):
+        if (
+            "@" in key
+            or not phases
+            or not all(
+                isinstance(phase, dict) and phase.get(group) is not None
+                for phase in phases.values()
+            )
+        ):
             continue
         places = [f"schedule.phases.{name}.{key.replace('/', '.')}" for name in phases]
-        is_option = "/" in key or key == group  # an option is chosen at its new place, group@place=option
+        is_option = (
+            "/" in key or key == group
+        )  # an option is chosen at its new place, group@place=option
         meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
-        out.append(f"{text}: changes nothing, every phase of the schedule has its own {group}; write {' or '.join(meant)}")
+        out.append(
+            f"{text}: changes nothing, every phase of the schedule has its own {group}; write {' or '.join(meant)}"
+        )
     return out
 
 
@@ -113,5 +174,7 @@ def first_steps(x: Experiment) -> dict[str, Experiment]:
             at(phase, start(phase)._replace(step=x.trainer.steps - 1))
             out[name] = at(phase, start(phase))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{f'schedule.phases.{name}, ' if name else ''}schedule.numbers: {error.args[0]}") from error
+            raise ConfigError(
+                f"{f'schedule.phases.{name}, ' if name else ''}schedule.numbers: {error.args[0]}"
+            ) from error
     return out

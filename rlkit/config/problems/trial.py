@@ -23,11 +23,22 @@ def dry_run(x: Experiment) -> None:
     """
     import torch
 
-    from rlkit.algorithm import asks, estimate_advantages, filter_rollouts, loss_weights, place_old, surrogate, token_scale, value_surrogate
+    from rlkit.algorithm import (
+        asks,
+        estimate_advantages,
+        filter_rollouts,
+        loss_weights,
+        place_old,
+        surrogate,
+        token_scale,
+        value_surrogate,
+    )
     from rlkit.training.metrics import UpdateTerms, update_metrics
     from rlkit.types import Batch, TokenLogprobs
 
-    if any(asks(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)):
+    if any(
+        asks(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)
+    ):
         return
     if not x.algorithm.reward_coef:
         return
@@ -60,16 +71,30 @@ def dry_run(x: Experiment) -> None:
         if x.algorithm.critic.active:
             loss = loss + value_surrogate(batch, scores, x.algorithm.critic)[0]
         loss.backward(retain_graph=True)
-        update_metrics(batch._replace(metrics={name: term for name, term in terms.items() if "/" in name}), UpdateTerms(), x)
+        update_metrics(
+            batch._replace(metrics={name: term for name, term in terms.items() if "/" in name}),
+            UpdateTerms(),
+            x,
+        )
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise ConfigError(
             f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error} (at {place(error)})"
         ) from error
     if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
-        made = {"advantage": batch.advantages, "correction": batch.scale, "aggregation": batch.weights} | terms
-        bad = [name for name, value in made.items() if value is not None and value.shape == mask.shape and not value[mask].isfinite().all()]
+        made = {
+            "advantage": batch.advantages,
+            "correction": batch.scale,
+            "aggregation": batch.weights,
+        } | terms
+        bad = [
+            name
+            for name, value in made.items()
+            if value is not None and value.shape == mask.shape and not value[mask].isfinite().all()
+        ]
         why = f": {bad[0]} gave nan or inf" if bad else ""
-        raise ConfigError(f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite{why}; check its numbers")
+        raise ConfigError(
+            f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite{why}; check its numbers"
+        )
     _check_vanishing(x, batch, scores)
 
 
@@ -96,25 +121,42 @@ def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None
     tried: list[tuple[str, Any, str, KL]] = []
     if "without_advantages" in (declarations(loss, "vanishes") or ()):
         tried.append(("algorithm.policy_loss", loss, "without_advantages", KL("none")))
-        exact = asks(estimator, "full_kl")  # of the whole vocabulary, which the fake data does not have
-        if x.kl.in_loss and not exact and "at_reference" in (declarations(estimator, "vanishes") or ()):
+        exact = asks(
+            estimator, "full_kl"
+        )  # of the whole vocabulary, which the fake data does not have
+        if (
+            x.kl.in_loss
+            and not exact
+            and "at_reference" in (declarations(estimator, "vanishes") or ())
+        ):
             tried.append(("kl.estimator", estimator, "at_reference", x.kl._replace(coef=1.0)))
     for path, part, word, kl in tried:
         value, _ = surrogate(moved, scores, plain, kl)
         found = torch.autograd.grad(value, scores.logprobs, retain_graph=True, allow_unused=True)
         if found[0] is not None and found[0].any():
-            raise ConfigError(f'{path} ({written(part)}): declares @vanishes("{word}"), and has a gradient there; remove the declaration')
+            raise ConfigError(
+                f'{path} ({written(part)}): declares @vanishes("{word}"), and has a gradient there; remove the declaration'
+            )
 
 
 def optimizer_problems(x: Experiment) -> list[str]:
     """What an optimizer says to its numbers, tried on one parameter: with the model it would be too late."""
     import torch
 
-    critics = {id(p.algorithm.critic): p.algorithm.critic.optimizer for p in phases(x).values() if p.algorithm.critic.active}
+    critics = {
+        id(p.algorithm.critic): p.algorithm.critic.optimizer
+        for p in phases(x).values()
+        if p.algorithm.critic.active
+    }
     problems = []
-    for path, make in [("optimizer", x.optimizer), *(("algorithm.critic.optimizer", make) for make in critics.values() if make)]:
+    for path, make in [
+        ("optimizer", x.optimizer),
+        *(("algorithm.critic.optimizer", make) for make in critics.values() if make),
+    ]:
         try:
             make([torch.nn.Parameter(torch.zeros(1))])
         except (TypeError, ValueError, RuntimeError) as error:
-            problems.append(f"{path}: {error}; its numbers are {', '.join(f'{k}={v}' for k, v in getattr(make, 'keywords', {}).items())}")
+            problems.append(
+                f"{path}: {error}; its numbers are {', '.join(f'{k}={v}' for k, v in getattr(make, 'keywords', {}).items())}"
+            )
     return problems

@@ -46,11 +46,19 @@ def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention in which the heads of a group stand side by side as queries of their one key head, so that no key is copied.
 
@@ -62,12 +70,20 @@ def attend(
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
     if len(key) != rows and attention_mask is not None:
-        shared = query.view(len(key), -1, key.shape[1], groups, size).transpose(1, 2)  # [rooms, Hk, n, groups, D]
-        mask = attention_mask.repeat_interleave(groups, 2, output_size=groups * attention_mask.shape[2])
-        out = nn_functional.scaled_dot_product_attention(shared.flatten(2, 3), key, value, attn_mask=mask, scale=scaling)
+        shared = query.view(len(key), -1, key.shape[1], groups, size).transpose(
+            1, 2
+        )  # [rooms, Hk, n, groups, D]
+        mask = attention_mask.repeat_interleave(
+            groups, 2, output_size=groups * attention_mask.shape[2]
+        )
+        out = nn_functional.scaled_dot_product_attention(
+            shared.flatten(2, 3), key, value, attn_mask=mask, scale=scaling
+        )
         return out.view(shared.shape).transpose(1, 2).reshape(rows, 1, heads, size), None
     if attention_mask is None or attention_mask.shape[-2:] != (width, key.shape[2]):
-        out = nn_functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        out = nn_functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
+        )
         return out.transpose(1, 2).contiguous(), None
     grouped = query.reshape(rows, heads // groups, groups * width, size)
     mask = attention_mask if width == 1 or groups == 1 else attention_mask.repeat(1, 1, groups, 1)
@@ -89,7 +105,12 @@ PARTS: ContextVar[list[Part] | None] = ContextVar("parts", default=None)
 def parts_of(reach: Tensor) -> list[Part]:
     """Cuts slots [n] that see so many positions each into parts of nearly one length, where that saves more than further calls cost."""
     parts: list[Part] = []
-    blocks = nn_functional.pad(reach, (0, -len(reach) % SIDE_BY_SIDE)).view(-1, SIDE_BY_SIDE).amax(1).tolist()
+    blocks = (
+        nn_functional.pad(reach, (0, -len(reach) % SIDE_BY_SIDE))
+        .view(-1, SIDE_BY_SIDE)
+        .amax(1)
+        .tolist()
+    )
     for block, longest in enumerate(blocks):
         start, stop = block * SIDE_BY_SIDE, min((block + 1) * SIDE_BY_SIDE, len(reach))
         if parts:

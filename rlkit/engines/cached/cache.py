@@ -10,7 +10,9 @@ from torch import Tensor
 
 BLOCK = 16  # tokens of which a slot gets more at once
 SHARE = 8  # slots of a room
-LONGEST = 2  # completions of the longest kind that a room holds: one is usually about a quarter as long
+LONGEST = (
+    2  # completions of the longest kind that a room holds: one is usually about a quarter as long
+)
 
 
 class Slots:
@@ -40,18 +42,26 @@ class Slots:
     def point(self, rows: Tensor | None, positions: Tensor, length: int) -> None:
         """The next pass is for these rows, at these positions [R, m], and sees the first `length` of them; 0: the new ones alone."""
         self.rows, self.positions, self.length = rows, positions, length
-        self.places = self.place(self.indices[: len(positions)] if rows is None else rows, positions)
+        self.places = self.place(
+            self.indices[: len(positions)] if rows is None else rows, positions
+        )
 
     def place(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where the positions [R, m] of these slots are in their rooms."""
         return positions
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Puts new keys and values [R, H, m, D] in their place and gives all that these rows may see."""
-        key = key.to(value.dtype)  # under mixed precision the norm of the keys, whose weight is float32, makes them float32
+        key = key.to(
+            value.dtype
+        )  # under mixed precision the norm of the keys, whose weight is float32, makes them float32
         if layer == len(self.keys):
             for store, like in ((self.keys, key), (self.values, value)):
-                store.append(like.new_zeros(self.shape[0], like.shape[1], self.shape[1], like.shape[3]))
+                store.append(
+                    like.new_zeros(self.shape[0], like.shape[1], self.shape[1], like.shape[3])
+                )
         rooms = (self.indices[: len(key)] if self.rows is None else self.rows) // self.share
         out = []
         for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
@@ -61,11 +71,17 @@ class Slots:
 
     def seen(self, kept: Tensor, rows: int) -> Tensor:
         """What the rows of this pass see of one layer's keys or values."""
-        return kept[:rows, :, : self.length] if self.rows is None else kept[:, :, : self.length][self.rows]
+        return (
+            kept[:rows, :, : self.length]
+            if self.rows is None
+            else kept[:, :, : self.length][self.rows]
+        )
 
     def visible(self, slots: int) -> Tensor:
         """What the first slots see in a step of decoding, [rooms, 1, slots of a room, L] bool."""
-        return (torch.arange(self.length, device=self.indices.device) <= self.positions)[:, None, None]
+        return (torch.arange(self.length, device=self.indices.device) <= self.positions)[
+            :, None, None
+        ]
 
     def get_seq_length(self, layer: int = 0) -> int:
         """For models that ask; positions are always given."""
@@ -122,10 +138,19 @@ class Rooms(Slots):
     def __init__(self, slots: int, capacity: int, device: torch.device):
         super().__init__(slots, capacity, device)
         rooms, self.blocks = slots // SHARE, capacity // BLOCK
-        self.table = torch.full((slots, self.blocks), self.blocks, device=device)  # block of a position → block of the room
-        self.owner = torch.full((rooms, self.blocks + 1), -1, device=device)  # which of the slots in the room
-        self.base = torch.zeros((rooms, self.blocks + 1), dtype=torch.int64, device=device)  # its block of positions
-        self.ranks, self.offsets = torch.arange(SHARE, device=device), torch.arange(BLOCK, device=device)
+        self.table = torch.full(
+            (slots, self.blocks), self.blocks, device=device
+        )  # block of a position → block of the room
+        self.owner = torch.full(
+            (rooms, self.blocks + 1), -1, device=device
+        )  # which of the slots in the room
+        self.base = torch.zeros(
+            (rooms, self.blocks + 1), dtype=torch.int64, device=device
+        )  # its block of positions
+        self.ranks, self.offsets = (
+            torch.arange(SHARE, device=device),
+            torch.arange(BLOCK, device=device),
+        )
         self.own: list[list[int]] = [[] for _ in range(slots)]
         self.promised = [0] * slots  # blocks
         self.left = [list(range(self.blocks)) for _ in range(rooms)]
@@ -143,7 +168,9 @@ class Rooms(Slots):
         if self.rows is None:
             return kept[: rows // SHARE]
         positions = torch.arange(self.length, device=self.rows.device).expand(rows, -1)
-        return kept[(self.rows // SHARE)[:, None], :, self.place(self.rows, positions)].transpose(1, 2)
+        return kept[(self.rows // SHARE)[:, None], :, self.place(self.rows, positions)].transpose(
+            1, 2
+        )
 
     def visible(self, slots: int) -> Tensor:
         rooms = slots // SHARE
@@ -162,13 +189,19 @@ class Rooms(Slots):
 
     def admits(self, slot: int, length: int) -> bool:
         first = slot // SHARE * SHARE
-        taken = sum(max(len(self.own[s]), self.promised[s]) for s in range(first, first + SHARE) if s != slot and self.own[s])
+        taken = sum(
+            max(len(self.own[s]), self.promised[s])
+            for s in range(first, first + SHARE)
+            if s != slot and self.own[s]
+        )
         return not taken or taken + -(-length // BLOCK) <= self.blocks
 
     def grant(self, slot: int, length: int, promised: int = 0) -> bool:
         own, left = self.own[slot], self.left[slot // SHARE]
         more = -(-length // BLOCK) - len(own)
-        self.promised[slot] = max(self.promised[slot], -(-max(length, promised) // BLOCK))  # what does not fit moves where it does
+        self.promised[slot] = max(
+            self.promised[slot], -(-max(length, promised) // BLOCK)
+        )  # what does not fit moves where it does
         if more > len(left):
             return False
         for _ in range(more):
@@ -180,7 +213,9 @@ class Rooms(Slots):
 
     def takes(self, source: int, target: int) -> bool:
         own, promised = len(self.own[source]), self.promised[source]
-        if source // SHARE == target // SHARE or not self.admits(target, max(own, promised) * BLOCK):
+        if source // SHARE == target // SHARE or not self.admits(
+            target, max(own, promised) * BLOCK
+        ):
             return False
         return self.grant(target, own * BLOCK, promised * BLOCK)
 
@@ -195,10 +230,14 @@ class Rooms(Slots):
     def flush(self) -> None:
         device = self.indices.device
         if self.news:
-            slot, column, block = torch.tensor([(*at, block) for at, block in self.news.items()], device=device).T
+            slot, column, block = torch.tensor(
+                [(*at, block) for at, block in self.news.items()], device=device
+            ).T
             self.table[slot, column] = block
         if self.owners:
-            room, block, rank, base = torch.tensor([(*at, *of) for at, of in self.owners.items()], device=device).T
+            room, block, rank, base = torch.tensor(
+                [(*at, *of) for at, of in self.owners.items()], device=device
+            ).T
             self.owner[room, block], self.base[room, block] = rank, base
         self.news, self.owners = {}, {}
 
@@ -211,5 +250,7 @@ def fitting(causal: Any, device: torch.device) -> int:
     token = 2 * config.num_hidden_layers * heads * size * causal.dtype.itemsize
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
-    update = torch.cuda.max_memory_allocated(device) - allocated  # the probe of an update comes before the first completion
+    update = (
+        torch.cuda.max_memory_allocated(device) - allocated
+    )  # the probe of an update comes before the first completion
     return max(1, min(free // 2, free - update) // token)

@@ -61,9 +61,15 @@ class Cached(Service):
         self.automatic = kernel == "auto"
         self.why_eager = ""  # where `auto` is that
         self.elsewhere: Literal["eager", "fused"] | None = None
-        self.threads: int | None = None  # of a fused step, which gives the same bits with any number; None: torch's
+        self.threads: int | None = (
+            None  # of a fused step, which gives the same bits with any number; None: torch's
+        )
         self.make_scheduler = partial(
-            Scheduler, max_rows=max_rows, max_cached_tokens=max_cached_tokens, check_every=check_every, cuda_graphs=cuda_graphs
+            Scheduler,
+            max_rows=max_rows,
+            max_cached_tokens=max_cached_tokens,
+            check_every=check_every,
+            cuda_graphs=cuda_graphs,
         )
 
     def make_decoder(self, policy: Policy) -> Decoder:
@@ -71,17 +77,27 @@ class Cached(Service):
         causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
         if not full_attention(causal.config, policy.context_length):
             if self.kernel == "fused":
-                raise EngineError("generation.kernel=fused: some layers do not see the whole context; use auto or eager")
+                raise EngineError(
+                    "generation.kernel=fused: some layers do not see the whole context; use auto or eager"
+                )
             self.why_eager = "some layers do not see the whole context"
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before, kernel = self.decoder, self.kernel
-        if self.automatic and kernel == "fused":  # settled: a model that it does not fit is decoded without it, a compiler is not lost
+        if (
+            self.automatic and kernel == "fused"
+        ):  # settled: a model that it does not fit is decoded without it, a compiler is not lost
             try:
                 compiled()
             except NoKernel as error:
-                raise NoKernel(f"generation.kernel: the run decodes with compiled code, which is impossible here: {error}") from None
+                raise NoKernel(
+                    f"generation.kernel: the run decodes with compiled code, which is impossible here: {error}"
+                ) from None
             kernel = "auto"
-        if isinstance(before, Scheduler) and before.asked == kernel and before.serves(policy, causal):
+        if (
+            isinstance(before, Scheduler)
+            and before.asked == kernel
+            and before.serves(policy, causal)
+        ):
             return before
         decoder = self.make_scheduler(policy, causal, kernel=kernel)
         self.why_eager = self.why_eager if kernel == "eager" else decoder.why_eager
@@ -134,7 +150,11 @@ class Cached(Service):
             return
         causal = decoder.causal
         try:
-            with sampling_mode(causal), grouped_attention(causal.config), attention_kernels(causal.device):
+            with (
+                sampling_mode(causal),
+                grouped_attention(causal.config),
+                attention_kernels(causal.device),
+            ):
                 yield
         except BaseException:
             decoder.clear()

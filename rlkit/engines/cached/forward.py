@@ -15,7 +15,9 @@ from torch.nn import functional as nn_functional
 
 from rlkit.models.fused import standard
 
-Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
+Attention = Callable[
+    [Tensor, Tensor, Tensor, int], Tensor
+]  # queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
 
 
 Projection = Callable[[Tensor], Tensor]  # of tokens that are normalised already
@@ -35,7 +37,9 @@ class Trunk:
 
     def __init__(self, trunk: Any):
         self.trunk = trunk
-        self.derived: list[tuple[Tensor, Callable[[], Tensor]]] = []  # what is made of weights, and how
+        self.derived: list[
+            tuple[Tensor, Callable[[], Tensor]]
+        ] = []  # what is made of weights, and how
         self.layers = [_layer(module, self.derive) for module in trunk.layers]
 
     @torch.no_grad()
@@ -53,7 +57,9 @@ class Trunk:
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """The last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
         x = self.trunk.embed_tokens(ids)
-        cos, sin = (part[:, :, None] for part in self.trunk.rotary_emb(x, positions))  # [R, m, 1, D]
+        cos, sin = (
+            part[:, :, None] for part in self.trunk.rotary_emb(x, positions)
+        )  # [R, m, 1, D]
         half = cos.shape[-1] // 2
         sin = torch.cat((sin[..., :half].neg(), sin[..., half:]), -1)
         for number, layer in enumerate(self.layers):
@@ -64,10 +70,16 @@ class Trunk:
             both, values = projected[:, :, :-keys], projected[:, :, -keys:]
             if layer.scale is not None:
                 both = normalised(both, attn.q_norm.variance_epsilon) * layer.scale
-            both = (both * cos).addcmul_(both.roll(half, -1), sin)  # rotate_half, its sign in the sine
-            query, key, value = (part.transpose(1, 2) for part in (both[:, :, :-keys], both[:, :, -keys:], values))
+            both = (both * cos).addcmul_(
+                both.roll(half, -1), sin
+            )  # rotate_half, its sign in the sine
+            query, key, value = (
+                part.transpose(1, 2) for part in (both[:, :, :-keys], both[:, :, -keys:], values)
+            )
             x = x + attn.o_proj(attention(query, key, value, number).flatten(2))
-            gate, up = layer.gates(normalised(x, layer.module.post_attention_layernorm.variance_epsilon)).chunk(2, -1)
+            gate, up = layer.gates(
+                normalised(x, layer.module.post_attention_layernorm.variance_epsilon)
+            ).chunk(2, -1)
             x = x + mlp.down_proj(mlp.act_fn(gate) * up)
         return normalised(x, self.trunk.norm.variance_epsilon) * self.trunk.norm.weight
 
@@ -79,10 +91,25 @@ def _layer(module: Any, derive: Derive) -> Layer:
     attn, mlp = module.self_attn, module.mlp
     scale = None
     if hasattr(attn, "q_norm"):
-        heads, groups = attn.config.num_attention_heads, attn.config.num_attention_heads // attn.config.num_key_value_heads
-        scale = derive(lambda: torch.cat([attn.q_norm.weight.expand(heads, -1), attn.k_norm.weight.expand(heads // groups, -1)]))
+        heads, groups = (
+            attn.config.num_attention_heads,
+            attn.config.num_attention_heads // attn.config.num_key_value_heads,
+        )
+        scale = derive(
+            lambda: torch.cat(
+                [
+                    attn.q_norm.weight.expand(heads, -1),
+                    attn.k_norm.weight.expand(heads // groups, -1),
+                ]
+            )
+        )
     project = projection(derive, module.input_layernorm, attn.q_proj, attn.k_proj, attn.v_proj)
-    return Layer(module, project, projection(derive, module.post_attention_layernorm, mlp.gate_proj, mlp.up_proj), scale)
+    return Layer(
+        module,
+        project,
+        projection(derive, module.post_attention_layernorm, mlp.gate_proj, mlp.up_proj),
+        scale,
+    )
 
 
 def projection(derive: Derive, norm: Any, *modules: Any) -> Projection:
@@ -101,13 +128,20 @@ def projection(derive: Derive, norm: Any, *modules: Any) -> Projection:
 def normalised(x: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + eps) over the last dimension, in float32 at least."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
-        return nn_functional.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel on CUDA; on a CPU eleven calls
+        return nn_functional.rms_norm(
+            x, x.shape[-1:], eps=eps
+        )  # one kernel on CUDA; on a CPU eleven calls
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
 # config.model_type → the forward of its trunk. Layers: norm, rotated and grouped attention, norm, gated MLP.
-FORWARDS: dict[str, type[Trunk]] = {"llama": Trunk, "mistral": Trunk, "qwen2": Trunk, "qwen3": Trunk}
+FORWARDS: dict[str, type[Trunk]] = {
+    "llama": Trunk,
+    "mistral": Trunk,
+    "qwen2": Trunk,
+    "qwen3": Trunk,
+}
 
 
 def forward_of(trunk: Any) -> Trunk | None:

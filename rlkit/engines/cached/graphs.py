@@ -30,7 +30,9 @@ class Graphs:
 
     def __init__(self, model: Any, device: torch.device):
         self.model, self.device = model, device
-        self.pool: Any = None  # memory that all of them share: none needs what another has left there
+        self.pool: Any = (
+            None  # memory that all of them share: none needs what another has left there
+        )
         self.captured = 0  # shapes so far
         self.started: set[Any] = set()
         self.replays: dict[tuple[Any, int], Callable[[], None]] = {}  # (settings, slots) → replay
@@ -108,7 +110,9 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     with torch.cuda.device(device), torch.cuda.stream(side_stream(device)):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may allocate meanwhile
+        graph.capture_begin(
+            pool=pool, capture_error_mode="thread_local"
+        )  # other threads may allocate meanwhile
         try:
             step()
         except BaseException:
@@ -125,6 +129,8 @@ def abandon(graph: Any, device: torch.device, pool: Any) -> None:
         graph.capture_end()
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    with contextlib.suppress(RuntimeError, AttributeError):  # private names; the filter is also gone where the version has none
+    with contextlib.suppress(
+        RuntimeError, AttributeError
+    ):  # private names; the filter is also gone where the version has none
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)

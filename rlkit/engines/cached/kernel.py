@@ -25,7 +25,9 @@ from rlkit.models.head import Head
 
 SOURCE = Path(__file__).with_name("_step.c")
 TILE = 32  # columns of a packed matrix that lie together, as in the C file
-MOST_WEIGHTS = 1 << 26  # of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to have twice
+MOST_WEIGHTS = (
+    1 << 26
+)  # of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to have twice
 LAYERS = ("project", "bias", "scale", "out", "gates", "down")
 STATE = ("last", "position", "count", "limit", "seed", "tokens", "logprobs", "draws", "ended")
 
@@ -34,10 +36,35 @@ class StepArguments(ctypes.Structure):
     """The structure `Step` of the C file, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("layers", "hidden", "inner", "heads", "key_heads", "size", "vocabulary", "capacity")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "layers",
+                "hidden",
+                "inner",
+                "heads",
+                "key_heads",
+                "size",
+                "vocabulary",
+                "capacity",
+            )
+        ),
         *((name, ctypes.c_int64) for name in ("columns", "ends", "slots", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "temperature")),
-        *((name, ctypes.c_void_p) for name in ("embedding", "cosine", "sine", "head", *LAYERS, "keys", "values", "eos", *STATE)),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "embedding",
+                "cosine",
+                "sine",
+                "head",
+                *LAYERS,
+                "keys",
+                "values",
+                "eos",
+                *STATE,
+            )
+        ),
     )
 
 
@@ -60,17 +87,25 @@ class Kernel:
         final = trunk.derive(partial(tiled, trunk.trunk.norm, head.module))
         made = [_layer(trunk, layer.module, layer.scale) for layer in trunk.layers]
         self.step.head = final.data_ptr()
-        self.arrays = {name: (ctypes.c_void_p * len(layers))() for name in (*LAYERS, "keys", "values")}
+        self.arrays = {
+            name: (ctypes.c_void_p * len(layers))() for name in (*LAYERS, "keys", "values")
+        }
         for name, array in self.arrays.items():
             setattr(self.step, name, ctypes.addressof(array))
         for name in LAYERS:
-            self.arrays[name][:] = [None if (tensor := own[name]) is None else tensor.data_ptr() for own in made]
+            self.arrays[name][:] = [
+                None if (tensor := own[name]) is None else tensor.data_ptr() for own in made
+            ]
         self.threads: int | None = None  # None: torch's
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
     def serves(self, sampler: Sampler) -> bool:
         """Whether the kernel draws as this sampler does: not from a cut distribution, nor under a thinking budget or autocast."""
-        return sampler.budget is None and sampler.cut == {"top_p": 1.0, "top_k": 0} and not torch.is_autocast_enabled("cpu")
+        return (
+            sampler.budget is None
+            and sampler.cut == {"top_p": 1.0, "top_k": 0}
+            and not torch.is_autocast_enabled("cpu")
+        )
 
     def __call__(self, cache: Slots, sampler: Sampler, slots: int) -> None:
         """Draw one more token in those of the first slots that draw, as `Scheduler.decode`. Raises: MemoryError."""
@@ -82,8 +117,16 @@ class Kernel:
             self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
         for name in (*STATE, "eos"):
             setattr(step, name, getattr(sampler, name).data_ptr())
-        step.capacity, step.columns, step.ends = cache.capacity, sampler.tokens.shape[1], len(sampler.eos)
-        step.slots, step.threads, step.temperature = slots, self.threads or torch.get_num_threads(), float(sampler.temperature)
+        step.capacity, step.columns, step.ends = (
+            cache.capacity,
+            sampler.tokens.shape[1],
+            len(sampler.eos),
+        )
+        step.slots, step.threads, step.temperature = (
+            slots,
+            self.threads or torch.get_num_threads(),
+            float(sampler.temperature),
+        )
         if self.run(ctypes.byref(step)):
             raise MemoryError(f"no memory for a decoding step of {slots} slots")
 
@@ -96,7 +139,11 @@ def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None
     if kind == "eager":
         return None, ""
     reason = unfit(trunk, head)
-    if kind == "auto" and not reason and sum(p.numel() for p in head.causal.parameters()) > MOST_WEIGHTS:
+    if (
+        kind == "auto"
+        and not reason
+        and sum(p.numel() for p in head.causal.parameters()) > MOST_WEIGHTS
+    ):
         return None, f"it has more than {MOST_WEIGHTS >> 20} million weights"
     if reason or trunk is None:
         if kind == "fused":
@@ -110,21 +157,43 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
     if trunk is None:
         return f"a model of type {getattr(head.causal.config, 'model_type', '')!r} has a forward of its own"
     causal, config, first = head.causal, trunk.trunk.config, trunk.layers[0].module
-    attns, mlps = [layer.module.self_attn for layer in trunk.layers], [layer.module.mlp for layer in trunk.layers]
-    linear = [part for module in (*attns, *mlps) for name, part in module.named_children() if name.endswith("_proj")]
-    unbiased = [head.module, *(a.o_proj for a in attns), *(part for m in mlps for part in (m.gate_proj, m.up_proj, m.down_proj))]
+    attns, mlps = (
+        [layer.module.self_attn for layer in trunk.layers],
+        [layer.module.mlp for layer in trunk.layers],
+    )
+    linear = [
+        part
+        for module in (*attns, *mlps)
+        for name, part in module.named_children()
+        if name.endswith("_proj")
+    ]
+    unbiased = [
+        head.module,
+        *(a.o_proj for a in attns),
+        *(part for m in mlps for part in (m.gate_proj, m.up_proj, m.down_proj)),
+    ]
     norms = [m for m in trunk.trunk.modules() if hasattr(m, "variance_epsilon")]
     rotary = trunk.trunk.rotary_emb
     reasons = {
-        "it needs float32 weights on a CPU": any(p.dtype != torch.float32 or p.device.type != "cpu" for p in causal.parameters()),
-        "adapters or other changed projections are not in it": any(type(part) is not nn.Linear for part in (*linear, head.module)),
+        "it needs float32 weights on a CPU": any(
+            p.dtype != torch.float32 or p.device.type != "cpu" for p in causal.parameters()
+        ),
+        "adapters or other changed projections are not in it": any(
+            type(part) is not nn.Linear for part in (*linear, head.module)
+        ),
         "the head does more than multiply": head.logits is not head.module,
-        "hooks hang on the model": any(m._forward_hooks or m._forward_pre_hooks for m in causal.modules()),
-        "an output has a bias": any(part.bias is not None for part in unbiased if type(part) is nn.Linear),
+        "hooks hang on the model": any(
+            m._forward_hooks or m._forward_pre_hooks for m in causal.modules()
+        ),
+        "an output has a bias": any(
+            part.bias is not None for part in unbiased if type(part) is nn.Linear
+        ),
         "the gate is not silu": config.hidden_act not in ("silu", "swish"),
         "norms differ in eps": len({m.variance_epsilon for m in norms}) > 1,
         "the angles depend on the length": rotary.rope_type in ("dynamic", "longrope"),
-        "head size and hidden size must be multiples of 32, the intermediate size of 16": first.self_attn.head_dim % 32 != 0
+        "head size and hidden size must be multiples of 32, the intermediate size of 16": first.self_attn.head_dim
+        % 32
+        != 0
         or config.hidden_size % TILE != 0
         or config.intermediate_size % 16 != 0,
     }
@@ -135,7 +204,12 @@ def tiled(norm: Any | None, *modules: Any) -> Tensor:
     """The weights of modules side by side, times that of the norm before them: [columns / TILE, rows, TILE], filled up with zeros."""
     weight = torch.cat([m.weight for m in modules])
     weight = weight if norm is None else weight * norm.weight
-    return nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE)).view(-1, TILE, weight.shape[1]).transpose(1, 2).contiguous()
+    return (
+        nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE))
+        .view(-1, TILE, weight.shape[1])
+        .transpose(1, 2)
+        .contiguous()
+    )
 
 
 def _layer(trunk: Trunk, layer: Any, scale: Tensor | None) -> dict[str, Tensor | None]:

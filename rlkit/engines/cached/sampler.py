@@ -10,7 +10,18 @@ from torch import Tensor
 from rlkit.engines.transformers import ThinkingBudget, completion, draw
 from rlkit.types import Generation, Policy, SamplingParams
 
-STATE = ("last", "position", "count", "limit", "seed", "draws", "ended", "tokens", "logprobs", "forced")
+STATE = (
+    "last",
+    "position",
+    "count",
+    "limit",
+    "seed",
+    "draws",
+    "ended",
+    "tokens",
+    "logprobs",
+    "forced",
+)
 
 
 class Sampler:
@@ -22,7 +33,14 @@ class Sampler:
     tokens, logprobs, forced   the completion, and behind it one column for what slots draw that do not draw
     """
 
-    def __init__(self, slots: int, policy: Policy, params: SamplingParams, device: torch.device, captured: bool = False):
+    def __init__(
+        self,
+        slots: int,
+        policy: Policy,
+        params: SamplingParams,
+        device: torch.device,
+        captured: bool = False,
+    ):
         self.policy, self.params, self.device = policy, params, device
         self.eos = torch.tensor(policy.eos_token_ids, device=device)
         self.cut = {"top_p": params.top_p, "top_k": params.top_k}
@@ -33,13 +51,21 @@ class Sampler:
         width = params.max_new_tokens + 1
         self.last, self.position, self.count, self.limit, self.seed = (zeros() for _ in range(5))
         self.draws, self.ended = zeros(dtype=torch.bool), zeros(dtype=torch.bool)
-        self.tokens, self.logprobs, self.forced = zeros(width), zeros(width, dtype=torch.float32), zeros(width, dtype=torch.bool)
+        self.tokens, self.logprobs, self.forced = (
+            zeros(width),
+            zeros(width, dtype=torch.float32),
+            zeros(width, dtype=torch.bool),
+        )
         self.temperature: float | Tensor = params.temperature
         if captured and params.temperature not in (0, 1):
-            self.temperature = torch.tensor(params.temperature, device=device)  # read by the graph, so that the next call may change it
+            self.temperature = torch.tensor(
+                params.temperature, device=device
+            )  # read by the graph, so that the next call may change it
         self.budget = None
         if params.max_thinking_tokens is not None:
-            self.budget = ThinkingBudget(policy.renderer.thinking, slots, params.max_thinking_tokens, device)
+            self.budget = ThinkingBudget(
+                policy.renderer.thinking, slots, params.max_thinking_tokens, device
+            )
 
     @property
     def asks_the_host(self) -> bool:
@@ -57,8 +83,13 @@ class Sampler:
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """The slots `at` have read these contexts, and begin to draw."""
         lengths = [len(context) for context in contexts]
-        limits = [min(self.params.max_new_tokens, self.policy.context_length - length) for length in lengths]
-        self.position[at], self.limit[at], self.seed[at] = (torch.tensor(n, device=self.device) for n in (lengths, limits, seeds))
+        limits = [
+            min(self.params.max_new_tokens, self.policy.context_length - length)
+            for length in lengths
+        ]
+        self.position[at], self.limit[at], self.seed[at] = (
+            torch.tensor(n, device=self.device) for n in (lengths, limits, seeds)
+        )
         self.count[at] = 0
         self.draws[at] = True
         if self.budget is not None:
@@ -96,10 +127,18 @@ class Sampler:
         at = ended.nonzero()[:, 0]
         self.ended[at] = False
         counts = self.count[at].tolist()
-        tokens, logprobs = self.tokens[at, : max(counts)].tolist(), self.logprobs[at, : max(counts)].tolist()
-        forced = [[]] * len(counts) if self.budget is None else self.forced[at, : max(counts)].tolist()
+        tokens, logprobs = (
+            self.tokens[at, : max(counts)].tolist(),
+            self.logprobs[at, : max(counts)].tolist(),
+        )
+        forced = (
+            [[]] * len(counts) if self.budget is None else self.forced[at, : max(counts)].tolist()
+        )
         replies = zip(at.tolist(), counts, tokens, logprobs, forced, strict=True)
-        return [(slot, completion(ids[:n], scores[:n], marks, self.policy.eos_token_ids)) for slot, n, ids, scores, marks in replies]
+        return [
+            (slot, completion(ids[:n], scores[:n], marks, self.policy.eos_token_ids))
+            for slot, n, ids, scores, marks in replies
+        ]
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Slots take the place of others."""
@@ -113,7 +152,10 @@ class Sampler:
         more = slots - len(self.last)
         if more <= 0:
             return
-        for owner, own in ((self, STATE), (self.budget, ("inside", "used", "written") if self.budget else ())):
+        for owner, own in (
+            (self, STATE),
+            (self.budget, ("inside", "used", "written") if self.budget else ()),
+        ):
             for name in own:
                 tensor = getattr(owner, name)
                 setattr(owner, name, torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]))

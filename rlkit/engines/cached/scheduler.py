@@ -42,7 +42,9 @@ class Row:
     seed: int
     known: int = 0  # tokens of the prompt, from its start, in the cache
     reads: bool = True  # the rest of the prompt has still to be read
-    held: tuple[int, ...] | None = None  # the completion has ended: the ids that the cache holds, until the episode goes on
+    held: tuple[int, ...] | None = (
+        None  # the completion has ended: the ids that the cache holds, until the episode goes on
+    )
     released: bool = False
     length: int = 0  # tokens that the cache may hold of it by the next look
 
@@ -80,7 +82,11 @@ class Scheduler:
         self.policy, self.causal, (self.trunk, self.head) = policy, causal, trunk_and_head(causal)
         self.device = device = next(causal.parameters()).device
         self.max_rows = max_rows
-        self.max_cached_tokens = min(max_cached_tokens, fitting(causal, device)) if device.type == "cuda" else max_cached_tokens
+        self.max_cached_tokens = (
+            min(max_cached_tokens, fitting(causal, device))
+            if device.type == "cuda"
+            else max_cached_tokens
+        )
         self.check_every = check_every or (1 if device.type == "cpu" else 8)
         self.forward = forward_of(self.trunk)
         self.weights = weights_place(causal)
@@ -124,7 +130,9 @@ class Scheduler:
         """Completions with other numbers are sampled when those of now have ended."""
         return self.params is None or params == self.params or self.idle
 
-    def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None:
+    def submit(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> None:
         self.changed, prompt = True, tuple(prompt_ids)
         if params != self.params:  # nothing is sampled now
             self.rest()
@@ -159,10 +167,14 @@ class Scheduler:
         out = []
         for slot, completion in self.sampler.taken(len(self.rows)):
             row = self.rows[slot]
-            row.held = row.prompt + completion.token_ids[:-1]  # the last token of a completion has been drawn and not read
+            row.held = (
+                row.prompt + completion.token_ids[:-1]
+            )  # the last token of a completion has been drawn and not read
             self.drawn = [self.drawn[0] + 1, self.drawn[1] + len(completion.token_ids)]
             out.append((row.key, completion))
-        self.changed = self.changed or bool(self.queue)  # what the pass has put back, or what may take a slot that waits now
+        self.changed = self.changed or bool(
+            self.queue
+        )  # what the pass has put back, or what may take a slot that waits now
         return out
 
     @torch.inference_mode()
@@ -190,7 +202,9 @@ class Scheduler:
     def most_slots(self) -> int:
         """Slots in use at most."""
         if self.shares:
-            rooms = min(-(-self.max_rows // SHARE), self.max_cached_tokens // (LONGEST * self.capacity))
+            rooms = min(
+                -(-self.max_rows // SHARE), self.max_cached_tokens // (LONGEST * self.capacity)
+            )
             return min(self.max_rows, rooms * SHARE) if rooms else 1
         return max(1, min(self.max_rows, self.max_cached_tokens // self.capacity))
 
@@ -206,7 +220,10 @@ class Scheduler:
         taken = self.admit(closed)
         if self.queue and not taken and not any(row.active for row in self.rows):
             # All slots wait for something outside: some give theirs up, and read again.
-            closed = [*closed, *(slot for slot in self.cheapest(len(self.queue)) if not self.rows[slot].released)]
+            closed = [
+                *closed,
+                *(slot for slot in self.cheapest(len(self.queue)) if not self.rows[slot].released),
+            ]
             self.cache.free(closed)
             taken = self.admit(closed)
         resumed, self.resumed = {id(row) for row in self.resumed}, []
@@ -230,7 +247,10 @@ class Scheduler:
                 break
             row, mean = self.queue[-1], self.mean
             # While it draws, it is about half of its completion long: rooms are filled for that, and what overflows moves.
-            length = min(self.need(len(row.prompt)), len(row.prompt) + max(int(FILL * mean), self.check_every))
+            length = min(
+                self.need(len(row.prompt)),
+                len(row.prompt) + max(int(FILL * mean), self.check_every),
+            )
             if self.cache.admits(slot, length):
                 self.cache.grant(slot, len(row.prompt), length)
                 self.rows += [nobody() for _ in range(slot + 1 - len(self.rows))]
@@ -242,7 +262,9 @@ class Scheduler:
     def mean(self) -> int:
         """Tokens of a completion, as far as is known; before the first has ended, what rooms are made for."""
         assert self.params is not None
-        return -(-self.drawn[1] // self.drawn[0]) if self.drawn[0] else self.params.max_new_tokens // 4
+        return (
+            -(-self.drawn[1] // self.drawn[0]) if self.drawn[0] else self.params.max_new_tokens // 4
+        )
 
     def reserve(self, wanted: int) -> None:
         """Slots for so many episodes, as far as they may be in use at once."""
@@ -253,23 +275,37 @@ class Scheduler:
             if self.shares:
                 slots, capacity = -(-self.most_slots // SHARE) * SHARE, LONGEST * self.capacity
             else:
-                slots, capacity = min(self.most_slots, wanted), min(self.capacity, blocks(longest + 64))
+                slots, capacity = (
+                    min(self.most_slots, wanted),
+                    min(self.capacity, blocks(longest + 64)),
+                )
             kept = self.cache
-            if kept is not None and self.may_hold(larger := max(slots, kept.slots), longer := max(capacity, kept.capacity)):
-                slots, capacity = larger, longer  # so that calls of two kinds in turn do not make a new one each
+            if kept is not None and self.may_hold(
+                larger := max(slots, kept.slots), longer := max(capacity, kept.capacity)
+            ):
+                slots, capacity = (
+                    larger,
+                    longer,
+                )  # so that calls of two kinds in turn do not make a new one each
                 self.capacity = max(self.capacity, kept.capacity // (LONGEST if self.shares else 1))
             if kept is None or (kept.slots, kept.capacity) != (slots, capacity):
                 self.cache = kept = None  # before the new one, so that both are never there
                 self.cache = (Rooms if self.shares else Slots)(slots, capacity, self.device)
                 self.graphs.forget()
             self.sampler = self.sampler_of(self.params)
-        elif not self.shares and self.cache is not None and (more := min(self.most_slots, wanted)) > self.slots:
+        elif (
+            not self.shares
+            and self.cache is not None
+            and (more := min(self.most_slots, wanted)) > self.slots
+        ):
             self.cache.resize(min(self.most_slots, max(more, 2 * self.slots)), self.cache.capacity)
             self.sampler.resize(self.slots)
 
     def may_hold(self, slots: int, capacity: int) -> bool:
         """Whether a cache of this size is within bounds."""
-        return slots == 1 or slots * capacity <= self.max_cached_tokens * (SHARE if self.shares else 1)
+        return slots == 1 or slots * capacity <= self.max_cached_tokens * (
+            SHARE if self.shares else 1
+        )
 
     def sampler_of(self, params: SamplingParams) -> Sampler:
         """The state of all slots for these numbers: that of the last call with them, whose graphs know it."""
@@ -279,7 +315,9 @@ class Scheduler:
             self.graphs.forget()
         sampler = self.samplers.get(key)
         if sampler is None:
-            sampler = self.samplers[key] = Sampler(self.slots, self.policy, params, self.device, self.cuda_graphs)
+            sampler = self.samplers[key] = Sampler(
+                self.slots, self.policy, params, self.device, self.cuda_graphs
+            )
         if len(sampler.last) < self.slots:
             sampler.resize(self.slots)
             self.graphs.forget()
@@ -289,19 +327,31 @@ class Scheduler:
     def need(self, length: int) -> int:
         """The capacity that a prompt of this length and its completion need."""
         assert self.params is not None
-        return blocks(max(min(length + self.params.max_new_tokens, self.policy.context_length), length))
+        return blocks(
+            max(min(length + self.params.max_new_tokens, self.policy.context_length), length)
+        )
 
     def make_room(self, steps: int) -> None:
         """Positions for what is read now, and for so many tokens more in every slot that draws."""
         assert self.cache is not None
         if not self.shares:
             reads = [len(row.prompt) + 1 for row in self.rows if row.active and row.reads]
-            self.stretch(max([*reads, *(length + steps for _, _, length in self.parts if steps)], default=0))
+            self.stretch(
+                max([*reads, *(length + steps for _, _, length in self.parts if steps)], default=0)
+            )
             return
         for row in self.rows:
             if row.active:
-                row.length = len(row.prompt) if row.reads else min(max(row.length, len(row.prompt)) + steps, self.need(len(row.prompt)))
-        while short := [slot for slot, row in enumerate(self.rows) if row.active and not self.cache.grant(slot, row.length)]:
+                row.length = (
+                    len(row.prompt)
+                    if row.reads
+                    else min(max(row.length, len(row.prompt)) + steps, self.need(len(row.prompt)))
+                )
+        while short := [
+            slot
+            for slot, row in enumerate(self.rows)
+            if row.active and not self.cache.grant(slot, row.length)
+        ]:
             self.squeeze(short[0])
         self.cache.flush()
         self.used[0] += sum(row.length if row.active else len(row.held or ()) for row in self.rows)
@@ -320,12 +370,30 @@ class Scheduler:
                 self.sampler.draws[slot] = False
                 return
         first = slot // SHARE * SHARE
-        mates = [other for other in range(first, min(first + SHARE, len(self.rows))) if not self.rows[other].released]
-        self.put_back([min(mates, key=lambda other: (row := self.rows[other]).active * (1 + max(0, row.length - len(row.prompt))))])
+        mates = [
+            other
+            for other in range(first, min(first + SHARE, len(self.rows)))
+            if not self.rows[other].released
+        ]
+        self.put_back(
+            [
+                min(
+                    mates,
+                    key=lambda other: (
+                        (row := self.rows[other]).active
+                        * (1 + max(0, row.length - len(row.prompt)))
+                    ),
+                )
+            ]
+        )
 
     def put_back(self, slots: Sequence[int]) -> None:
         """These slots are given up. What reads or draws waits again; what waits for its episode is read again with its next prompt."""
-        self.queue += [Row(row.key, row.prompt, row.seed) for row in (self.rows[slot] for slot in slots) if row.active]
+        self.queue += [
+            Row(row.key, row.prompt, row.seed)
+            for row in (self.rows[slot] for slot in slots)
+            if row.active
+        ]
         self.changed = True
         self.evict(slots)
 
@@ -352,7 +420,10 @@ class Scheduler:
     def cheapest(self, number: int) -> list[int]:
         """The slots that lose least: first those that wait for their episode, then those that hold least."""
         held = self.sampler.position[: len(self.rows)].tolist()
-        return sorted(range(len(self.rows)), key=lambda slot: (self.rows[slot].held is None, held[slot], -slot))[:number]
+        return sorted(
+            range(len(self.rows)),
+            key=lambda slot: (self.rows[slot].held is None, held[slot], -slot),
+        )[:number]
 
     def evict(self, slots: Sequence[int]) -> None:
         """Closes slots; the last ones move into the holes as far as they find room, so that those in use are the first."""
@@ -375,7 +446,11 @@ class Scheduler:
         left = max((slot for slot in range(len(self.rows)) if slot not in gone), default=-1) + 1
         if empty := [slot for slot in gone if slot < left]:
             at = self.tensor(empty)
-            self.sampler.draws[at], self.sampler.ended[at], self.sampler.position[at] = False, False, 0
+            self.sampler.draws[at], self.sampler.ended[at], self.sampler.position[at] = (
+                False,
+                False,
+                0,
+            )
         for slot in empty:
             self.rows[slot] = nobody()
         self.sampler.stop(left)
@@ -387,7 +462,9 @@ class Scheduler:
         assert self.cache is not None
         self.cache.flush()
         source, target = self.tensor(sources), self.tensor(targets)
-        self.cache.copy(source, target, min(int(self.sampler.position[source].max()) + 1, self.cache.capacity))
+        self.cache.copy(
+            source, target, min(int(self.sampler.position[source].max()) + 1, self.cache.capacity)
+        )
         self.sampler.move(source, target)
         for mover, hole in zip(sources, targets, strict=True):
             self.rows[hole] = self.rows[mover]
@@ -410,13 +487,22 @@ class Scheduler:
             return
         rows = [self.rows[slot] for slot in slots]
         firsts: dict[tuple[int, ...], int] = {}  # fresh prompt → the slot that reads it
-        sources = [slot if row.known else firsts.setdefault(row.prompt, slot) for slot, row in zip(slots, rows, strict=True)]
+        sources = [
+            slot if row.known else firsts.setdefault(row.prompt, slot)
+            for slot, row in zip(slots, rows, strict=True)
+        ]
         last: dict[int, Tensor] = {}  # slot → hidden state of its last token
-        for part in self.micro_batches(sorted(set(sources), key=lambda slot: (self.rows[slot].known > 0, slot))):
+        for part in self.micro_batches(
+            sorted(set(sources), key=lambda slot: (self.rows[slot].known > 0, slot))
+        ):
             last |= zip(part, self.pass_through(part), strict=True)
-        if copies := [(source, slot) for slot, source in zip(slots, sources, strict=True) if slot != source]:
+        if copies := [
+            (source, slot) for slot, source in zip(slots, sources, strict=True) if slot != source
+        ]:
             sources_, targets = torch.tensor(copies, device=self.device).T
-            self.cache.copy(sources_, targets, max(len(self.rows[slot].prompt) for _, slot in copies))
+            self.cache.copy(
+                sources_, targets, max(len(self.rows[slot].prompt) for _, slot in copies)
+            )
         at = self.tensor(slots)
         self.sampler.begin(at, [row.prompt for row in rows], [row.seed for row in rows])
         for row in rows:
@@ -431,7 +517,10 @@ class Scheduler:
         for slot in slots:
             row = self.rows[slot]
             mine = len(row.prompt) - row.known
-            if part and (max(width, mine) * (len(part) + 1) > MOST_READ or bool(row.known) != bool(self.rows[part[0]].known)):
+            if part and (
+                max(width, mine) * (len(part) + 1) > MOST_READ
+                or bool(row.known) != bool(self.rows[part[0]].known)
+            ):
                 yield part
                 part, width = [], 0
             part.append(slot)
@@ -443,7 +532,9 @@ class Scheduler:
         rows = [self.rows[slot] for slot in slots]
         new = [row.prompt[row.known :] for row in rows]
         width = max(map(len, new))
-        ids = self.tensor([[*tokens, *[self.policy.pad_token_id] * (width - len(tokens))] for tokens in new])
+        ids = self.tensor(
+            [[*tokens, *[self.policy.pad_token_id] * (width - len(tokens))] for tokens in new]
+        )
         starts = self.tensor([row.known for row in rows])
         positions = starts[:, None] + torch.arange(width, device=self.device)
         # Padding of a row that is nearly full stands in its last place, which no prompt reaches and a completion overwrites.
@@ -464,10 +555,16 @@ class Scheduler:
         if self.forward is not None:
             return self.forward(ids, self.cache.positions, partial(self.attention, mask))
         return self.trunk(
-            input_ids=ids, attention_mask=mask, position_ids=self.cache.positions, past_key_values=self.cache, use_cache=True
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=self.cache.positions,
+            past_key_values=self.cache,
+            use_cache=True,
         ).last_hidden_state
 
-    def attention(self, mask: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+    def attention(
+        self, mask: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int
+    ) -> Tensor:
         """To all that these rows may see, [R, m, Hq, D]; the new keys and values are kept."""
         assert self.cache is not None
         keys, values = self.cache.update(key, value, layer)
@@ -489,7 +586,9 @@ class Scheduler:
                 self.decode(len(self.rows), max(length for _, _, length in self.parts))
             finally:
                 PARTS.reset(token)
-            self.parts = [(start, stop, min(length + 1, self.capacity)) for start, stop, length in self.parts]
+            self.parts = [
+                (start, stop, min(length + 1, self.capacity)) for start, stop, length in self.parts
+            ]
             return
         slots = min(bucket(-(-len(self.rows) // SHARE)) * SHARE, self.slots)
         if self.cuda_graphs and not self.sampler.asks_the_host:
@@ -509,7 +608,11 @@ class Scheduler:
             return
         cache.point(None, sampler.position[:slots, None], length)
         seen = cache.visible(slots)
-        sampler.draw(cache.indices[:slots], self.head(self.hidden(sampler.last[:slots, None], seen)[:, 0]), begun=True)
+        sampler.draw(
+            cache.indices[:slots],
+            self.head(self.hidden(sampler.last[:slots, None], seen)[:, 0]),
+            begun=True,
+        )
 
 
 def bucket(rooms: int) -> int:
@@ -525,11 +628,23 @@ def blocks(length: int) -> int:
 
 def captured_settings(params: SamplingParams) -> Any:
     """What of these numbers a captured step depends on: of the temperature only whether it divides."""
-    return params._replace(temperature=params.temperature if params.temperature in (0, 1) else -1.0, admission="free", admission_rounds=1)
+    return params._replace(
+        temperature=params.temperature if params.temperature in (0, 1) else -1.0,
+        admission="free",
+        admission_rounds=1,
+    )
 
 
 def weights_place(causal: Any) -> tuple[Any, ...]:
     """Where a model's weights lie, and what its modules are: graphs read the former and were made of the latter."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
-    adapters = [(m.merged, m.disable_adapters, tuple(m.active_adapters)) for m in causal.modules() if hasattr(m, "lora_A")]
-    return (*weights, *adapters, *((type(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in causal.modules()))
+    adapters = [
+        (m.merged, m.disable_adapters, tuple(m.active_adapters))
+        for m in causal.modules()
+        if hasattr(m, "lora_A")
+    ]
+    return (
+        *weights,
+        *adapters,
+        *((type(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in causal.modules()),
+    )

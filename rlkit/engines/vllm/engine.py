@@ -72,8 +72,15 @@ class VLLM:
             )
         self.addresses = _addresses(addresses)
         if self.addresses in ([], ["start"]) and find_spec("vllm") is None:
-            raise ConfigError(f"vLLM is not installed: {INSTALL}; or name servers with generation.engine.addresses=[http://HOST:8000]")
-        self.max_rows, self.share, self.sleeps, self.merge = max_rows, gpu_memory_utilization, sleep, merge
+            raise ConfigError(
+                f"vLLM is not installed: {INSTALL}; or name servers with generation.engine.addresses=[http://HOST:8000]"
+            )
+        self.max_rows, self.share, self.sleeps, self.merge = (
+            max_rows,
+            gpu_memory_utilization,
+            sleep,
+            merge,
+        )
         self.restart_wait, self.devices, self.folder = restart_wait, devices, folder
         self.arguments = dict(arguments or {})
         self.backend: InProcess | ServerPool | None = None
@@ -81,7 +88,9 @@ class VLLM:
         self.busy_s = 0.0
         self.running, self.since = 0, 0.0  # completions, and since when there are any
         self.told = False  # how answers join
-        self.lent: Callable[[], None] | None = None  # of servers that two processes use in turns: waits for the other one's end
+        self.lent: Callable[[], None] | None = (
+            None  # of servers that two processes use in turns: waits for the other one's end
+        )
 
     async def load(self, weights: Policy, version: int) -> None:
         """Sample from this policy's weights as they are now. What has not moved since the last load is not pushed again.
@@ -89,7 +98,9 @@ class VLLM:
         Raises: EngineError where a server does not answer or refuses, or while completions are being sampled.
         """
         if self.running:
-            raise EngineError(f"VLLM.load: {self.running} completions are being sampled; await them")
+            raise EngineError(
+                f"VLLM.load: {self.running} completions are being sampled; await them"
+            )
         if self.backend is not None and self.model is not weights.model:
             self.backend.close()
             self.backend = None
@@ -100,7 +111,9 @@ class VLLM:
             self.backend.forget()
         await self.backend.load(weights, version)
 
-    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+    async def generate(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> Generation:
         """One completion.
 
         Args: as in `rlkit.types.Engine`. Temperatures are 0, or 0.01 … 2; there is no thinking budget. Log-probs are those after
@@ -109,14 +122,21 @@ class VLLM:
         """
         check_reply(params)
         if self.backend is None:
-            raise EngineError("VLLM.generate: there are no weights yet; await load(policy, version) first")
+            raise EngineError(
+                "VLLM.generate: there are no weights yet; await load(policy, version) first"
+            )
         if params.admission != "free" and not self.told:
-            print(f"rlkit: generation.admission={params.admission}: vLLM lets answers join as they come, as with free", file=sys.stderr)
+            print(
+                f"rlkit: generation.admission={params.admission}: vLLM lets answers join as they come, as with free",
+                file=sys.stderr,
+            )
             self.told = True
         self.since = self.since if self.running else time.perf_counter()
         self.running += 1
         try:
-            return await self.backend.generate(key, prompt_ids, seed, params._replace(admission="free"))
+            return await self.backend.generate(
+                key, prompt_ids, seed, params._replace(admission="free")
+            )
         finally:
             self.running -= 1
             self.busy_s += 0.0 if self.running else time.perf_counter() - self.since
@@ -131,15 +151,30 @@ class VLLM:
         if not self.addresses:
             # vLLM's UniProcExecutor is given "cuda" without a number.
             joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if joined and torch.distributed.get_world_size() > 1 and next(policy.model.parameters()).device.type == "cuda":
+            if (
+                joined
+                and torch.distributed.get_world_size() > 1
+                and next(policy.model.parameters()).device.type == "cuda"
+            ):
                 refused = "generation=vllm in this process takes the first GPU on every rank"
-                raise ConfigError(f"{refused}; start servers and name them in generation.engine.addresses, or use generation=cached")
+                raise ConfigError(
+                    f"{refused}; start servers and name them in generation.engine.addresses, or use generation=cached"
+                )
             return InProcess(policy, self._arguments(policy), merge=self.merge, sleeps=self.sleeps)
         if self.addresses == ["start"]:
-            servers = [start_server(saved_model(policy), flags(self._arguments(policy)), max_rows=self.max_rows, devices=self.devices)]
+            servers = [
+                start_server(
+                    saved_model(policy),
+                    flags(self._arguments(policy)),
+                    max_rows=self.max_rows,
+                    devices=self.devices,
+                )
+            ]
         else:
             servers = [Server(address, max_rows=self.max_rows) for address in self.addresses]
-        return ServerPool(servers, merge=self.merge, restart_wait=self.restart_wait, folder=self.folder)
+        return ServerPool(
+            servers, merge=self.merge, restart_wait=self.restart_wait, folder=self.folder
+        )
 
     def _arguments(self, policy: Policy) -> dict[str, Any]:
         """The arguments of vLLM, in this process or as a server, the user's own last."""
@@ -153,19 +188,30 @@ class VLLM:
             "enable_prefix_caching": True,  # a turn costs its new tokens
         }
         if next(policy.model.parameters()).device.type == "cpu":
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}  # seconds to start, and not most of the memory
+            arguments |= {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": 1 << 30,
+            }  # seconds to start, and not most of the memory
         else:
             arguments["gpu_memory_utilization"] = self.share
         if lora is not None:
-            arguments |= {"enable_lora": True, "max_lora_rank": next((r for r in RANKS if r >= lora), lora), "max_loras": 1}
+            arguments |= {
+                "enable_lora": True,
+                "max_lora_rank": next((r for r in RANKS if r >= lora), lora),
+                "max_loras": 1,
+            }
         return arguments | self.arguments
 
 
 def _addresses(addresses: Sequence[str]) -> list[str]:
     """The addresses as a list. Raises: ValueError where they are none."""
     given = [addresses] if isinstance(addresses, str) else list(addresses)
-    if given != ["start"] and (len({*given}) < len(given) or not all(a.startswith(("http://", "https://")) for a in given)):
-        raise ValueError(f"addresses={given}: must be [], [start], or different URLs of running `vllm serve`, as [http://localhost:8000]")
+    if given != ["start"] and (
+        len({*given}) < len(given) or not all(a.startswith(("http://", "https://")) for a in given)
+    ):
+        raise ValueError(
+            f"addresses={given}: must be [], [start], or different URLs of running `vllm serve`, as [http://localhost:8000]"
+        )
     return given
 
 
@@ -174,7 +220,11 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     out = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
-        out += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        out += (
+            [f"--{flag}" if value else f"--no-{flag}"]
+            if isinstance(value, bool)
+            else [f"--{flag}", str(value)]
+        )
     return out
 
 

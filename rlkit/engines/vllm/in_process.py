@@ -56,7 +56,11 @@ class InProcessDecoder:
     @weights.plain_numerics()
     def __init__(self, policy: Policy, arguments: Mapping[str, Any], *, merge: bool, sleeps: bool):
         cuda = next(policy.model.parameters()).device.type == "cuda"
-        self.policy, self.merge, self.adapted = policy, merge, not merge and weights.lora_rank(policy.model) is not None
+        self.policy, self.merge, self.adapted = (
+            policy,
+            merge,
+            not merge and weights.lora_rank(policy.model) is not None,
+        )
         self.sleeps, self.asleep = sleeps and cuda, False
         self.base: Any = None  # marks of what was pushed
         self.adapter: Any = None
@@ -69,7 +73,10 @@ class InProcessDecoder:
         with own_process():
             from vllm import LLM
 
-            self.llm = LLM(str(self.folder), **own | dict(arguments) | ({"enable_sleep_mode": self.sleeps} if cuda else {}))
+            self.llm = LLM(
+                str(self.folder),
+                **own | dict(arguments) | ({"enable_sleep_mode": self.sleeps} if cuda else {}),
+            )
         self.max_length = self.llm.model_config.max_model_len
 
     # -------------------------------------------------------------------------------------------------- completions
@@ -81,15 +88,21 @@ class InProcessDecoder:
     def accepts(self, params: SamplingParams) -> bool:
         return True  # a request has parameters of its own
 
-    def submit(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> None:
+    def submit(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> None:
         """Raises: ConfigError where the prompt leaves no token to sample."""
         from vllm import SamplingParams as Params
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         asked = request(self.policy, self.max_length, prompt_ids, seed, params)
-        given = Params(**asked, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        self.llm.llm_engine.add_request(str(key), tokens_input(list(prompt_ids)), given, lora_request=self.lora_request)
+        given = Params(
+            **asked, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self.llm.llm_engine.add_request(
+            str(key), tokens_input(list(prompt_ids)), given, lora_request=self.lora_request
+        )
         self.running.add(key)
 
     @weights.plain_numerics()
@@ -98,8 +111,13 @@ class InProcessDecoder:
         self.rounds += 1
         ended = {int(o.request_id): o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
         self.running -= ended.keys()
-        logprobs = {key: [at[t].logprob for at, t in zip(o.logprobs, o.token_ids, strict=True)] for key, o in ended.items()}
-        return [(key, generation(self.policy, o.token_ids, logprobs[key])) for key, o in ended.items()]
+        logprobs = {
+            key: [at[t].logprob for at, t in zip(o.logprobs, o.token_ids, strict=True)]
+            for key, o in ended.items()
+        }
+        return [
+            (key, generation(self.policy, o.token_ids, logprobs[key])) for key, o in ended.items()
+        ]
 
     def release(self, key: int) -> None:
         """Give up what is running; vLLM's prefix cache forgets by itself."""
@@ -123,7 +141,10 @@ class InProcessDecoder:
         base = weights.base_mark(model, merge=self.merge)
         if base != self.base:
             self.base = self.adapter = None  # an interrupted push is made again, whole
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.all_weights(model, merge=self.merge)})
+            self.llm.collective_rpc(
+                "reload_weights",
+                kwargs={"weights_iterator": weights.all_weights(model, merge=self.merge)},
+            )
             self.wake_cache()
             self.llm.reset_prefix_cache()
             self.base = base
@@ -150,7 +171,9 @@ class InProcessDecoder:
     def sleep(self) -> None:
         """Leave the memory to the trainer."""
         if self.sleeps and not self.asleep:
-            self.llm.sleep(level=1 if self.adapted else 2)  # 2 forgets the weights: they are pushed when it wakes
+            self.llm.sleep(
+                level=1 if self.adapted else 2
+            )  # 2 forgets the weights: they are pushed when it wakes
             self.asleep = True
 
 
@@ -158,8 +181,15 @@ class InProcessDecoder:
 def own_process() -> Iterator[None]:
     """vLLM starts in this process, prints errors alone, and leaves the trainer's threads and random numbers as they are."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_HOST_IP": "127.0.0.1"}
-    os.environ.update(settings | {name: value for name, value in quiet.items() if name not in os.environ})
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    os.environ.update(
+        settings | {name: value for name, value in quiet.items() if name not in os.environ}
+    )
     set_num_threads = torch.set_num_threads
     try:
         with torch.random.fork_rng():

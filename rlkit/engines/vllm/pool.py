@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.engines.vllm.server import Lost, Server, end
-from rlkit.engines.vllm.weights import adapter_mark, base_mark, lora_rank, save_adapter, save_weights, temporary_folder
+from rlkit.engines.vllm.weights import (
+    adapter_mark,
+    base_mark,
+    lora_rank,
+    save_adapter,
+    save_weights,
+    temporary_folder,
+)
 from rlkit.errors import EngineError
 from rlkit.types import Generation, Policy, SamplingParams
 
@@ -37,7 +44,9 @@ class ServerPool:
       folder: where weights are written for them; None is a temporary folder of this machine.
     """
 
-    def __init__(self, servers: Sequence[Server], *, merge: bool, restart_wait: float, folder: str | None):
+    def __init__(
+        self, servers: Sequence[Server], *, merge: bool, restart_wait: float, folder: str | None
+    ):
         self.servers, self.merge, self.restart_wait = servers, merge, restart_wait
         self.folder = temporary_folder(self, folder)
         self.due: Any = None  # mark of the weights that completions are sampled from
@@ -54,11 +63,18 @@ class ServerPool:
             self.bringing.cancel()  # of completions that were given up
         self.policy, self.version, self.waits = policy, version, 0
         self.adapted = not self.merge and lora_rank(policy.model) is not None
-        self.due = self.adapted, adapter_mark(policy.model) if self.adapted else base_mark(policy.model, merge=self.merge)
+        self.due = (
+            self.adapted,
+            adapter_mark(policy.model)
+            if self.adapted
+            else base_mark(policy.model, merge=self.merge),
+        )
         self.bringing = asyncio.create_task(self._bring())
         await self.bringing
 
-    async def generate(self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+    async def generate(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> Generation:
         """One completion, by the server of this key."""
         while True:
             server = await self._server_of(key)
@@ -115,13 +131,19 @@ class ServerPool:
         self.waits += 1
         where = f"generation.engine.addresses: {', '.join(server.url for server in self.servers)}"
         if self.waits > MOST_WAITS:
-            raise EngineError(f"{where}: all were lost {self.waits} times in one rollout; look into their logs")
-        print(f"rlkit: {where}: none answers; waiting up to {self.restart_wait:g} s", file=sys.stderr)
+            raise EngineError(
+                f"{where}: all were lost {self.waits} times in one rollout; look into their logs"
+            )
+        print(
+            f"rlkit: {where}: none answers; waiting up to {self.restart_wait:g} s", file=sys.stderr
+        )
         until = time.monotonic() + self.restart_wait
         while not self._able():
             for server in self.servers:
                 if server.process is not None and (status := server.process.poll()) is not None:
-                    raise EngineError(f"the vLLM server that rlkit started ended with status {status}{server.obituary()}")
+                    raise EngineError(
+                        f"the vLLM server that rlkit started ended with status {status}{server.obituary()}"
+                    )
             if time.monotonic() >= until:
                 waited = f"{where}: no answer for {self.restart_wait:g} s (generation.engine.restart_wait)"
                 raise EngineError(waited + self.servers[0].obituary())
@@ -131,21 +153,29 @@ class ServerPool:
     async def _push(self) -> None:
         """Write what is due once, and have every server read it that answers and does not have it."""
         due, adapted, model = self.due, self.adapted, self.policy.model
-        lacking = [server for server in self.servers if server.has != due and await self._met(server)]
+        lacking = [
+            server for server in self.servers if server.has != due and await self._met(server)
+        ]
         if not lacking:
             return
         self._agree()
         self.pushed += 1
-        folder = self.folder / f"{self.folder.name}-{self.pushed}"  # a name that no other run has: an adapter is called so
+        folder = (
+            self.folder / f"{self.folder.name}-{self.pushed}"
+        )  # a name that no other run has: an adapter is called so
         try:
             try:
-                save_adapter(model, folder) if adapted else save_weights(model, folder, merge=self.merge)
+                save_adapter(model, folder) if adapted else save_weights(
+                    model, folder, merge=self.merge
+                )
             except Exception as error:  # safetensors has an error of its own
                 raise EngineError(
                     f"generation.engine.folder={self.folder}: the weights of version {self.version} cannot be written there ({error}); "
                     "make room, or name another folder that all servers see"
                 ) from error
-            await asyncio.gather(*(self._give(server, folder, due, adapted=adapted) for server in lacking))
+            await asyncio.gather(
+                *(self._give(server, folder, due, adapted=adapted) for server in lacking)
+            )
         finally:
             shutil.rmtree(self.kept if adapted else folder, ignore_errors=True)
             self.kept = folder if adapted else self.kept

@@ -9,18 +9,29 @@ from rlkit.errors import ConfigError
 from rlkit.types import Generation, Policy, SamplingParams
 
 COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures, except 0, and refuses higher ones
-UNUSED = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+UNUSED = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 def check_reply(params: SamplingParams) -> None:
     """Raises ConfigError for what vLLM cannot sample."""
     if params.temperature and not COLDEST <= params.temperature <= HOTTEST:
-        raise ConfigError(f"generation.temperature={params.temperature}: vLLM takes 0 or from {COLDEST} to {HOTTEST}")
+        raise ConfigError(
+            f"generation.temperature={params.temperature}: vLLM takes 0 or from {COLDEST} to {HOTTEST}"
+        )
     if params.max_thinking_tokens is not None:
-        raise ConfigError("generation.max_thinking_tokens: vLLM keeps no such budget; use generation=cached, or set it to null")
+        raise ConfigError(
+            "generation.max_thinking_tokens: vLLM keeps no such budget; use generation=cached, or set it to null"
+        )
 
 
-def request(policy: Policy, max_length: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> dict[str, Any]:
+def request(
+    policy: Policy, max_length: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+) -> dict[str, Any]:
     """The arguments of vLLM's SamplingParams. All are set: no default of vLLM or of the model decides anything.
 
     Args:
@@ -33,8 +44,17 @@ def request(policy: Policy, max_length: int, prompt_ids: Sequence[int], seed: in
             f"generation=vllm: a context has {len(prompt_ids)} tokens, and vLLM was started for {max_length} with the reply; "
             "raise its max_model_len"
         )
-    given = {"temperature": float(params.temperature), "top_p": float(params.top_p), "top_k": params.top_k, "seed": seed}
-    ends = {"ignore_eos": True, "stop_token_ids": list(policy.eos_token_ids), "max_tokens": min(params.max_new_tokens, left)}
+    given = {
+        "temperature": float(params.temperature),
+        "top_p": float(params.top_p),
+        "top_k": params.top_k,
+        "seed": seed,
+    }
+    ends = {
+        "ignore_eos": True,
+        "stop_token_ids": list(policy.eos_token_ids),
+        "max_tokens": min(params.max_new_tokens, left),
+    }
     return given | ends | UNUSED
 
 

@@ -47,7 +47,14 @@ class Server:
       process, log: of a server that rlkit started.
     """
 
-    def __init__(self, url: str, *, max_rows: int, process: subprocess.Popen[bytes] | None = None, log: Path | None = None):
+    def __init__(
+        self,
+        url: str,
+        *,
+        max_rows: int,
+        process: subprocess.Popen[bytes] | None = None,
+        log: Path | None = None,
+    ):
         self.url, self.max_rows, self.process, self.log = url.rstrip("/"), max_rows, process, log
         self.losses = -1
         self.forget()
@@ -68,7 +75,11 @@ class Server:
     async def push_weights(self, folder: Path) -> None:
         """Have it read whole weights. Raises: Lost; EngineError where it refuses."""
         hint = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and let it see generation.engine.folder"
-        await self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, hint=hint)
+        await self.ask(
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+            hint=hint,
+        )
         await self.ask("/reset_prefix_cache", {}, hint=hint)
         self.adapter = ""
 
@@ -78,18 +89,29 @@ class Server:
             "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it see "
             "generation.engine.folder; or push whole weights with generation.engine.merge=true"
         )
-        await self.ask("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)}, hint=hint)
+        await self.ask(
+            "/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)}, hint=hint
+        )
         before, self.adapter = self.adapter, folder.name
         if before:
             await self.ask("/v1/unload_lora_adapter", {"lora_name": before}, hint=hint)
 
-    async def complete(self, policy: Policy, prompt_ids: Sequence[int], seed: int, params: SamplingParams) -> Generation:
+    async def complete(
+        self, policy: Policy, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> Generation:
         """One completion. A caller that stops waiting closes the connection, and the server gives the completion up. Raises: Lost."""
         body = request(policy, self.max_length, prompt_ids, seed, params)
-        body |= {"model": self.adapter or self.name, "prompt": list(prompt_ids), "logprobs": 0, "return_token_ids": True}
+        body |= {
+            "model": self.adapter or self.name,
+            "prompt": list(prompt_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
         losses = self.losses
         async with self.slots():
-            if self.losses != losses:  # while this waited: it may be back already, without the weights
+            if (
+                self.losses != losses
+            ):  # while this waited: it may be back already, without the weights
                 raise Lost
             with waiting_outside():
                 choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
@@ -101,17 +123,31 @@ class Server:
         Raises: Lost; EngineError where the server refuses or the row is too long for it.
         """
         if len(ids) >= self.max_length:  # it samples one token more
-            raise EngineError(f"{self.url}: a row has {len(ids)} of its {self.max_length} tokens; raise its --max-model-len")
-        body = {"model": self.name, "prompt": list(ids), "prompt_logprobs": k, "max_tokens": 1, "temperature": 0.0}
+            raise EngineError(
+                f"{self.url}: a row has {len(ids)} of its {self.max_length} tokens; raise its --max-model-len"
+            )
+        body = {
+            "model": self.name,
+            "prompt": list(ids),
+            "prompt_logprobs": k,
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
         async with self.slots():
-            hint = f"start it with --max-logprobs {k} or more" if k > 20 else ""  # its own default is 20
+            hint = (
+                f"start it with --max-logprobs {k} or more" if k > 20 else ""
+            )  # its own default is 20
             with waiting("the server", self.url):
                 answer = json.loads(await self.ask("/v1/completions", body, hint=hint))
             return list(answer["choices"][0]["prompt_logprobs"])
 
     async def text_of(self, ids: Sequence[int]) -> str:
         """What its tokenizer makes of ids. Raises: as `ask`."""
-        return str(json.loads(await self.ask("/detokenize", {"model": self.name, "tokens": list(ids)}))["prompt"])
+        return str(
+            json.loads(await self.ask("/detokenize", {"model": self.name, "tokens": list(ids)}))[
+                "prompt"
+            ]
+        )
 
     def slots(self) -> asyncio.Semaphore:
         """As many as requests at once. A semaphore belongs to one event loop, and a collect may run in a loop of its own."""
@@ -119,7 +155,14 @@ class Server:
             self.loop, self.free = asyncio.get_running_loop(), asyncio.Semaphore(self.max_rows)
         return self.free
 
-    async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, hint: str = "", limit: float = LONGEST) -> bytes:
+    async def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        hint: str = "",
+        limit: float = LONGEST,
+    ) -> bytes:
         """POST a body, or GET. Raises: Lost; EngineError where the server refuses, with the hint."""
         try:
             async with asyncio.timeout(limit):
@@ -130,7 +173,9 @@ class Server:
             raise Lost(f"it answers {status}")
         if status >= 400:
             said = text.decode(errors="replace")[:500]
-            raise EngineError(f"{self.url}{path} answers {status}: {said}" + (f"; {hint}" if hint else ""))
+            raise EngineError(
+                f"{self.url}{path} answers {status}: {said}" + (f"; {hint}" if hint else "")
+            )
         return text
 
     async def healthy(self) -> bool:
@@ -144,7 +189,11 @@ class Server:
     def obituary(self) -> str:
         """The last lines of its log, where rlkit started it."""
         lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:] if self.log else ()
-        return "\n".join(["; the last lines of its log:", *(f"  {line}" for line in lines)]) if lines else ""
+        return (
+            "\n".join(["; the last lines of its log:", *(f"  {line}" for line in lines)])
+            if lines
+            else ""
+        )
 
 
 async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
@@ -154,7 +203,9 @@ async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, b
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or (443 if secure else 80), ssl=secure or None)
+    reader, writer = await asyncio.open_connection(
+        parts.hostname, parts.port or (443 if secure else 80), ssl=secure or None
+    )
     try:
         writer.write(head.encode() + data)
         received = io.BytesIO(await reader.read())
@@ -165,7 +216,9 @@ async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, b
         writer.close()
 
 
-def start_server(model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None) -> Server:
+def start_server(
+    model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None
+) -> Server:
     """Start `vllm serve` of a saved model on a free port of this machine. It ends with this process, even on SIGKILL."""
     from rlkit.system.parent import guarded
 
@@ -173,16 +226,29 @@ def start_server(model: Path, flags: Sequence[str], *, max_rows: int, devices: s
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = model / "serve.log"
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set where vLLM has run in this process
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    environment.pop(
+        "VLLM_ENABLE_V1_MULTIPROCESSING", None
+    )  # set where vLLM has run in this process
     environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
     server = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for the package vllm, which on a CPU has another name
-    kind = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:12]  # two servers of one model have one name, in any folder
+    kind = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[
+        :12
+    ]  # two servers of one model have one name, in any folder
     address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", f"rlkit-{kind}"]
     command = [sys.executable, "-m", server, "--model", str(model), *address, *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            guarded(command), stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            guarded(command),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
         )
     atexit.register(end, process)
     print(f"rlkit: started vllm serve on port {port}, its log is {log}", file=sys.stderr)

@@ -20,7 +20,11 @@ from rlkit.types import Policy
 @contextmanager
 def plain_numerics() -> Iterator[None]:
     """vLLM, and what it is given, in their own precision and not under the trainer's autocast. Also a decorator."""
-    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False), torch.no_grad():
+    with (
+        torch.autocast("cuda", enabled=False),
+        torch.autocast("cpu", enabled=False),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -39,7 +43,9 @@ def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[flo
 def base_mark(model: Any, *, merge: bool) -> Any:
     """The fingerprint of what is pushed as whole weights: of the base alone where an adapter goes its own way."""
     adapted = not merge and lora_rank(model) is not None
-    return fingerprint(t for name, t in model.named_parameters() if not (adapted and "lora_" in name))
+    return fingerprint(
+        t for name, t in model.named_parameters() if not (adapted and "lora_" in name)
+    )
 
 
 def adapter_mark(model: Any) -> Any:
@@ -55,13 +61,19 @@ def all_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
     """
     lora = hasattr(model, "disable_adapter")
     base = model.get_base_model() if lora else model
-    layers = {name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight")} if lora and merge else {}
+    layers = (
+        {name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight")}
+        if lora and merge
+        else {}
+    )
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if lora and "lora_" in name:
             continue
         weight, layer = parameter.detach(), layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None:
-            weight = (weight.float() + layer.get_delta_weight(adapter_name(model)).detach().float()).to(weight.dtype)
+            weight = (
+                weight.float() + layer.get_delta_weight(adapter_name(model)).detach().float()
+            ).to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 
 
@@ -107,7 +119,9 @@ def save_weights(model: Any, folder: Path, *, merge: bool) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
-    weights = {name: weight.cpu().contiguous().clone() for name, weight in all_weights(model, merge=merge)}
+    weights = {
+        name: weight.cpu().contiguous().clone() for name, weight in all_weights(model, merge=merge)
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -19,7 +19,13 @@ from rlkit.system.files import refusing, write_atomic
 LIMIT = 20_000  # conversations on a page
 
 
-def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, smooth: int | None = None, limit: int = LIMIT) -> Path:
+def write_report(
+    paths: Sequence[Path | str],
+    out: Path | str | None = None,
+    *,
+    smooth: int | None = None,
+    limit: int = LIMIT,
+) -> Path:
     """One HTML file of runs; beside it a folder of the same name with each chart as SVG and PDF. Returns the file's path.
 
     Args:
@@ -38,7 +44,11 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shown = conversations.collect(found, limit)
-    notes = [*(note for run in found for note in run.notes), *(str(warning.message) for warning in caught), *shown.notes]
+    notes = [
+        *(note for run in found for note in run.notes),
+        *(str(warning.message) for warning in caught),
+        *shown.notes,
+    ]
     files = _drawn(told, groups, smooth)
     if told and not files:
         notes.append(f"Charts as SVG and PDF for papers need matplotlib: {install('report')}")
@@ -50,19 +60,29 @@ def write_report(paths: Sequence[Path | str], out: Path | str | None = None, *, 
     return target
 
 
-def _drawn(told: Sequence[charts.Chart], groups: Sequence[Group], smooth: int | None) -> dict[str, bytes]:
+def _drawn(
+    told: Sequence[charts.Chart], groups: Sequence[Group], smooth: int | None
+) -> dict[str, bytes]:
     """File → its bytes; none without matplotlib."""
     if not drawing.has_matplotlib():
         return {}
     pictures = [drawing.draw_chart(chart, groups, smooth) for chart in told]
-    return {f"{own.name}.{kind}": data for own in pictures for kind, data in (("svg", own.svg), ("pdf", own.pdf))}
+    return {
+        f"{own.name}.{kind}": data
+        for own in pictures
+        for kind, data in (("svg", own.svg), ("pdf", own.pdf))
+    }
 
 
 def _where(paths: Sequence[Path | str], out: Path | str | None) -> Path:
     """The file to write. Raises ConfigError for a name that is no page's."""
     if out is None:
-        return (Path(paths[0]).expanduser() if len(paths) == 1 else runs.fresh(runs.OUTPUTS / "report")) / "report.html"
+        return (
+            Path(paths[0]).expanduser() if len(paths) == 1 else runs.fresh(runs.OUTPUTS / "report")
+        ) / "report.html"
     target = Path(out).expanduser()
     if target.suffix != ".html":
-        raise ConfigError(f"out={out}: the report is one HTML file; name it so, as in out=comparison.html")
+        raise ConfigError(
+            f"out={out}: the report is one HTML file; name it so, as in out=comparison.html"
+        )
     return target

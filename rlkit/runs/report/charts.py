@@ -26,17 +26,43 @@ class Chart(NamedTuple):
     against: str = "steps"  # what the horizontal axis counts, one of UNITS
     span: float = 0.1  # the least range of the vertical axis: noise below it stays small
     healthy: tuple[float, float] | None = None  # the band of values that need no attention
-    joined: bool = True  # a line joins its points; nothing was measured between before and after training
+    joined: bool = (
+        True  # a line joins its points; nothing was measured between before and after training
+    )
 
 
 LEARNING, COMPONENTS, POLICY = "Learning", "Reward components", "Distance and entropy"
-EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER = "Episodes", "Optimisation", "Scheduled numbers", "Time", "All other metrics"
+EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER = (
+    "Episodes",
+    "Optimisation",
+    "Scheduled numbers",
+    "Time",
+    "All other metrics",
+)
 SECTIONS = (LEARNING, COMPONENTS, POLICY, EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER)
 LEAST = 0.1  # the least range of any axis, as a share of its largest value
 STATIC = (
     Chart("reward", LEARNING, "Training reward", "reward/mean", "mean of the step's rollouts"),
-    Chart("accuracy", LEARNING, "Validation accuracy", "eval/accuracy", "", False, "eval/accuracy_low", "eval/accuracy_high"),
-    Chart("validation_reward", LEARNING, "Validation reward", "eval/reward", "", False, "eval/reward_low", "eval/reward_high"),
+    Chart(
+        "accuracy",
+        LEARNING,
+        "Validation accuracy",
+        "eval/accuracy",
+        "",
+        False,
+        "eval/accuracy_low",
+        "eval/accuracy_high",
+    ),
+    Chart(
+        "validation_reward",
+        LEARNING,
+        "Validation reward",
+        "eval/reward",
+        "",
+        False,
+        "eval/reward_low",
+        "eval/reward_high",
+    ),
     Chart(
         "test_accuracy",
         LEARNING,
@@ -59,57 +85,173 @@ STATIC = (
         "test/reward_high",
         joined=False,
     ),
-    Chart("reward_by_tokens", LEARNING, "Training reward by tokens", "reward/mean", "mean of the step's rollouts", against="tokens"),
-    Chart("reward_by_seconds", LEARNING, "Training reward by seconds", "reward/mean", "mean of the step's rollouts", against="seconds"),
-    Chart("accuracy_by_tokens", LEARNING, "Validation accuracy by tokens", "eval/accuracy", smooth=False, against="tokens"),
-    Chart("no_signal", LEARNING, "Prompts without signal", "group/frac_zero_std", "share whose rewards are all equal"),
-    Chart("kl_reference", POLICY, "KL to the reference", "kl/ref_k3", "k3, nats per token", span=0.01),
-    Chart("kl_step", POLICY, "KL moved by a step", "kl/step", "nats per token", span=0.01, healthy=(0, 0.01)),
+    Chart(
+        "reward_by_tokens",
+        LEARNING,
+        "Training reward by tokens",
+        "reward/mean",
+        "mean of the step's rollouts",
+        against="tokens",
+    ),
+    Chart(
+        "reward_by_seconds",
+        LEARNING,
+        "Training reward by seconds",
+        "reward/mean",
+        "mean of the step's rollouts",
+        against="seconds",
+    ),
+    Chart(
+        "accuracy_by_tokens",
+        LEARNING,
+        "Validation accuracy by tokens",
+        "eval/accuracy",
+        smooth=False,
+        against="tokens",
+    ),
+    Chart(
+        "no_signal",
+        LEARNING,
+        "Prompts without signal",
+        "group/frac_zero_std",
+        "share whose rewards are all equal",
+    ),
+    Chart(
+        "kl_reference", POLICY, "KL to the reference", "kl/ref_k3", "k3, nats per token", span=0.01
+    ),
+    Chart(
+        "kl_step",
+        POLICY,
+        "KL moved by a step",
+        "kl/step",
+        "nats per token",
+        span=0.01,
+        healthy=(0, 0.01),
+    ),
     Chart("kl_start", POLICY, "KL from the start", "kl/start", "nats per token", span=0.01),
     Chart("entropy", POLICY, "Entropy", "policy/entropy", "nats per token"),
-    Chart("mismatch", POLICY, "Sampler against trainer", "mismatch/logp_abs_mean", "|Δ log-prob| per token", span=0.01, healthy=(0, 0.05)),
-    Chart("staleness", POLICY, "Staleness", "staleness/steps_mean", "RL steps that the sampler's weights are behind", False),
-    Chart("stale_share", POLICY, "Effective share of the rollouts", "staleness/ess_seq", "of weights trainer over sampler"),
+    Chart(
+        "mismatch",
+        POLICY,
+        "Sampler against trainer",
+        "mismatch/logp_abs_mean",
+        "|Δ log-prob| per token",
+        span=0.01,
+        healthy=(0, 0.05),
+    ),
+    Chart(
+        "staleness",
+        POLICY,
+        "Staleness",
+        "staleness/steps_mean",
+        "RL steps that the sampler's weights are behind",
+        False,
+    ),
+    Chart(
+        "stale_share",
+        POLICY,
+        "Effective share of the rollouts",
+        "staleness/ess_seq",
+        "of weights trainer over sampler",
+    ),
     Chart("length", EPISODES, "Length", "len/mean", "sampled tokens an episode"),
-    Chart("truncated", EPISODES, "Truncated episodes", "len/truncated_frac", "share", healthy=(0, 0.1)),
+    Chart(
+        "truncated", EPISODES, "Truncated episodes", "len/truncated_frac", "share", healthy=(0, 0.1)
+    ),
     Chart("turns", EPISODES, "Replies an episode", "tools/turns"),
-    Chart("environment_errors", EPISODES, "Failed environments", "stop_reason/error", "share of the episodes", healthy=(0, 0.05)),
+    Chart(
+        "environment_errors",
+        EPISODES,
+        "Failed environments",
+        "stop_reason/error",
+        "share of the episodes",
+        healthy=(0, 0.05),
+    ),
     Chart("calls", EPISODES, "Tool calls an episode", "tools/calls"),
     Chart("call_failures", EPISODES, "Failed tool calls an episode", "tools/failures"),
-    Chart("unreadable_calls", EPISODES, "Episodes with an unreadable call", "parse_fail_frac", "share", healthy=(0, 0.2)),
-    Chart("gradient", OPTIMISATION, "Gradient norm", "optim/grad_norm", "before clipping", span=0.0),
+    Chart(
+        "unreadable_calls",
+        EPISODES,
+        "Episodes with an unreadable call",
+        "parse_fail_frac",
+        "share",
+        healthy=(0, 0.2),
+    ),
+    Chart(
+        "gradient", OPTIMISATION, "Gradient norm", "optim/grad_norm", "before clipping", span=0.0
+    ),
     Chart("clip_low", OPTIMISATION, "Clipped below", "clip/low_frac", "share of tokens", span=0.02),
-    Chart("clip_high", OPTIMISATION, "Clipped above", "clip/high_frac", "share of tokens", span=0.02),
-    Chart("explained_variance", OPTIMISATION, "The critic's explained variance", "value/explained_variance"),
+    Chart(
+        "clip_high", OPTIMISATION, "Clipped above", "clip/high_frac", "share of tokens", span=0.02
+    ),
+    Chart(
+        "explained_variance",
+        OPTIMISATION,
+        "The critic's explained variance",
+        "value/explained_variance",
+    ),
     Chart("advantage", OPTIMISATION, "Size of the advantages", "adv/abs_mean", "mean |advantage|"),
     Chart("step_seconds", TIME, "Seconds a step", "perf/step_s", "", False),
     Chart("tokens_per_second", TIME, "Tokens a second", "perf/tokens_per_s", "", False),
 )
 LONGEST = 100  # characters of a chart's file
-PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_s": "update"}  # of a step's seconds
+PARTS = {
+    "perf/generate_s": "generate",
+    "perf/reward_s": "reward",
+    "perf/update_s": "update",
+}  # of a step's seconds
 
 
 def with_values(groups: Sequence[Group]) -> list[Chart]:
     """The charts that show something: a metric with a value that is not 0 throughout. A validation or test reward only where it is not the
     accuracy, a component only where it is not the reward."""
     found = metrics_of(run for group in groups for run in group.runs)
-    values = {metric: [series(run, metric) for group in groups for run in group.runs] for metric in found}
-    told = [chart for chart in (*STATIC, *dynamic(found)) if any(any(own.values()) for own in values.get(chart.metric, ()))]
-    told = [chart for chart in told if chart.against == "steps" or (len(groups) > 1 and _spent(groups, chart.against))]
+    values = {
+        metric: [series(run, metric) for group in groups for run in group.runs] for metric in found
+    }
+    told = [
+        chart
+        for chart in (*STATIC, *dynamic(found))
+        if any(any(own.values()) for own in values.get(chart.metric, ()))
+    ]
+    told = [
+        chart
+        for chart in told
+        if chart.against == "steps" or (len(groups) > 1 and _spent(groups, chart.against))
+    ]
     twins = {"eval/reward": "eval/accuracy", "test/reward": "test/accuracy"} | {
         m: "reward/mean" for m in found if m.startswith("reward/") and m.endswith("/mean")
     }
     twins.pop("reward/mean", None)
-    told = [chart for chart in told if chart.metric not in twins or values[chart.metric] != values.get(twins[chart.metric])]
-    timed = [Chart("where_time_goes", TIME, "Where a step's time goes", "", "mean seconds a step")] if "perf/step_s" in values else []
+    told = [
+        chart
+        for chart in told
+        if chart.metric not in twins or values[chart.metric] != values.get(twins[chart.metric])
+    ]
+    timed = (
+        [Chart("where_time_goes", TIME, "Where a step's time goes", "", "mean seconds a step")]
+        if "perf/step_s" in values
+        else []
+    )
     return sorted([*told, *timed], key=lambda chart: SECTIONS.index(chart.section))
 
 
 def others(groups: Sequence[Group], told: Sequence[Chart]) -> list[Chart]:
     """A chart of every further metric that varies, one's own among them; on the page alone."""
     known = {name for chart in told for name in (chart.metric, chart.low, chart.high)}
-    found = [metric for metric in metrics_of(run for group in groups for run in group.runs) if metric not in known]
-    varying = [m for m in found if len({value for group in groups for run in group.runs for value in series(run, m).values()}) > 1]
+    found = [
+        metric
+        for metric in metrics_of(run for group in groups for run in group.runs)
+        if metric not in known
+    ]
+    varying = [
+        m
+        for m in found
+        if len(
+            {value for group in groups for run in group.runs for value in series(run, m).values()}
+        )
+        > 1
+    ]
     return [Chart(metric, OTHER, metric, metric, span=0.0) for metric in varying]
 
 
@@ -126,11 +268,17 @@ def dynamic(found: Sequence[str]) -> Iterator[Chart]:
         if match := re.fullmatch(r"reward/([^/]+)/mean", metric):
             yield Chart(name, COMPONENTS, match[1], metric, "mean score")
         elif match := re.fullmatch(r"part/(.+)/reward/mean", metric):
-            yield Chart(name, COMPONENTS, f"Reward of {match[1]}", metric, "mean of the part's rollouts")
+            yield Chart(
+                name, COMPONENTS, f"Reward of {match[1]}", metric, "mean of the part's rollouts"
+            )
         elif match := re.fullmatch(r"streams/(.+)", metric):
-            yield Chart(name, POLICY, f"Loss of the stream {match[1]}", metric, "nats per token", span=0.01)
+            yield Chart(
+                name, POLICY, f"Loss of the stream {match[1]}", metric, "nats per token", span=0.01
+            )
         elif metric.startswith("schedule/") and metric != "schedule/phase":
-            yield Chart(name, SCHEDULE, metric.removeprefix("schedule/"), metric, "", False, span=0.0)
+            yield Chart(
+                name, SCHEDULE, metric.removeprefix("schedule/"), metric, "", False, span=0.0
+            )
 
 
 # ------------------------------------------------------------------------------------------------------ numbers
@@ -170,7 +318,9 @@ def line(curves: Sequence[Mapping[int, float]]) -> Line:
     """Seeds put together. A seed that ended early ends the line: a mean of fewer would jump where it is missing."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     at = [[curve[step] for curve in curves] for step in steps]
-    return Line(steps, [math.fsum(v) / len(v) for v in at], [min(v) for v in at], [max(v) for v in at])
+    return Line(
+        steps, [math.fsum(v) / len(v) for v in at], [min(v) for v in at], [max(v) for v in at]
+    )
 
 
 def window(groups: Sequence[Group]) -> int:
@@ -200,16 +350,32 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
         own = [values for run in group.runs if (values := series(run, chart.metric))]
         if not own:
             continue
-        smooth_own = [dict(zip(values, smoothed(list(values.values()), steps), strict=True)) for values in own]
+        smooth_own = [
+            dict(zip(values, smoothed(list(values.values()), steps), strict=True)) for values in own
+        ]
         shown = line(smooth_own)
         if len(own) == 1 and chart.low:
             low, high = series(group.runs[0], chart.low), series(group.runs[0], chart.high)
-            sides = ([side.get(step, mean) for step, mean in zip(shown.steps, shown.mean, strict=True)] for side in (low, high))
+            sides = (
+                [side.get(step, mean) for step, mean in zip(shown.steps, shown.mean, strict=True)]
+                for side in (low, high)
+            )
             shown = Line(shown.steps, shown.mean, *sides)
         ended = shown.steps[-1] if shown.steps else 0
-        tails = [{step: value for step, value in values.items() if step >= ended} for values in smooth_own]
+        tails = [
+            {step: value for step, value in values.items() if step >= ended}
+            for values in smooth_own
+        ]
         bars = not chart.joined or any(b - a > 1 for a, b in pairwise(shown.steps))
-        out.append(Curve(index, shown, line(own) if steps > 1 else None, [tail for tail in tails if len(tail) > 1], bars))
+        out.append(
+            Curve(
+                index,
+                shown,
+                line(own) if steps > 1 else None,
+                [tail for tail in tails if len(tail) > 1],
+                bars,
+            )
+        )
     return out
 
 
@@ -233,7 +399,9 @@ def axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
     if against == "steps":
         return list
     spent = [budget(run, against) for run in group.runs]
-    return lambda steps: [math.fsum(own.get(step, 0.0) for own in spent) / len(spent) for step in steps]
+    return lambda steps: [
+        math.fsum(own.get(step, 0.0) for own in spent) / len(spent) for step in steps
+    ]
 
 
 def phase_starts(group: Group) -> Iterator[tuple[int, str]]:
@@ -264,19 +432,37 @@ BINS = ("0", "to ¼", "to ½", "to ¾", "below 1", "1")  # of solve rates
 def page_data(told: Sequence[Chart], groups: Sequence[Group], smooth: int | None) -> dict[str, Any]:
     """What the page's script draws: {groups: […], charts: […]}."""
     lines = [chart for chart in told if chart.metric and chart.against == "steps"]
-    return {"groups": [_group_data(group, groups) for group in groups], "charts": [_chart_data(chart, groups, smooth) for chart in lines]}
+    return {
+        "groups": [_group_data(group, groups) for group in groups],
+        "charts": [_chart_data(chart, groups, smooth) for chart in lines],
+    }
 
 
 def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
     """A line's name, phases, and what its runs had spent after each step, for the other horizontal axes."""
     steps = sorted({row["step"] for run in group.runs for row in run.rows})
-    spent = {unit: _rounded(axis(group, unit)(steps)) for unit in ("tokens", "seconds") if _spent(groups, unit)}
+    spent = {
+        unit: _rounded(axis(group, unit)(steps))
+        for unit in ("tokens", "seconds")
+        if _spent(groups, unit)
+    }
     label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
-    return {"label": label, "phases": list(dict.fromkeys(phase_starts(group))), "steps": steps, "spent": spent}
+    return {
+        "label": label,
+        "phases": list(dict.fromkeys(phase_starts(group))),
+        "steps": steps,
+        "spent": spent,
+    }
 
 
 def _chart_data(chart: Chart, groups: Sequence[Group], smooth: int | None) -> dict[str, Any]:
-    own: dict[str, Any] = {"name": chart.name, "section": chart.section, "title": chart.title, "unit": chart.unit, "metric": chart.metric}
+    own: dict[str, Any] = {
+        "name": chart.name,
+        "section": chart.section,
+        "title": chart.title,
+        "unit": chart.unit,
+        "metric": chart.metric,
+    }
     own |= {"span": chart.span, "healthy": chart.healthy, "joined": chart.joined}
     return own | {"lines": [_curve_data(curve) for curve in curves_of(chart, groups, smooth)]}
 
@@ -284,13 +470,26 @@ def _chart_data(chart: Chart, groups: Sequence[Group], smooth: int | None) -> di
 def _curve_data(curve: Curve) -> dict[str, Any]:
     shown = curve.shown
     kept = thinned(shown.mean)
-    out: dict[str, Any] = {"group": curve.group, "x": [shown.steps[i] for i in kept], "y": _rounded(shown.mean[i] for i in kept)}
+    out: dict[str, Any] = {
+        "group": curve.group,
+        "x": [shown.steps[i] for i in kept],
+        "y": _rounded(shown.mean[i] for i in kept),
+    }
     if shown.spread():
-        out |= {"low": _rounded(shown.low[i] for i in kept), "high": _rounded(shown.high[i] for i in kept), "bars": curve.bars}
+        out |= {
+            "low": _rounded(shown.low[i] for i in kept),
+            "high": _rounded(shown.high[i] for i in kept),
+            "bars": curve.bars,
+        }
     if curve.raw:
         kept = thinned(curve.raw.mean)
-        out["raw"] = {"x": [curve.raw.steps[i] for i in kept], "y": _rounded(curve.raw.mean[i] for i in kept)}
-    return out | {"tails": [{"x": list(tail), "y": _rounded(tail.values())} for tail in curve.tails]}
+        out["raw"] = {
+            "x": [curve.raw.steps[i] for i in kept],
+            "y": _rounded(curve.raw.mean[i] for i in kept),
+        }
+    return out | {
+        "tails": [{"x": list(tail), "y": _rounded(tail.values())} for tail in curve.tails]
+    }
 
 
 def thinned(values: Sequence[float]) -> list[int]:
@@ -299,7 +498,10 @@ def thinned(values: Sequence[float]) -> list[int]:
         return list(range(len(values)))
     count = POINTS // 2 - 1
     edges = [round(i * len(values) / count) for i in range(count + 1)]
-    ends = ((min(part, key=values.__getitem__), max(part, key=values.__getitem__)) for part in map(range, edges[:-1], edges[1:]))
+    ends = (
+        (min(part, key=values.__getitem__), max(part, key=values.__getitem__))
+        for part in map(range, edges[:-1], edges[1:])
+    )
     return sorted({0, len(values) - 1, *(i for pair in ends for i in pair)})
 
 
@@ -325,8 +527,14 @@ def solve_rates(solved: Sequence[tuple[int, float]]) -> tuple[list[float], list[
     """
     steps = sorted({step for step, _ in solved})
     fifth = max(1, len(steps) // 5)
-    sides = ([rate for step, rate in solved if step in chosen] for chosen in (set(steps[:fifth]), set(steps[-fifth:])))
-    early, late = ([sum(_bin(rate) == i for rate in side) / max(1, len(side)) for i in range(len(BINS))] for side in sides)
+    sides = (
+        [rate for step, rate in solved if step in chosen]
+        for chosen in (set(steps[:fifth]), set(steps[-fifth:]))
+    )
+    early, late = (
+        [sum(_bin(rate) == i for rate in side) / max(1, len(side)) for i in range(len(BINS))]
+        for side in sides
+    )
     return early, late
 
 

@@ -46,7 +46,9 @@ class Turn(NamedTuple):
 class Played(NamedTuple):
     """What a run's training episodes came to, of the steps that the report reads."""
 
-    solved: list[tuple[int, float]]  # (step, share of a prompt's samples with a reward above 0), a prompt of a step each
+    solved: list[
+        tuple[int, float]
+    ]  # (step, share of a prompt's samples with a reward above 0), a prompt of a step each
     turns: list[Turn]
 
 
@@ -77,13 +79,18 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
             if page.size > PAGE:
                 size, page = size + page.close(shown), _Page()
             if size > TOTAL:
-                warnings.warn(f"conversations beyond {TOTAL:,} bytes are left out, from step {step} of {run.folder} on", stacklevel=2)
+                warnings.warn(
+                    f"conversations beyond {TOTAL:,} bytes are left out, from step {step} of {run.folder} on",
+                    stacklevel=2,
+                )
                 shown.played.append(played)
                 return shown
         size += page.close(shown)
         shown.played.append(played)
         if left:
-            shown.notes.append(f"{left:,} more conversations are in {run.folder}; limit=NUMBER shows more of them (now {limit:,}).")
+            shown.notes.append(
+                f"{left:,} more conversations are in {run.folder}; limit=NUMBER shows more of them (now {limit:,})."
+            )
     return shown
 
 
@@ -106,7 +113,9 @@ class _Page:
         """Adds the page to those that are shown; its bytes."""
         if not self.said:
             return 0
-        shown.entries.extend({**entry, "page": len(shown.pages), "at": at} for at, entry in enumerate(self.entries))
+        shown.entries.extend(
+            {**entry, "page": len(shown.pages), "at": at} for at, entry in enumerate(self.entries)
+        )
         shown.pages.append(compressed({"texts": list(self.texts), "said": self.said}))
         return len(shown.pages[-1])
 
@@ -122,7 +131,9 @@ def _name(run: ReadRun) -> str:
     return f"{run.name}{'' if run.seed is None else f', seed {run.seed}'} · {run.folder.name}"
 
 
-def chosen_of(run: ReadRun, limit: int, played: Played) -> Iterator[tuple[int, str, list[Rollout], int]]:
+def chosen_of(
+    run: ReadRun, limit: int, played: Played
+) -> Iterator[tuple[int, str, list[Rollout], int]]:
     """(step, kind, the rollouts to show, how many there are) of a run; the training episodes that are read are added to `played`.
 
     Those of test and validation problems come first, since they are few, then of each step its share.
@@ -133,7 +144,11 @@ def chosen_of(run: ReadRun, limit: int, played: Played) -> Iterator[tuple[int, s
         count_played(played, 0, rollouts)
         yield 0, "episodes", best_worst_random(rollouts, limit, seed=0), len(rollouts)
         return
-    held_out = [(*own, kind) for kind in HELD_OUT for own in recorded(run.folder / "held_out" / kind).items()]
+    held_out = [
+        (*own, kind)
+        for kind in HELD_OUT
+        for own in recorded(run.folder / "held_out" / kind).items()
+    ]
     room = limit
     for left, (step, part, kind) in zip(range(len(held_out), 0, -1), held_out, strict=True):
         rollouts = read(part)
@@ -176,7 +191,9 @@ def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> 
     if len(rollouts) <= limit:
         return list(rollouts)
     totals = [r.total_reward for r in rollouts]
-    ranked = sorted(range(len(rollouts)), key=lambda i: -math.inf if (total := totals[i]) is None else total)
+    ranked = sorted(
+        range(len(rollouts)), key=lambda i: -math.inf if (total := totals[i]) is None else total
+    )
     others = random.Random(seed).sample(range(len(rollouts)), len(rollouts))
     picked = list(dict.fromkeys([ranked[-1], ranked[0], *others]))[:limit]
     return [rollouts[i] for i in sorted(picked)]
@@ -190,12 +207,18 @@ def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None
         if total is not None:
             groups[rollout.group].append(total)
         for i, reply in enumerate(rollout.steps):
-            bad = any(call.error for call in reply.tool_calls) or any(not result.ok for result in reply.tool_results)
+            bad = any(call.error for call in reply.tool_calls) or any(
+                not result.ok for result in reply.tool_results
+            )
             last = reply is rollout.steps[-1]
             ending = (1, int(total is not None), total or 0.0) if last else (0, 0, 0.0)
             own = Turn(1, len(reply.response_ids), bool(reply.tool_calls), bad, *ending)
-            played.turns[i : i + 1] = [(played.turns[i] if i < len(played.turns) else Turn()).plus(own)]
-    played.solved.extend((step, sum(value > 0 for value in values) / len(values)) for values in groups.values())
+            played.turns[i : i + 1] = [
+                (played.turns[i] if i < len(played.turns) else Turn()).plus(own)
+            ]
+    played.solved.extend(
+        (step, sum(value > 0 for value in values) / len(values)) for values in groups.values()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ entries
@@ -211,10 +234,14 @@ def entry_of(rollout: Rollout) -> dict[str, Any]:
         "sample": rollout.sample,
         "reward": rollout.total_reward,
         "rewards": dict(rollout.rewards) if len(rollout.rewards) > 1 else {},
-        "status": rollout.status if rollout.status == "terminated" else f"truncated: {rollout.truncation}",
+        "status": rollout.status
+        if rollout.status == "terminated"
+        else f"truncated: {rollout.truncation}",
         "tokens": rollout.response_length,
         "turns": len(rollout.steps),
-        "versions": [*dict.fromkeys(version for step in rollout.steps for _, version in step.versions)],
+        "versions": [
+            *dict.fromkeys(version for step in rollout.steps for _, version in step.versions)
+        ],
         "calls": len(calls),
         "failed": sum(not result.ok for result in results),
         "answer": _answer(rollout)[:SNIPPET],
@@ -243,22 +270,51 @@ def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
             text = trimmed(str(message.get("content", "")))
             out.append({"role": message["role"], "prompt": prompts.setdefault(text, len(prompts))})
         out.append(_reply(step) | ({"turn": index + 1} if len(rollout.steps) > 1 else {}))
-        out += [{"role": "tool", "name": r.name, "text": trimmed(r.content), "ok": r.ok} for r in step.tool_results]
+        out += [
+            {"role": "tool", "name": r.name, "text": trimmed(r.content), "ok": r.ok}
+            for r in step.tool_results
+        ]
     return out or [
-        {"role": m["role"], "prompt": prompts.setdefault(trimmed(str(m.get("content", ""))), len(prompts))} for m in rollout.task.messages
+        {
+            "role": m["role"],
+            "prompt": prompts.setdefault(trimmed(str(m.get("content", ""))), len(prompts)),
+        }
+        for m in rollout.task.messages
     ]
 
 
 def _reply(step: Step) -> dict[str, Any]:
     """A reply of the policy."""
     calls = [
-        {"name": c.name, "arguments": trimmed(json.dumps(dict(c.arguments), ensure_ascii=False)), "error": c.error} for c in step.tool_calls
+        {
+            "name": c.name,
+            "arguments": trimmed(json.dumps(dict(c.arguments), ensure_ascii=False)),
+            "error": c.error,
+        }
+        for c in step.tool_calls
     ]
-    out: dict[str, Any] = {"role": "assistant", "text": trimmed(step.content), "why": step.finish_reason, "tokens": len(step.response_ids)}
-    out |= {"thinking": trimmed(step.thinking), "closed": step.thinking_closed} if step.thinking or not step.thinking_closed else {}
-    return out | ({"calls": calls} if calls else {}) | ({"reward": step.reward} if step.reward is not None else {})
+    out: dict[str, Any] = {
+        "role": "assistant",
+        "text": trimmed(step.content),
+        "why": step.finish_reason,
+        "tokens": len(step.response_ids),
+    }
+    out |= (
+        {"thinking": trimmed(step.thinking), "closed": step.thinking_closed}
+        if step.thinking or not step.thinking_closed
+        else {}
+    )
+    return (
+        out
+        | ({"calls": calls} if calls else {})
+        | ({"reward": step.reward} if step.reward is not None else {})
+    )
 
 
 def trimmed(text: str) -> str:
     """A text, cut where it is longer than a page can show."""
-    return text if len(text) <= TEXT else f"{text[:TEXT]}\n… {len(text) - TEXT:,} more characters are in the run's files"
+    return (
+        text
+        if len(text) <= TEXT
+        else f"{text[:TEXT]}\n… {len(text) - TEXT:,} more characters are in the run's files"
+    )

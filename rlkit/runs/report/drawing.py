@@ -8,7 +8,16 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlkit.runs.report.charts import PARTS, Chart, abridged, axis, curves_of, limits, phase_starts, seconds_data
+from rlkit.runs.report.charts import (
+    PARTS,
+    Chart,
+    abridged,
+    axis,
+    curves_of,
+    limits,
+    phase_starts,
+    seconds_data,
+)
 from rlkit.runs.report.read import Group
 from rlkit.runs.report.verdicts import UNITS
 
@@ -54,7 +63,9 @@ def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Dra
     with matplotlib.rc_context(settings):
         figure = figure_of(chart, groups, smooth)
         figure.savefig(svg, format="svg", metadata={"Date": None})
-        figure.set_layout_engine("none")  # what the first file found is the second's: finding it takes half the time
+        figure.set_layout_engine(
+            "none"
+        )  # what the first file found is the second's: finding it takes half the time
         figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
     return Drawn(chart.name, svg.getvalue(), pdf.getvalue())
 
@@ -81,7 +92,13 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
     if legend:
         handles, names = axes.get_legend_handles_labels()
         where: Any = {"loc": "outside lower center", "ncols": 1 if chart.metric else 4}
-        figure.legend(handles[:named], [abridged(name, 64) for name in names[:named]], fontsize=8, frameon=False, **where)
+        figure.legend(
+            handles[:named],
+            [abridged(name, 64) for name in names[:named]],
+            fontsize=8,
+            frameon=False,
+            **where,
+        )
     return figure
 
 
@@ -92,7 +109,9 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
     """
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7 if chart.against == "steps" else 4, integer=True))
+    axes.xaxis.set_major_locator(
+        MaxNLocator(nbins=7 if chart.against == "steps" else 4, integer=True)
+    )
     for curve in curves_of(chart, groups, smooth):
         group, shown = groups[curve.group], curve.shown
         colour, dash = style(curve.group)
@@ -100,15 +119,34 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
         mark = "o" if len(shown.steps) <= 12 or curve.bars else None
         drawn = {"color": colour, "linestyle": dash if chart.joined else "none"}
         at = axis(group, chart.against)
-        axes.plot(at(shown.steps), shown.mean, marker=mark, markersize=3, linewidth=1.6, label=label, **drawn)
+        axes.plot(
+            at(shown.steps),
+            shown.mean,
+            marker=mark,
+            markersize=3,
+            linewidth=1.6,
+            label=label,
+            **drawn,
+        )
         if curve.raw:
             axes.plot(at(curve.raw.steps), curve.raw.mean, linewidth=0.8, alpha=0.35, **drawn)
         for tail in curve.tails:
-            axes.plot(at(list(tail)), list(tail.values()), marker=None if chart.joined else ".", linewidth=0.9, alpha=0.6, **drawn)
+            axes.plot(
+                at(list(tail)),
+                list(tail.values()),
+                marker=None if chart.joined else ".",
+                linewidth=0.9,
+                alpha=0.6,
+                **drawn,
+            )
         if shown.spread() and curve.bars:
-            axes.vlines(at(shown.steps), shown.low, shown.high, color=colour, alpha=0.6, linewidth=1.4)
+            axes.vlines(
+                at(shown.steps), shown.low, shown.high, color=colour, alpha=0.6, linewidth=1.4
+            )
         elif shown.spread():
-            axes.fill_between(at(shown.steps), shown.low, shown.high, color=colour, alpha=0.18, linewidth=0)
+            axes.fill_between(
+                at(shown.steps), shown.low, shown.high, color=colour, alpha=0.18, linewidth=0
+            )
     low, high = axes.dataLim.intervaly
     if math.isfinite(low) and (own := limits(chart, low, high)) != (low, high):
         axes.set_ylim(*own)
@@ -122,12 +160,22 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
 
 def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
     """A dotted line where a phase began; its name where it is of the only line, or there is room for it."""
-    marked = [(index, switch) for index, group in enumerate(groups) for switch in dict.fromkeys(phase_starts(group))]
+    marked = [
+        (index, switch)
+        for index, group in enumerate(groups)
+        for switch in dict.fromkeys(phase_starts(group))
+    ]
     for index, (step, name) in marked:
         axes.axvline(step, color=style(index)[0], linewidth=1, linestyle=(0, (2, 2)), alpha=0.8)
         if len(marked) <= 3:
             axes.annotate(
-                name, (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points", va="top", fontsize=8
+                name,
+                (step, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, -2),
+                textcoords="offset points",
+                va="top",
+                fontsize=8,
             )
 
 
@@ -137,7 +185,14 @@ def draw_times(axes: Any, groups: Sequence[Group]) -> None:
     left = [0.0] * len(groups)
     for index, name in enumerate(data["names"]):
         widths = [row[index] for row in data["rows"]]
-        axes.barh(range(len(groups)), widths, left=left, height=0.6, color=COLOURS[index] if index < len(PARTS) else SOFT, label=name)
+        axes.barh(
+            range(len(groups)),
+            widths,
+            left=left,
+            height=0.6,
+            color=COLOURS[index] if index < len(PARTS) else SOFT,
+            label=name,
+        )
         left = [at + width for at, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(groups)), [abridged(text, 28) for text in names])
     axes.invert_yaxis()

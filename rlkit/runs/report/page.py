@@ -11,7 +11,17 @@ from importlib.resources import files
 from typing import Any
 
 from rlkit.runs.comparing import TO_CLAIM
-from rlkit.runs.report.charts import BINS, OTHER, SECTIONS, Chart, others, page_data, phase_starts, seconds_data, solve_rates
+from rlkit.runs.report.charts import (
+    BINS,
+    OTHER,
+    SECTIONS,
+    Chart,
+    others,
+    page_data,
+    phase_starts,
+    seconds_data,
+    solve_rates,
+)
 from rlkit.runs.report.conversations import Shown, compressed
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number
 from rlkit.runs.report.tables import HeldOutRow, WithInterval, before_after, reward_rows, symptoms
@@ -21,7 +31,9 @@ from rlkit.tasks.splits import count_in_words
 SCRIPTS = ("charts.js", "report.js")
 NOSCRIPT = "<noscript><p class=note>The charts need JavaScript; they are in the folder beside this file as SVG and PDF too.</p></noscript>"
 SOLVED = "<p class=note>How many of a step's problems have which share of samples with a reward above 0: pale over the first fifth of the "
-SOLVED += "steps, full over the last. Problems at 0 and at 1 teach nothing to a group algorithm.</p>"
+SOLVED += (
+    "steps, full over the last. Problems at 0 and at 1 teach nothing to a group algorithm.</p>"
+)
 SHOWN = 80  # settings that differ
 
 
@@ -35,7 +47,9 @@ def render(
     smooth: int | None,
 ) -> str:
     """The whole file. `beside` names the folder with pictures, "" where there are none; `notes` say what was left out."""
-    css, *scripts = (files(__package__).joinpath(name).read_text() for name in ("report.css", *SCRIPTS))
+    css, *scripts = (
+        files(__package__).joinpath(name).read_text() for name in ("report.css", *SCRIPTS)
+    )
     script = "".join(scripts)
     policy = f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)}; base-uri 'none'; form-action 'none'"
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
@@ -43,22 +57,43 @@ def render(
     curves = [section(name, charts_of(name, every, groups)) for name in SECTIONS]
     sections = [
         section("Which is better", verdict_list(groups)),
-        section("Before and after", (held_out_table(own) if (own := before_after(groups)) else "") + fall_list(groups)),
+        section(
+            "Before and after",
+            (held_out_table(own) if (own := before_after(groups)) else "") + fall_list(groups),
+        ),
         section("Health", health_list(groups)),
         *curves,
-        section("Solve rates", '<div class=charts id="solved"></div>' + SOLVED if any(p.solved for p in shown.played) else ""),
+        section(
+            "Solve rates",
+            '<div class=charts id="solved"></div>' + SOLVED
+            if any(p.solved for p in shown.played)
+            else "",
+        ),
         section("Rewards", rewards_table(groups)),
         section("Turns", turns_table(shown)),
         section("Runs", runs_table(found) + phases_list(groups)),
         section("Settings that differ", settings_table(groups)),
-        section("Conversations", files(__package__).joinpath("viewer.html").read_text() if shown.entries else "", wide=True),
+        section(
+            "Conversations",
+            files(__package__).joinpath("viewer.html").read_text() if shown.entries else "",
+            wide=True,
+        ),
     ]
-    links = "".join(f'<a href="#{ident}">{escape(name)}</a>' for ident, name, text in sections if text)
+    links = "".join(
+        f'<a href="#{ident}">{escape(name)}</a>' for ident, name, text in sections if text
+    )
     drawn = page_data(every, groups, smooth) | {"seconds": seconds_data(groups), "beside": beside}
-    drawn |= {"bins": BINS, "solved": [solve_rates(played.solved) for played in shown.played], "runs": shown.runs}
+    drawn |= {
+        "bins": BINS,
+        "solved": [solve_rates(played.solved) for played in shown.played],
+        "runs": shown.runs,
+    }
     drawn |= {"files": [chart.name for chart in told if beside]}
     blocks = {"curves": drawn, "list": {"runs": shown.runs, "rollouts": shown.entries}}
-    data = {**{name: compressed(block) for name, block in blocks.items()}, **{f"page-{i}": text for i, text in enumerate(shown.pages)}}
+    data = {
+        **{name: compressed(block) for name, block in blocks.items()},
+        **{f"page-{i}": text for i, text in enumerate(shown.pages)},
+    }
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -67,7 +102,10 @@ def render(
         f"<header><h1>{escape(title)}</h1><button id=theme type=button>Light or dark</button></header>\n<nav>{links}</nav>\n"
         f"<main>\n{''.join(f'<p class=note>{escape(note)}</p>' for note in notes)}"
         f"{_with_controls(sections, [ident for ident, _, text in curves if text])}<footer>{_footer(beside)}</footer>\n</main>\n"
-        + "".join(f'<script type="application/gzip" id="data-{name}">{text}</script>\n' for name, text in data.items())
+        + "".join(
+            f'<script type="application/gzip" id="data-{name}">{text}</script>\n'
+            for name, text in data.items()
+        )
         + f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
@@ -84,7 +122,11 @@ def _with_controls(sections: Sequence[tuple[str, str, str]], curves: Sequence[st
 
 def _footer(beside: str) -> str:
     """Where the same can be found as files."""
-    pictures = f"The charts as SVG and PDF are in the folder <code>{escape(beside)}/</code> beside this file; " if beside else ""
+    pictures = (
+        f"The charts as SVG and PDF are in the folder <code>{escape(beside)}/</code> beside this file; "
+        if beside
+        else ""
+    )
     said = f"{pictures}the numbers are in metrics.csv and the conversations in completions/ and rollouts/ of each run."
     return said[0].upper() + said[1:]
 
@@ -97,7 +139,11 @@ def source_hash(text: str) -> str:
 def section(name: str, text: str, *, wide: bool = False) -> tuple[str, str, str]:
     """(id, heading, HTML); nothing where there is no text."""
     ident, kind = name.lower().replace(" ", "-"), " class=wide" if wide else ""
-    return ident, name, f'<section id="{ident}"{kind}><h2>{escape(name)}</h2>{text}</section>\n' if text else ""
+    return (
+        ident,
+        name,
+        f'<section id="{ident}"{kind}><h2>{escape(name)}</h2>{text}</section>\n' if text else "",
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- tables
@@ -127,12 +173,20 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
     ]
     several = any(row.seeds > 1 for row in rows)
     note = "In brackets 95 % intervals: of one seed over problems, that of the change as of two independent samples (Newcombe)"
-    note += "; of three seeds and more Student's t over seeds, of these problems; two seeds have none" if several else ""
+    note += (
+        "; of three seeds and more Student's t over seeds, of these problems; two seeds have none"
+        if several
+        else ""
+    )
     note += f", and fewer than {TO_CLAIM} seeds claim nothing." if several else "."
     if any(row.distinct < row.problems for row in rows):
         note += " Rows that repeat a problem count once in an interval of one seed."
     return (
-        html_table(("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"), cells) + f"<p class=note>{note}</p>"
+        html_table(
+            ("line", "problems of", "figure", "before", "after", "change", "problems", "seeds"),
+            cells,
+        )
+        + f"<p class=note>{note}</p>"
     )
 
 
@@ -144,16 +198,24 @@ def verdict_list(groups: Sequence[Group]) -> str:
         return ""
     kinds = {"better": "good", "worse": "bad", "open": "open"}
     items = [f"<li class={kinds[v.claim]}>{escape(v.sentence)}</li>" for v in found]
-    said = [f"<p class=note>{escape(text)}</p>" for text in (basis(compared, found), *notes(groups))]
+    said = [
+        f"<p class=note>{escape(text)}</p>" for text in (basis(compared, found), *notes(groups))
+    ]
     spent = budgets(groups)
-    rows = [[escape(group.label), *(f"{values[i]:,.0f}" for values in spent.values())] for i, group in enumerate(groups)]
+    rows = [
+        [escape(group.label), *(f"{values[i]:,.0f}" for values in spent.values())]
+        for i, group in enumerate(groups)
+    ]
     table = html_table(["spent by a run", *(UNITS[unit] for unit in spent)], rows) if spent else ""
     return f"<ul class=health>{''.join(items)}</ul>{''.join(said)}{table}"
 
 
 def fall_list(groups: Sequence[Group]) -> str:
     """The lines that end below their start; nothing where there is none."""
-    items = [f"<li class={'bad' if fall.claim else 'open'}>{escape(fall.sentence)}</li>" for fall in falls(groups)]
+    items = [
+        f"<li class={'bad' if fall.claim else 'open'}>{escape(fall.sentence)}</li>"
+        for fall in falls(groups)
+    ]
     return f"<ul class=health>{''.join(items)}</ul>" if items else ""
 
 
@@ -173,22 +235,38 @@ def interval(estimate: WithInterval, *, sign: str = "") -> str:
     if math.isnan(value):
         return "not known"
     own = f"{value:{sign}.3f}"
-    return own if math.isnan(low) else f"{own} <span class=interval>[{low:{sign}.3f}, {high:{sign}.3f}]</span>"
+    return (
+        own
+        if math.isnan(low)
+        else f"{own} <span class=interval>[{low:{sign}.3f}, {high:{sign}.3f}]</span>"
+    )
 
 
 def health_list(groups: Sequence[Group]) -> str:
     """The verdict of the checks, a line a run."""
     out = []
     for group, run in ((own, run) for own in groups for run in own.runs):
-        steps, found, name = sum("reward/mean" in row for row in run.rows), symptoms(run), escape(run_name(group, run))
-        where = [f", on {len(f.steps)} of {steps} steps, first at {f.steps[0]}" if f.steps else "" for f in found]
-        items = "".join(f"<li><b>{escape(f.check)}</b>{at}: {escape(f.text)}</li>" for f, at in zip(found, where, strict=True))
+        steps, found, name = (
+            sum("reward/mean" in row for row in run.rows),
+            symptoms(run),
+            escape(run_name(group, run)),
+        )
+        where = [
+            f", on {len(f.steps)} of {steps} steps, first at {f.steps[0]}" if f.steps else ""
+            for f in found
+        ]
+        items = "".join(
+            f"<li><b>{escape(f.check)}</b>{at}: {escape(f.text)}</li>"
+            for f, at in zip(found, where, strict=True)
+        )
         if not steps:
             out.append(f"<li class=open>{name}: nothing to check, no step was finished</li>")
         elif found:
             out.append(f"<li class=bad><span class=mark>!</span> {name}:<ul>{items}</ul></li>")
         else:
-            out.append(f"<li class=good><span class=mark>✓</span> {name}: the checks found nothing in {steps} steps</li>")
+            out.append(
+                f"<li class=good><span class=mark>✓</span> {name}: the checks found nothing in {steps} steps</li>"
+            )
     return f"<ul class=health>{''.join(out)}</ul>" if out else ""
 
 
@@ -218,7 +296,9 @@ def runs_table(found: Sequence[ReadRun]) -> str:
                 f"<code>{escape(str(run.folder))}</code>",
             )
         )
-    return html_table(("run", "seed", "ended", "steps", "tokens", "time", "peak memory", "device", "folder"), rows)
+    return html_table(
+        ("run", "seed", "ended", "steps", "tokens", "time", "peak memory", "device", "folder"), rows
+    )
 
 
 def _number(value: Any, unit: str = "") -> str:
@@ -230,13 +310,22 @@ def seconds(value: Any) -> str:
     """90 s, 12 min or 3.4 h."""
     if not is_number(value):
         return ""
-    return f"{value:.0f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+    return (
+        f"{value:.0f} s"
+        if value < 120
+        else f"{value / 60:.0f} min"
+        if value < 7200
+        else f"{value / 3600:.1f} h"
+    )
 
 
 def phases_list(groups: Sequence[Group]) -> str:
     """What each run said when its phase changed."""
     said = [
-        f"<li>{escape(run_name(group, run))}: {escape(text)}</li>" for group in groups for run in group.runs for _, text in run.switches
+        f"<li>{escape(run_name(group, run))}: {escape(text)}</li>"
+        for group in groups
+        for run in group.runs
+        for _, text in run.switches
     ]
     return f"<h3>Phases</h3><ul>{''.join(said)}</ul>" if said else ""
 
@@ -246,8 +335,15 @@ def settings_table(groups: Sequence[Group]) -> str:
     changed = differences([group.runs[0] for group in groups])
     if not changed:
         return ""
-    rows = [(f"<code>{escape(key)}</code>", *(setting(v) for v in values)) for key, values in list(changed.items())[:SHOWN]]
-    more = f"<p class=note>{len(changed) - SHOWN} more settings differ.</p>" if len(changed) > SHOWN else ""
+    rows = [
+        (f"<code>{escape(key)}</code>", *(setting(v) for v in values))
+        for key, values in list(changed.items())[:SHOWN]
+    ]
+    more = (
+        f"<p class=note>{len(changed) - SHOWN} more settings differ.</p>"
+        if len(changed) > SHOWN
+        else ""
+    )
     return html_table(("setting", *(escape(group.label) for group in groups)), rows) + more
 
 
@@ -264,7 +360,8 @@ def rewards_table(groups: Sequence[Group]) -> str:
     cells = [
         (
             escape(row.line),
-            (escape(row.name) or "<b>reward</b>") + (" <span class=note>shadow</span>" if row.shadow else ""),
+            (escape(row.name) or "<b>reward</b>")
+            + (" <span class=note>shadow</span>" if row.shadow else ""),
             f"{row.first:.3f}",
             f"{row.last:.3f}",
             "" if math.isnan(row.explains) else f"{row.explains:.0%}",
@@ -274,7 +371,10 @@ def rewards_table(groups: Sequence[Group]) -> str:
     ]
     note = "Means over the first and the last tenth of the steps. Explains: the share of the reward's variance within groups that the "
     note += "component alone explains. A shadow is scored and not trained on."
-    return html_table(("line", "reward", "start", "end", "explains", "scores at the end"), cells) + f"<p class=note>{note}</p>"
+    return (
+        html_table(("line", "reward", "start", "end", "explains", "scores at the end"), cells)
+        + f"<p class=note>{note}</p>"
+    )
 
 
 def turns_table(shown: Shown) -> str:
@@ -284,11 +384,35 @@ def turns_table(shown: Shown) -> str:
         if len(played.turns) < 2:
             continue
         for number, turn in enumerate(played.turns, 1):
-            share = {what: f"{count / turn.replies:.0%}" for what, count in turn._asdict().items() if what in ("called", "failed", "ended")}
+            share = {
+                what: f"{count / turn.replies:.0%}"
+                for what, count in turn._asdict().items()
+                if what in ("called", "failed", "ended")
+            }
             mean = f"{turn.reward / turn.scored:.3f}" if turn.scored else ""
             tokens = f"{turn.tokens / turn.replies:.1f}"
-            rows.append((escape(name), str(number), f"{turn.replies:,}", tokens, share["called"], share["failed"], share["ended"], mean))
-    columns = ("run", "turn", "replies", "tokens", "called a tool", "call failed", "ended here", "reward of those")
+            rows.append(
+                (
+                    escape(name),
+                    str(number),
+                    f"{turn.replies:,}",
+                    tokens,
+                    share["called"],
+                    share["failed"],
+                    share["ended"],
+                    mean,
+                )
+            )
+    columns = (
+        "run",
+        "turn",
+        "replies",
+        "tokens",
+        "called a tool",
+        "call failed",
+        "ended here",
+        "reward of those",
+    )
     return f"<div class=tall tabindex=0>{html_table(columns, rows)}</div>" if rows else ""
 
 
@@ -308,8 +432,12 @@ def charts_of(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:
 
 def reading(groups: Sequence[Group]) -> str:
     """How to read the charts."""
-    said = ["Lines are smoothed over a twelfth of the run unless smooth= says otherwise, with the unsmoothed values faint behind them."]
-    said.append("An axis has a least range, so noise stays small. A green band is where a figure needs no attention.")
+    said = [
+        "Lines are smoothed over a twelfth of the run unless smooth= says otherwise, with the unsmoothed values faint behind them."
+    ]
+    said.append(
+        "An axis has a least range, so noise stays small. A green band is where a figure needs no attention."
+    )
     if any(len(group.runs) > 1 for group in groups):
         said.append(
             "A line of several seeds is their mean, its band the lowest and the highest of them; "
@@ -317,7 +445,9 @@ def reading(groups: Sequence[Group]) -> str:
         )
     if any(len(group.runs) == 1 and group.runs[0].summary.get("before") for group in groups):
         said.append("The interval of an accuracy of one run is at 95 % over problems.")
-    said.append("Bars stand at steps that were measured, in place of a band, where not every step was.")
+    said.append(
+        "Bars stand at steps that were measured, in place of a band, where not every step was."
+    )
     if any(True for group in groups for _ in phase_starts(group)):
         said.append("A dotted vertical line is where a phase began.")
     return f"<p class=note>{' '.join(said)}</p>"

@@ -60,7 +60,11 @@ def find_runs(paths: Iterable[Path | str], command: str = "report") -> list[Path
 
 def folders(path: Path) -> list[Path]:
     """Folders below a path that may hold a run; not what Hydra writes, nor what a sweep has set aside."""
-    files = [f for name in ("config.yaml", *(f"rollouts{ending}" for ending in FORMATS)) for f in path.rglob(name)]
+    files = [
+        f
+        for name in ("config.yaml", *(f"rollouts{ending}" for ending in FORMATS))
+        for f in path.rglob(name)
+    ]
     found = dict.fromkeys(f.parent for f in files if f.parent.name != ".hydra")
     return [f for f in found if runs.SET_ASIDE not in str(f.relative_to(path))]
 
@@ -72,7 +76,9 @@ def is_source(folder: Path) -> bool:
 
 def rollout_file(folder: Path) -> Path | None:
     """The file of `rlkit rollout`."""
-    return next((path for ending in FORMATS if (path := folder / f"rollouts{ending}").is_file()), None)
+    return next(
+        (path for ending in FORMATS if (path := folder / f"rollouts{ending}").is_file()), None
+    )
 
 
 def read_run(folder: Path) -> ReadRun:
@@ -83,7 +89,11 @@ def read_run(folder: Path) -> ReadRun:
         try:
             settings = flat(redacted(runs.read_config(folder)))
         except (DataError, RecursionError) as error:
-            notes.append(f"{error}; the settings are left out" if str(error) else f"{folder}/config.yaml: the settings are left out")
+            notes.append(
+                f"{error}; the settings are left out"
+                if str(error)
+                else f"{folder}/config.yaml: the settings are left out"
+            )
     summary = redacted(runs.read_summary(folder) or {})
     merged: dict[int, dict[str, Any]] = {}
     switches = []
@@ -93,11 +103,22 @@ def read_run(folder: Path) -> ReadRun:
     for step, row in ((row["step"], row) for _, row in lines if row is not None):
         if SWITCH in row:
             switches.append((step, str(row[SWITCH])))
-        merged.setdefault(step, {}).update({k: v for k, v in row.items() if k != SWITCH} | {"step": step})
+        merged.setdefault(step, {}).update(
+            {k: v for k, v in row.items() if k != SWITCH} | {"step": step}
+        )
     name = settings.get("name") or folder.parent.name
     seed = settings.get("seed", summary.get("seed"))
     seed = seed if type(seed) is int else None
-    return ReadRun(folder, str(name), seed, settings, summary, [merged[step] for step in sorted(merged)], switches, notes)
+    return ReadRun(
+        folder,
+        str(name),
+        seed,
+        settings,
+        summary,
+        [merged[step] for step in sorted(merged)],
+        switches,
+        notes,
+    )
 
 
 def is_number(value: Any) -> bool:
@@ -112,7 +133,9 @@ def series(run: ReadRun, metric: str) -> dict[int, float]:
 
 def metrics_of(found: Iterable[ReadRun]) -> list[str]:
     """All metrics in the order in which runs have them."""
-    return list(dict.fromkeys(key for run in found for row in run.rows for key in row if key != "step"))
+    return list(
+        dict.fromkeys(key for run in found for row in run.rows for key in row if key != "step")
+    )
 
 
 # ----------------------------------------------------------------------------------------------- which are one line
@@ -128,19 +151,28 @@ def group_runs(found: Sequence[ReadRun]) -> list[Group]:
     by_settings: dict[str, list[ReadRun]] = {}
     for run in found:
         if run.rows:
-            own = {k: v for k, v in sorted(run.settings.items()) if not is_seed(k) and k not in SAME}
+            own = {
+                k: v for k, v in sorted(run.settings.items()) if not is_seed(k) and k not in SAME
+            }
             by_settings.setdefault(json.dumps(own, default=str), []).append(run)
     members = list(by_settings.values())
     changed = differences([own[0] for own in members])
-    return [Group(label, own) for label, own in zip(labels([own[0] for own in members], changed), members, strict=True)]
+    return [
+        Group(label, own)
+        for label, own in zip(labels([own[0] for own in members], changed), members, strict=True)
+    ]
 
 
 def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
     """Dotted key → its value in each run, for the settings that are not the same in all; seeds aside."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
-    keys = dict.fromkeys(key for key in told if not key.endswith(("_partial_", "_convert_")))  # Hydra's own words
+    keys = dict.fromkeys(
+        key for key in told if not key.endswith(("_partial_", "_convert_"))
+    )  # Hydra's own words
     table = {key: [run.settings.get(key) for run in found] for key in keys}
-    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+    return {
+        key: values for key, values in table.items() if any(value != values[0] for value in values)
+    }
 
 
 def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -150,15 +182,29 @@ def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> li
     for key, values in sorted(changed.items(), key=lambda item: weight(item[0])):
         if len(set(out)) == len(out):
             break
-        longer = [f"{text}, {said(key, value)}" if out.count(text) > 1 else text for text, value in zip(out, values, strict=True)]
+        longer = [
+            f"{text}, {said(key, value)}" if out.count(text) > 1 else text
+            for text, value in zip(out, values, strict=True)
+        ]
         out = longer if len(set(longer)) > len(set(out)) else out
-    return [f"{text} ({out[: i + 1].count(text)})" if out.count(text) > 1 else text for i, text in enumerate(out)]
+    return [
+        f"{text} ({out[: i + 1].count(text)})" if out.count(text) > 1 else text
+        for i, text in enumerate(out)
+    ]
 
 
 def weight(key: str) -> tuple[int, int]:
     """How little a setting says of a run: names first, then which option of a group, then numbers, then code within options."""
     depth, last = key.count("."), key.rsplit(".", 1)[-1]
-    kind = 0 if last == "name" else 1 if last == "_target_" and depth == 1 else 2 if last != "_target_" else 3
+    kind = (
+        0
+        if last == "name"
+        else 1
+        if last == "_target_" and depth == 1
+        else 2
+        if last != "_target_"
+        else 3
+    )
     return kind, depth
 
 

@@ -61,17 +61,27 @@ def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
     return out
 
 
-def whole_pairs(sides: Iterable[tuple[Any, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def whole_pairs(
+    sides: Iterable[tuple[Any, Any]],
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """The pairs of held-out results of which both are as `rlkit train` writes them."""
 
     def whole(side: Any) -> bool:
         if not isinstance(side, Mapping) or not isinstance(side.get("n"), int):
             return False
-        spans = [span for key in INTERVALS.values() if isinstance(span := side.get(key), list) and len(span) == 2]
+        spans = [
+            span
+            for key in INTERVALS.values()
+            if isinstance(span := side.get(key), list) and len(span) == 2
+        ]
         if len(spans) < len(INTERVALS):
             return False
-        values = [side[name] for name in INTERVALS if name in side] + [bound for span in spans for bound in span]
-        return all(name in side for name in INTERVALS) and all(value is None or is_number(value) for value in values)
+        values = [side[name] for name in INTERVALS if name in side] + [
+            bound for span in spans for bound in span
+        ]
+        return all(name in side for name in INTERVALS) and all(
+            value is None or is_number(value) for value in values
+        )
 
     return [(before, after) for before, after in sides if whole(before) and whole(after)]
 
@@ -82,11 +92,16 @@ def _parts(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[HeldOutRow]:
+def figures(
+    line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+) -> list[HeldOutRow]:
     """The rows of one line; of `pairs` there is one a seed."""
     out = []
     for name, interval in INTERVALS.items():
-        if not pairs or (name == "reward" and all(side["reward"] == side["accuracy"] for pair in pairs for side in pair)):
+        if not pairs or (
+            name == "reward"
+            and all(side["reward"] == side["accuracy"] for pair in pairs for side in pair)
+        ):
             continue  # the reward is the accuracy
         both = [[estimate(side[name], side[interval]) for side in pair] for pair in pairs]
         problems = int(pairs[0][1]["n"])
@@ -95,10 +110,20 @@ def figures(line: str, split: str, prefix: str, pairs: Sequence[tuple[Mapping[st
             before, after, change = *both[0], newcombe(*both[0])
         else:
             sides = [[pair[i].value for pair in both] for i in (0, 1)]
-            step = 1 / distinct if name == "accuracy" and distinct else smallest_step([value for own in sides for value in own])
+            step = (
+                1 / distinct
+                if name == "accuracy" and distinct
+                else smallest_step([value for own in sides for value in own])
+            )
             before, after = (over_seeds(own, bounded=True, resolution=step) for own in sides)
-            change = over_seeds([b - a for a, b in zip(*sides, strict=True)], bounded=False, resolution=step)
-        out.append(HeldOutRow(line, split, prefix + name, len(pairs), problems, distinct, before, after, change))
+            change = over_seeds(
+                [b - a for a, b in zip(*sides, strict=True)], bounded=False, resolution=step
+            )
+        out.append(
+            HeldOutRow(
+                line, split, prefix + name, len(pairs), problems, distinct, before, after, change
+            )
+        )
     return out
 
 
@@ -107,12 +132,16 @@ def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
 
     low = d - √((after - after_low)² + (before_high - before)²), high likewise, d = after - before
 
-    >>> tuple(round(v, 3) for v in newcombe(WithInterval(0.5, 0.4, 0.6), WithInterval(0.9, 0.8, 0.95)))
+    >>> tuple(
+    ...     round(v, 3) for v in newcombe(WithInterval(0.5, 0.4, 0.6), WithInterval(0.9, 0.8, 0.95))
+    ... )
     (0.4, 0.259, 0.512)
     """
     change = after.value - before.value
     low = change - math.hypot(after.value - after.low, before.high - before.value)
-    return WithInterval(change, low, change + math.hypot(after.high - after.value, before.value - before.low))
+    return WithInterval(
+        change, low, change + math.hypot(after.high - after.value, before.value - before.low)
+    )
 
 
 def estimate(value: float | None, interval: Sequence[float | None]) -> WithInterval:
@@ -157,7 +186,11 @@ def reward_rows(groups: Iterable[Group]) -> list[RewardRow]:
     """Every component of every line; the reward itself first."""
     out = []
     for group in groups:
-        names = [key.split("/")[1] for key in metrics_of(group.runs) if re.fullmatch(r"reward/[^/]+/mean", key)]
+        names = [
+            key.split("/")[1]
+            for key in metrics_of(group.runs)
+            if re.fullmatch(r"reward/[^/]+/mean", key)
+        ]
         hidden = shadows(group.runs[0])
         for name in ["", *names]:
             prefix = f"reward/{name}/" if name else "reward/"
@@ -168,7 +201,17 @@ def reward_rows(groups: Iterable[Group]) -> list[RewardRow]:
             shares = {status: _mean_end(group, f"{prefix}{status}_frac") for status in STATUSES}
             statuses = {status: share for status, share in shares.items() if share > 0}
             first, last = (sum(end[i] for end in known) / len(known) for i in (0, 1))
-            out.append(RewardRow(group.label, name, name in hidden, first, last, _mean_end(group, f"{prefix}variance_share"), statuses))
+            out.append(
+                RewardRow(
+                    group.label,
+                    name,
+                    name in hidden,
+                    first,
+                    last,
+                    _mean_end(group, f"{prefix}variance_share"),
+                    statuses,
+                )
+            )
     return out
 
 
@@ -198,13 +241,21 @@ class Symptom(NamedTuple):
 
 def symptoms(run: ReadRun) -> list[Symptom]:
     """The known pathologies of the whole run and of its steps. A step whose row lacks what a check reads says nothing."""
-    out = [Symptom(check.__name__.replace("_", " "), (), text) for check in TRENDS if (text := check(run))]
+    out = [
+        Symptom(check.__name__.replace("_", " "), (), text)
+        for check in TRENDS
+        if (text := check(run))
+    ]
     for check in CHECKS:
         found = []
         for row in run.rows:
             with suppress(KeyError, TypeError, ValueError, ArithmeticError):
-                if text := check({key: math.nan if value is None else value for key, value in row.items()}):
+                if text := check(
+                    {key: math.nan if value is None else value for key, value in row.items()}
+                ):
                     found.append((int(row["step"]), text))
         if found:
-            out.append(Symptom(check.__name__.replace("_", " "), [step for step, _ in found], found[0][1]))
+            out.append(
+                Symptom(check.__name__.replace("_", " "), [step for step, _ in found], found[0][1])
+            )
     return out

@@ -44,22 +44,40 @@ def thirds(curve: Mapping[int, float]) -> Thirds | None:
         return None
     n = len(values) // 3
     noise = variance([b - a for a, b in pairwise(values)]) / 2
-    return Thirds(fmean(values[:n]), fmean(values[n:-n]), fmean(values[-n:]), math.sqrt(2 * noise / n))
+    return Thirds(
+        fmean(values[:n]), fmean(values[n:-n]), fmean(values[-n:]), math.sqrt(2 * noise / n)
+    )
 
 
 def entropy_collapse(run: ReadRun) -> str | None:
     """Entropy below a fifth of what it was, and most prompts are not solved by it."""
-    entropy, solved = thirds(series(run, "policy/entropy")), thirds(series(run, "group/frac_all_good"))
-    if entropy is None or not (entropy.last < entropy.first / 5 and entropy.fell(entropy.first)) or (solved and solved.last > 0.5):
+    entropy, solved = (
+        thirds(series(run, "policy/entropy")),
+        thirds(series(run, "group/frac_all_good")),
+    )
+    if (
+        entropy is None
+        or not (entropy.last < entropy.first / 5 and entropy.fell(entropy.first))
+        or (solved and solved.last > 0.5)
+    ):
         return None
-    remedy = "raise algorithm.policy_loss.clip_high or algorithm.entropy_coef, or lower optimizer.lr"
+    remedy = (
+        "raise algorithm.policy_loss.clip_high or algorithm.entropy_coef, or lower optimizer.lr"
+    )
     return f"entropy fell from {entropy.first:.3g} to {entropy.last:.3g} nats a token before the problems were solved: {remedy}"
 
 
 def kl_growth(run: ReadRun) -> str | None:
     """The policy still moves away, and the reward no longer rises with it."""
-    kl, reward = thirds(series(run, "kl/ref_k3") or series(run, "kl/start")), thirds(series(run, "reward/mean"))
-    if kl is None or reward is None or not (kl.last > 0.05 and kl.last > 2 * kl.middle and kl.rose(kl.middle)):
+    kl, reward = (
+        thirds(series(run, "kl/ref_k3") or series(run, "kl/start")),
+        thirds(series(run, "reward/mean")),
+    )
+    if (
+        kl is None
+        or reward is None
+        or not (kl.last > 0.05 and kl.last > 2 * kl.middle and kl.rose(kl.middle))
+    ):
         return None
     if reward.rose(reward.middle):
         return None
@@ -72,7 +90,11 @@ def kl_growth(run: ReadRun) -> str | None:
 def length_growth(run: ReadRun) -> str | None:
     """Replies half as long again, for no more reward."""
     length, reward = thirds(series(run, "len/mean")), thirds(series(run, "reward/mean"))
-    if length is None or reward is None or not (length.last > 1.5 * length.first and length.rose(length.first)):
+    if (
+        length is None
+        or reward is None
+        or not (length.last > 1.5 * length.first and length.rose(length.first))
+    ):
         return None
     if reward.rose(reward.first):
         return None
@@ -84,11 +106,17 @@ def length_growth(run: ReadRun) -> str | None:
 
 def training_up_validation_down(run: ReadRun) -> str | None:
     """The training reward rises, and the last fifth of the validations is below the best fifth by more than half an interval."""
-    curve, low, reward = series(run, "eval/accuracy"), series(run, "eval/accuracy_low"), thirds(series(run, "reward/mean"))
+    curve, low, reward = (
+        series(run, "eval/accuracy"),
+        series(run, "eval/accuracy_low"),
+        thirds(series(run, "reward/mean")),
+    )
     if reward is None or len(curve) < 3 or not low or not reward.rose(reward.first):
         return None
     steps, width = sorted(curve), max(1, len(curve) // 5)
-    means = [fmean(curve[step] for step in steps[i : i + width]) for i in range(len(steps) - width + 1)]
+    means = [
+        fmean(curve[step] for step in steps[i : i + width]) for i in range(len(steps) - width + 1)
+    ]
     best = max(range(len(means)), key=means.__getitem__)
     if means[best] - means[-1] <= fmean(curve[step] - low[step] for step in low if step in curve):
         return None
@@ -106,7 +134,11 @@ def reward_hacking(run: ReadRun) -> str | None:
         return None
     for name in shadows(run):
         shadow = thirds(series(run, f"reward/{name}/mean"))
-        if shadow and shadow.fell(shadow.first) and shadow.first - shadow.last > 0.05 * abs(shadow.first):
+        if (
+            shadow
+            and shadow.fell(shadow.first)
+            and shadow.first - shadow.last > 0.05 * abs(shadow.first)
+        ):
             return (
                 f"the reward rose from {reward.first:.2f} to {reward.last:.2f} while the shadow reward {name} fell from "
                 f"{shadow.first:.2f} to {shadow.last:.2f}: read the best conversations; the policy may be gaming the reward"
@@ -119,7 +151,11 @@ def shadows(run: ReadRun) -> list[str]:
     weights: dict[str, list[object]] = {}
     for key, value in run.settings.items():
         before, found, rest = key.rpartition("reward.terms.")
-        if found and rest.endswith(".weight") and (not before or before.startswith("schedule.phases.")):
+        if (
+            found
+            and rest.endswith(".weight")
+            and (not before or before.startswith("schedule.phases."))
+        ):
             weights.setdefault(rest.removesuffix(".weight"), []).append(value)
     return [name for name, values in weights.items() if not any(values)]
 

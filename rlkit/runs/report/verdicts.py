@@ -26,14 +26,20 @@ from rlkit.runs.comparing import (
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number, series
 from rlkit.statistics import FEWEST
 
-EFFECT = 0.01  # the difference that seeds are counted for where nobody names one: a point of accuracy
+EFFECT = (
+    0.01  # the difference that seeds are counted for where nobody names one: a point of accuracy
+)
 LAST = 10  # RL steps at the end of a run whose training reward is compared
 UNEVEN = 0.02  # relative difference of two budgets that is named
 Unit = Literal["steps", "updates", "samples", "tokens", "seconds"]
 UNITS: Mapping[str, str] = {
     "steps": "RL steps", "updates": "optimiser steps", "samples": "sampled rollouts", "tokens": "tokens trained on", "seconds": "seconds",
 }  # fmt: skip
-PROBLEMS = ("task.", "evaluation.", "environment.")  # settings that decide which problems are played, and how they are scored
+PROBLEMS = (
+    "task.",
+    "evaluation.",
+    "environment.",
+)  # settings that decide which problems are played, and how they are scored
 
 
 class Figure(NamedTuple):
@@ -67,7 +73,11 @@ def _curve(run: ReadRun) -> float | None:
     """Mean height of the validation accuracy over the steps: the area under the curve by trapezia, divided by its width."""
     points = sorted(series(run, "eval/accuracy").items())
     width = points[-1][0] - points[0][0] if points else 0
-    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / width if width else None
+    return (
+        sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / width
+        if width
+        else None
+    )
 
 
 def _training(run: ReadRun) -> float | None:
@@ -84,7 +94,9 @@ FIGURES: Mapping[str, tuple[str, Callable[[ReadRun], float | None]]] = {
 }
 
 
-def shared_figure(groups: Sequence[Group], name: str | None = None, at: str | None = None) -> Figure | None:
+def shared_figure(
+    groups: Sequence[Group], name: str | None = None, at: str | None = None
+) -> Figure | None:
     """The figure of that name, or the first that two lines have; None where there is none.
 
     Args:
@@ -99,7 +111,10 @@ def shared_figure(groups: Sequence[Group], name: str | None = None, at: str | No
         return _at_budget(groups, at)
     for key in [name] if name else FIGURES:
         title, read = FIGURES[key]
-        values = [{run.seed or 0: value for run in group.runs if (value := read(run)) is not None} for group in groups]
+        values = [
+            {run.seed or 0: value for run in group.runs if (value := read(run)) is not None}
+            for group in groups
+        ]
         if sum(map(bool, values)) > 1:
             return Figure(title, values, _resolution(groups, values, accuracy="reward" not in key))
     if name:
@@ -119,12 +134,16 @@ def _at_budget(groups: Sequence[Group], at: str) -> Figure:
             within = [step for step in curve if (own.get(step, 0.0) if step else 0.0) <= shared]
             values[-1] |= {run.seed or 0: curve[max(within)]} if within else {}
     if sum(map(bool, values)) < 2:
-        raise ConfigError(f"at={at}: needs validation on the way, which these runs lack; train with evaluation.every=N")
+        raise ConfigError(
+            f"at={at}: needs validation on the way, which these runs lack; train with evaluation.every=N"
+        )
     name = f"validation accuracy after {shared:,.0f} {UNITS[at]}"
     return Figure(name, values, _resolution(groups, values, accuracy=True))
 
 
-def _resolution(groups: Sequence[Group], values: Sequence[Mapping[int, float]], *, accuracy: bool) -> float:
+def _resolution(
+    groups: Sequence[Group], values: Sequence[Mapping[int, float]], *, accuracy: bool
+) -> float:
     """The smallest step of a figure: of an accuracy 1 / distinct problems; of a reward, whose scale is anyone's, the smallest seen."""
     seen = smallest_step([value for own in values for value in own.values()])
     counts = _problem_counts(groups)
@@ -135,8 +154,15 @@ def _resolution(groups: Sequence[Group], values: Sequence[Mapping[int, float]], 
 
 def _problem_counts(groups: Sequence[Group]) -> list[int]:
     """Distinct problems of every evaluation of test and validation problems that says how many it had."""
-    sides = [run.summary.get(side) for group in groups for run in group.runs for side in ("after", "validation")]
-    return [count for side in sides if isinstance(side, Mapping) and (count := distinct_problems(side))]
+    sides = [
+        run.summary.get(side)
+        for group in groups
+        for run in group.runs
+        for side in ("after", "validation")
+    ]
+    return [
+        count for side in sides if isinstance(side, Mapping) and (count := distinct_problems(side))
+    ]
 
 
 def distinct_problems(result: Mapping[str, Any]) -> int:
@@ -155,7 +181,9 @@ def budget(run: ReadRun, unit: str) -> dict[int, float]:
     spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "steps": lambda row: 1,
         "updates": lambda row: row.get("optim/updates"),
-        "samples": lambda row: row["group/sampled"] * size if is_number(row.get("group/sampled")) else None,
+        "samples": lambda row: (
+            row["group/sampled"] * size if is_number(row.get("group/sampled")) else None
+        ),
         "seconds": lambda row: row.get("perf/step_s"),
     }
     if unit == "tokens":
@@ -166,7 +194,13 @@ def budget(run: ReadRun, unit: str) -> dict[int, float]:
 
 def budgets(groups: Sequence[Group]) -> dict[str, list[float]]:
     """Unit → what each line's runs spent in the mean; units that no run tells of are left out."""
-    table = {unit: [_mean([max(budget(run, unit).values(), default=0.0) for run in group.runs]) for group in groups] for unit in UNITS}
+    table = {
+        unit: [
+            _mean([max(budget(run, unit).values(), default=0.0) for run in group.runs])
+            for group in groups
+        ]
+        for unit in UNITS
+    }
     return {unit: values for unit, values in table.items() if any(values)}
 
 
@@ -179,18 +213,30 @@ def notes(groups: Sequence[Group]) -> list[str]:
     out = []
     for unit, values in budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
-            said = ", ".join(f"{group.label} {value:,.0f}" for group, value in zip(groups, values, strict=True))
-            out.append(f"The lines had unequal budgets, in {UNITS[unit]}: {said}. at={unit} compares them where each has spent as much.")
-    changed = [key for key in differences([group.runs[0] for group in groups]) if key.startswith(PROBLEMS) and "suggests" not in key]
+            said = ", ".join(
+                f"{group.label} {value:,.0f}" for group, value in zip(groups, values, strict=True)
+            )
+            out.append(
+                f"The lines had unequal budgets, in {UNITS[unit]}: {said}. at={unit} compares them where each has spent as much."
+            )
+    changed = [
+        key
+        for key in differences([group.runs[0] for group in groups])
+        if key.startswith(PROBLEMS) and "suggests" not in key
+    ]
     if changed:
-        out.append(f"The lines differ in {', '.join(changed[:4])}: their figures may not be of the same problems.")
+        out.append(
+            f"The lines differ in {', '.join(changed[:4])}: their figures may not be of the same problems."
+        )
     return out
 
 
 # ------------------------------------------------------------------------------------------------------ verdicts
 
 
-def verdicts(groups: Sequence[Group], compared: Figure, *, every_pair: bool = False, effect: float = EFFECT) -> list[Compared]:
+def verdicts(
+    groups: Sequence[Group], compared: Figure, *, every_pair: bool = False, effect: float = EFFECT
+) -> list[Compared]:
     """What can be said of each line against the first, or of every pair.
 
     Student's t of the differences within seeds; Holm's correction over the comparisons that have enough seeds, intervals to match, so
@@ -199,10 +245,17 @@ def verdicts(groups: Sequence[Group], compared: Figure, *, every_pair: bool = Fa
     Args:
       effect: the difference > 0 that the seeds are counted for where nothing can be claimed.
     """
-    places = list(combinations(range(len(groups)), 2)) if every_pair else [(0, i) for i in range(1, len(groups))]
+    places = (
+        list(combinations(range(len(groups)), 2))
+        if every_pair
+        else [(0, i) for i in range(1, len(groups))]
+    )
     places = [(a, b) for a, b in places if compared.values[a] and compared.values[b]]
     shared = [sorted(compared.values[a].keys() & compared.values[b].keys()) for a, b in places]
-    sides = [tuple([compared.values[i][seed] for seed in seeds] for i in pair) for pair, seeds in zip(places, shared, strict=True)]
+    sides = [
+        tuple([compared.values[i][seed] for seed in seeds] for i in pair)
+        for pair, seeds in zip(places, shared, strict=True)
+    ]
     found = [paired(*own, resolution=compared.resolution) if own[0] else NOTHING for own in sides]
     p, levels = holm([d.evidence() for d in found]), holm_levels([d.evidence() for d in found])
     count = max(1, sum(d.n >= FEWEST for d in found))
@@ -211,14 +264,24 @@ def verdicts(groups: Sequence[Group], compared: Figure, *, every_pair: bool = Fa
         d = paired(*own, level=level, resolution=compared.resolution) if own[0] else first
         claim: Any = "open" if not adjusted <= ALPHA else "better" if d.mean > 0 else "worse"
         names = groups[a].label, groups[b].label
-        out.append(Compared(*names, d, adjusted, claim, sentence(*names, d, claim, effect=effect, comparisons=count)))
+        out.append(
+            Compared(
+                *names,
+                d,
+                adjusted,
+                claim,
+                sentence(*names, d, claim, effect=effect, comparisons=count),
+            )
+        )
     return out
 
 
 NOTHING = Difference(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
 
 
-def sentence(first: str, second: str, d: Difference, claim: str, *, effect: float, comparisons: int) -> str:
+def sentence(
+    first: str, second: str, d: Difference, claim: str, *, effect: float, comparisons: int
+) -> str:
     """A verdict as a person would say it."""
     if claim != "open":
         low, high = sorted((abs(d.low), abs(d.high)))
@@ -230,11 +293,15 @@ def sentence(first: str, second: str, d: Difference, claim: str, *, effect: floa
     needed = seeds_needed(bound, effect, comparisons=comparisons)
     head += f" ({d.mean:+.3f}, {d.low:+.3f} to {d.high:+.3f})"
     if d.n < TO_CLAIM:
-        return f"{head}, since {d.n} seeds claim nothing; to see {effect:g} you need {needed} seeds."
+        return (
+            f"{head}, since {d.n} seeds claim nothing; to see {effect:g} you need {needed} seeds."
+        )
     if needed <= d.n:
         return f"{head}; {d.n} seeds are enough to see {effect:g}."
     visible = detectable(bound, d.n, comparisons=comparisons)
-    return f"{head}; to see {effect:g} you need {needed} seeds; these {d.n} seeds see {visible:.3f}."
+    return (
+        f"{head}; to see {effect:g} you need {needed} seeds; these {d.n} seeds see {visible:.3f}."
+    )
 
 
 class Fall(NamedTuple):
@@ -252,7 +319,10 @@ def falls(groups: Sequence[Group]) -> list[Fall]:
 
     Holm's correction over all lines, whether or not they fell. Fewer than `TO_CLAIM` seeds claim nothing.
     """
-    ends = {group.label: [pair for run in group.runs if (pair := _ends(run)) is not None] for group in groups}
+    ends = {
+        group.label: [pair for run in group.runs if (pair := _ends(run)) is not None]
+        for group in groups
+    }
     known = {label: list(zip(*own, strict=True)) for label, own in ends.items() if own}
     resolution = 1 / min(_problem_counts(groups), default=math.inf)
     tests = [paired(*own, resolution=resolution) for own in known.values()]
@@ -288,11 +358,20 @@ def fall_sentence(line: str, before: float, d: Difference, *, claim: bool) -> st
 
 def told(groups: Sequence[Group], compared: Figure, found: Sequence[Compared]) -> list[str]:
     """The verdicts as lines of text, with what they rest on, and which lines lost by training."""
-    return [*(v.sentence for v in found), *(fall.sentence for fall in falls(groups)), basis(compared, found), *notes(groups)]
+    return [
+        *(v.sentence for v in found),
+        *(fall.sentence for fall in falls(groups)),
+        basis(compared, found),
+        *notes(groups),
+    ]
 
 
 def basis(compared: Figure, found: Sequence[Compared]) -> str:
     """What verdicts rest on."""
     tested = sum(not math.isnan(v.p) for v in found)
-    corrected = f"; claims corrected for {tested} comparisons (Holm), each interval at 95 % or more" if tested > 1 else ""
+    corrected = (
+        f"; claims corrected for {tested} comparisons (Holm), each interval at 95 % or more"
+        if tested > 1
+        else ""
+    )
     return f"({compared.name}; pairs of runs of one seed; 95 % by Student's t{corrected})"

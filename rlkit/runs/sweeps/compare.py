@@ -17,14 +17,24 @@ from rlkit.runs.sweeps.jobs import RunJob, last_reward
 
 def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
     """One row a job: the settings that vary, how it ended, its accuracies, reward, steps and seconds, and its folder."""
-    settings = [dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs]
-    keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1 and key != "resume"]
+    settings = [
+        dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs
+    ]
+    keys = [
+        key
+        for key in dict.fromkeys(k for s in settings for k in s)
+        if len({s.get(key) for s in settings}) > 1 and key != "resume"
+    ]
     out = []
     for job, setting in zip(jobs, settings, strict=True):
         summary = runs.read_summary(job.folder) or {}
         row: dict[str, Any] = {key: setting.get(key, "") for key in keys} | {"status": job.status}
         row |= {split: (summary.get(split) or {}).get("accuracy") for split in runs.EVALUATIONS}
-        row |= {"reward": last_reward(job.folder), "steps": summary.get("steps"), "seconds": summary.get("wall_seconds")}
+        row |= {
+            "reward": last_reward(job.folder),
+            "steps": summary.get("steps"),
+            "seconds": summary.get("wall_seconds"),
+        }
         out.append(row | {"folder": str(job.folder)})
     return out
 
@@ -51,16 +61,24 @@ def comparison(jobs: Sequence[RunJob]) -> str:
     order = "validation" if any(row["validation"] is not None for row in rows) else "reward"
     rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0.0)))
     columns = [*keys, "status", *runs.EVALUATIONS, "reward", "steps", "seconds"]
-    parts = [aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)]
+    parts = [
+        aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)
+    ]
     if seeds := seeds_together(jobs):
         parts.append(seeds)
-    named = "validation accuracy" if order == "validation" else "training reward; set evaluation.every to order them by validation accuracy"
+    named = (
+        "validation accuracy"
+        if order == "validation"
+        else "training reward; set evaluation.every to order them by validation accuracy"
+    )
     return "\n\n".join([*parts, f"before and after: test accuracy; best first by {named}"])
 
 
 def seeds_together(jobs: Sequence[RunJob]) -> str:
     """The finished jobs that differ by their seed alone as one line each, and a sentence on each line against the first; or nothing."""
-    found = [read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)]
+    found = [
+        read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)
+    ]
     groups = group_runs(found)
     compared = verdicts.shared_figure(groups)
     if compared is None or all(len(group.runs) < 2 for group in groups):
@@ -68,18 +86,33 @@ def seeds_together(jobs: Sequence[RunJob]) -> str:
     rows = []
     for group, values in zip(groups, compared.values, strict=True):
         own = list(values.values())
-        rows.append([group.label, len(own), statistics.fmean(own) if own else None, statistics.stdev(own) if len(own) > 1 else None])
+        rows.append(
+            [
+                group.label,
+                len(own),
+                statistics.fmean(own) if own else None,
+                statistics.stdev(own) if len(own) > 1 else None,
+            ]
+        )
     table = aligned(["", "seeds", f"mean {compared.name}", "std"], rows, left=1)
-    return "\n".join([table, "", *verdicts.told(groups, compared, verdicts.verdicts(groups, compared))])
+    return "\n".join(
+        [table, "", *verdicts.told(groups, compared, verdicts.verdicts(groups, compared))]
+    )
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
     """Columns of text, the first `left` of them flush left, the numbers right."""
-    cells = [["-" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
+    cells = [
+        ["-" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in row]
+        for row in rows
+    ]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
 
     def put(row: Sequence[str]) -> str:
-        return "  ".join(t.ljust(w) if i < left else t.rjust(w) for i, (t, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        return "  ".join(
+            t.ljust(w) if i < left else t.rjust(w)
+            for i, (t, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
 
     return "\n".join([put(columns), "-" * (sum(widths) + 2 * len(widths) - 2), *map(put, cells)])
 

@@ -66,7 +66,11 @@ def alive(job: RunJob) -> bool:
 
 def last_reward(folder: Path) -> float | None:
     """The mean training reward of the last ten steps; None without a step."""
-    rewards = [row["reward/mean"] for row in read_rows(folder / "metrics.jsonl") if row.get("reward/mean") is not None]
+    rewards = [
+        row["reward/mean"]
+        for row in read_rows(folder / "metrics.jsonl")
+        if row.get("reward/mean") is not None
+    ]
     return statistics.fmean(rewards[-10:]) if rewards else None
 
 

@@ -37,7 +37,9 @@ class Plan(NamedTuple):
 def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool = False) -> Plan:
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
     given = [read_override(text)[1] for text in arguments]
-    if secret := [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]:
+    if secret := [
+        text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text
+    ]:
         raise ConfigError(
             f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it from the environment, as "
             f"{secret[0]}='${{oc.env:NAME}}'"
@@ -46,31 +48,52 @@ def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool
     root, search = Path(config.hydra.sweep.dir), is_search(config)
     if not config.takeover and (living := owner.occupied(root)):
         raise owner.Occupied(living)  # before its jobs' folders are looked at, which belong to it
-    resume = ([text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"] or ["never"])[-1]
+    resume = (
+        [text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"]
+        or ["never"]
+    )[-1]
     if resume not in ("never", "auto"):
         raise ConfigError(
             f"resume={resume}: a sweep takes resume=auto, which goes on where {root} ended; a single run is resumed without -m"
         )
     own = [text for text in given if not text.lstrip("+~").startswith("hydra")]
-    every = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()), *own]
+    every = [
+        *(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()),
+        *own,
+    ]
     varied = [key for key, texts in _values(every, intervals=search).items() if len(texts) > 1]
     jobs = corners(every) if search else expand(every)
-    added = check_jobs(jobs, config_dir, None if search else root, resume == "auto", trusted=trusted)
+    added = check_jobs(
+        jobs, config_dir, None if search else root, resume == "auto", trusted=trusted
+    )
     refuse_running(root)
     if not varied and not search:
-        raise ConfigError("-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away")
+        raise ConfigError(
+            "-m: no key has several values; write algorithm=grpo,dapo seed=1,2, or leave -m away"
+        )
     task = [f"++{text}" if text.partition("=")[0] in added else text for text in own]
-    return Plan(config, task, root, int(config.hydra.sweeper.n_trials) if search else len(jobs), varied)
+    return Plan(
+        config, task, root, int(config.hydra.sweeper.n_trials) if search else len(jobs), varied
+    )
 
 
 def refuse_running(root: Path) -> None:
     """Raises ConfigError where a job of an earlier sweep still runs, which has lost its sweep."""
     for job in read_jobs(root / "jobs"):
         if alive(job):
-            raise ConfigError(f"{root}: job {job.folder.name} still runs there as process {job.process['pid']}; wait for it, or end it")
+            raise ConfigError(
+                f"{root}: job {job.folder.name} still runs there as process {job.process['pid']}; wait for it, or end it"
+            )
 
 
-def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | None, resume: bool, *, trusted: bool = False) -> set[str]:
+def check_jobs(
+    jobs: Sequence[list[str]],
+    config_dir: str | None,
+    root: Path | None,
+    resume: bool,
+    *,
+    trusted: bool = False,
+) -> set[str]:
     """Composes, checks and dry-runs every job; the keys that only a signature knows, which Hydra has to be told to add.
 
     Args:
@@ -85,18 +108,33 @@ def check_jobs(jobs: Sequence[list[str]], config_dir: str | None, root: Path | N
     for job in jobs:
         try:
             composed = compose(job, config_dir=config_dir, trusted=trusted)
-            added |= {key[2:] for text in composed.overrides if (key := text.partition("=")[0]).startswith("++")}
+            added |= {
+                key[2:]
+                for text in composed.overrides
+                if (key := text.partition("=")[0]).startswith("++")
+            }
             x = experiment(composed)
             check_loggers(x.logger)
             if problem := sweep_problem(x.trainer.devices, x.trainer.nodes):
                 raise ConfigError(problem)
-            lines = folder_problems(root / folder_name(dirname(composed.overrides)), composed.config, resume) if root else []
+            lines = (
+                folder_problems(
+                    root / folder_name(dirname(composed.overrides)), composed.config, resume
+                )
+                if root
+                else []
+            )
         except Refusal as error:
             lines = str(error).splitlines()
         for line in lines:
             problems.setdefault(line, []).append(" ".join(job))
     if problems:
-        raise ConfigError("\n".join(line if len(of) == len(jobs) > 1 else f"job {of[0]}: {line}" for line, of in problems.items()))
+        raise ConfigError(
+            "\n".join(
+                line if len(of) == len(jobs) > 1 else f"job {of[0]}: {line}"
+                for line, of in problems.items()
+            )
+        )
     return added
 
 
@@ -122,21 +160,40 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
         assert hydra is not None
         # A key that only a signature knows is added; the check of the jobs decides about it.
         texts = [
-            text if text[0] in "+~" or read_override(text)[0].is_sweep_override() or is_group(text, search) else f"++{text}"
+            text
+            if text[0] in "+~"
+            or read_override(text)[0].is_sweep_override()
+            or is_group(text, search)
+            else f"++{text}"
             for text in given
         ]
         try:
-            config = hydra.compose_config("train", [*search, *texts], RunMode.MULTIRUN, from_shell=False, validate_sweep_overrides=False)
+            config = hydra.compose_config(
+                "train",
+                [*search, *texts],
+                RunMode.MULTIRUN,
+                from_shell=False,
+                validate_sweep_overrides=False,
+            )
             config.hydra.mode = RunMode.MULTIRUN
             targets = {name: str(config.hydra[name]._target_) for name in ("sweeper", "launcher")}
         except (HydraException, OmegaConfBaseException) as error:
             absent = re.search(rf"hydra/(?:launcher|sweeper)/({'|'.join(PLUGINS)})", str(error))
-            raise ConfigError(f"{absent[0]} is not installed; {install(absent[1])}" if absent else one_sentence(error)) from error
+            raise ConfigError(
+                f"{absent[0]} is not installed; {install(absent[1])}"
+                if absent
+                else one_sentence(error)
+            ) from error
     for name, target in targets.items():
-        package, extra = ".".join(target.split(".")[:2]), next((e for e in PLUGINS if e in target), "")
+        package, extra = (
+            ".".join(target.split(".")[:2]),
+            next((e for e in PLUGINS if e in target), ""),
+        )
         if extra and not installed(package):
             raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
-    if "optuna" in targets["sweeper"]:  # its own option minimises, and ends a search with the first job that fails
+    if (
+        "optuna" in targets["sweeper"]
+    ):  # its own option minimises, and ends a search with the first job that fails
         config.hydra.sweeper.direction, config.hydra.sweeper.max_failure_rate = "maximize", 1.0
     return config
 
@@ -158,7 +215,10 @@ def corners(overrides: Sequence[str]) -> list[list[str]]:
     """Jobs that a search may propose: the first value of every key, then each end or choice of each key in turn."""
     ends = _values(overrides, intervals=True)
     first = {key: own[0] for key, own in ends.items()}
-    return [list(first.values()), *(list((first | {key: end}).values()) for key, own in ends.items() for end in own[1:])]
+    return [
+        list(first.values()),
+        *(list((first | {key: end}).values()) for key, own in ends.items() for end in own[1:]),
+    ]
 
 
 def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
@@ -196,12 +256,16 @@ def read_override(text: str) -> tuple[Any, str]:
 
 def dirname(overrides: Sequence[str]) -> str:
     """Hydra's override_dirname: the overrides that make a job this one, in order of the alphabet."""
-    return ",".join(sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in ONCE))
+    return ",".join(
+        sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in ONCE)
+    )
 
 
 def folder_name(text: str) -> str:
     """A job's overrides as the name of one folder: no slash in it, printable, and not longer than a file system takes."""
-    name = text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
+    name = (
+        text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
+    )
     if name.isprintable() and len(name.encode()) <= 160 and name not in ("", ".", ".."):
         return name
     plain = "".join(c if c.isprintable() else "_" for c in name)
@@ -209,17 +273,25 @@ def folder_name(text: str) -> str:
     return f"{plain.encode()[:150].decode(errors='ignore')}~{digest}"
 
 
-OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)  # conf/train.yaml, hydra.sweep.subdir
+OmegaConf.register_new_resolver(
+    "rlkit_folder", folder_name, replace=True
+)  # conf/train.yaml, hydra.sweep.subdir
 
 
 def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
     """Why a job cannot run in its folder: a run is there already, or one of another config."""
     if not runs.is_run(folder):
-        return [f"{folder} holds a finished run without config.yaml; move it away"] if runs.is_finished(folder) else []
+        return (
+            [f"{folder} holds a finished run without config.yaml; move it away"]
+            if runs.is_finished(folder)
+            else []
+        )
     root = folder.parent
     other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
     if not resume:
-        return [f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"]
+        return [
+            f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"
+        ]
     if not config.get("takeover") and (living := owner.occupied(folder)):
         return [living]
     changed = changed_settings(folder, config)

@@ -42,7 +42,9 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: b
     with owner.owned(plan.root, takeover=bool(plan.config.takeover)):
         shared = make_sweep(plan.root, config_dir, parallel(plan), trusted=trusted)
         task = functools.partial(run_job, shared=shared, search=is_search(plan.config))
-        print(f"sweep of {plan.total} jobs in {plan.root}; what each prints is in {jobs}", flush=True)
+        print(
+            f"sweep of {plan.total} jobs in {plan.root}; what each prints is in {jobs}", flush=True
+        )
         with conducting(shared, line) as received:
             try:
                 launch(plan, task)
@@ -57,7 +59,11 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: b
     print(summed_up(done, plan.total, began))
     finished = sum(job.status == "finished" for job in done)
     if finished < plan.total:
-        again = [*(text for text in arguments if text.partition("=")[0] not in ONCE), "resume=auto", *(["trust=true"] if trusted else [])]
+        again = [
+            *(text for text in arguments if text.partition("=")[0] not in ONCE),
+            "resume=auto",
+            *(["trust=true"] if trusted else []),
+        ]
         folder = f" --config-dir {shlex.quote(config_dir)}" if config_dir else ""
         print(f"to go on         rlkit train -m {shlex.join(again)}{folder}")
     sys.stdout.flush()
@@ -74,12 +80,16 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
 
     from rlkit.config.compose import hydra_context
 
-    if "optuna" in plan.config.hydra.sweeper._target_:  # it sets the level of its logger itself when it is imported
+    if (
+        "optuna" in plan.config.hydra.sweeper._target_
+    ):  # it sets the level of its logger itself when it is imported
         importlib.import_module("optuna").logging.set_verbosity(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
     with hydra_context(plan.config) as context:
         context.callbacks.on_multirun_start(config=plan.config, config_name="train")
-        sweeper = Plugins.instance().instantiate_sweeper(config=plan.config, hydra_context=context, task_function=task)
+        sweeper = Plugins.instance().instantiate_sweeper(
+            config=plan.config, hydra_context=context, task_function=task
+        )
         try:
             sweeper.sweep(arguments=plan.arguments)
         except HydraException as error:
@@ -106,7 +116,9 @@ def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float
     if elsewhere and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep passes it on
     if search and runs.is_run(folder):
-        set_aside_changed(folder, compose(overrides, config_dir=shared.config_dir, trusted=shared.trusted).config)
+        set_aside_changed(
+            folder, compose(overrides, config_dir=shared.config_dir, trusted=shared.trusted).config
+        )
     job = RunJob(int(state.job.num), overrides, folder)
     devices = int(OmegaConf.select(config, "trainer.devices", default=1))
     done = do_job(job, shared, devices=devices)
@@ -120,5 +132,7 @@ def parallel(plan: Plan) -> int:
         at_once = int(launcher.n_jobs) if int(launcher.n_jobs) > 0 else cores()
     elif "LocalLauncher" in launcher._target_:
         at_once = plan.total
-    batch = int(plan.config.hydra.sweeper.get("n_jobs") or 1) if is_search(plan.config) else plan.total
+    batch = (
+        int(plan.config.hydra.sweeper.get("n_jobs") or 1) if is_search(plan.config) else plan.total
+    )
     return max(1, min(at_once, batch, plan.total))

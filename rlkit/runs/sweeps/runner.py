@@ -62,7 +62,14 @@ class Process(Protocol):
 Start = Callable[[list[str], IO[bytes], Mapping[str, str]], Process]
 
 
-def make_sweep(root: Path, config_dir: str | None, parallel: int, threads: int | None = None, *, trusted: bool = False) -> Sweep:
+def make_sweep(
+    root: Path,
+    config_dir: str | None,
+    parallel: int,
+    threads: int | None = None,
+    *,
+    trusted: bool = False,
+) -> Sweep:
     """The sweep that this process conducts, with what it settles once for all its jobs.
 
     Args:
@@ -71,7 +78,9 @@ def make_sweep(root: Path, config_dir: str | None, parallel: int, threads: int |
       trusted: whether the command line says trust=true.
     """
     environment = settle(root, parallel, threads)
-    return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()), trusted)
+    return Sweep(
+        root, config_dir, parallel, environment, owner.describe_process(os.getpid()), trusted
+    )
 
 
 def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:

@@ -14,7 +14,14 @@ from rlkit.types import ranges, safe
 @safe("best")
 @ranges(every=(1, None), keep=(1, None))
 def checkpoint(
-    run: Path, /, *, every: int = 10, keep: int = 2, best: str | None = None, mode: Literal["max", "min"] = "max", model: bool = True
+    run: Path,
+    /,
+    *,
+    every: int = 10,
+    keep: int = 2,
+    best: str | None = None,
+    mode: Literal["max", "min"] = "max",
+    model: bool = True,
 ) -> Any:
     """Saves the whole state after every `every` RL steps, after the last one and on a signal; the newest `keep` stay.
 

@@ -17,7 +17,9 @@ class Health(L.Callback):
         self.active: set[str] = set()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        found = {check.__name__: text for check in CHECKS if (text := check(module.metrics)) is not None}
+        found = {
+            check.__name__: text for check in CHECKS if (text := check(module.metrics)) is not None
+        }
         for name, text in found.items():
             if name not in self.active:
                 first = failures(module.rollouts) if name == environment_failures.__name__ else ""

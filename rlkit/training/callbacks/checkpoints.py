@@ -23,30 +23,55 @@ from rlkit.models.save import save_policy
 from rlkit.system import owner
 from rlkit.system.contents import APPENDED, METRICS, Hashed, list_files, measure_files, set_aside
 from rlkit.system.digest import damage, only_listed, seal
-from rlkit.system.files import LOST, as_oserror, atomic, is_json, lenient, open_regular, put_aside, reason, sync, write_json
+from rlkit.system.files import (
+    LOST,
+    as_oserror,
+    atomic,
+    is_json,
+    lenient,
+    open_regular,
+    put_aside,
+    reason,
+    sync,
+    write_json,
+)
 from rlkit.system.rows import WAITING
 from rlkit.training.callbacks.metrics import still_owned
 
 PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
-CHECKPOINT = "the newest checkpoint"  # what is lost where a save failed and none has succeeded since
-RESULT = (CHECKPOINT, "model/", "model_best/", "metrics.jsonl")  # without these a run is not whole; all else is to look at
+CHECKPOINT = (
+    "the newest checkpoint"  # what is lost where a save failed and none has succeeded since
+)
+RESULT = (
+    CHECKPOINT,
+    "model/",
+    "model_best/",
+    "metrics.jsonl",
+)  # without these a run is not whole; all else is to look at
 SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint with its digest beside the target and renames it. Lightning's own goes through the system's temporary folder."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         need, free = _size(checkpoint) + SPARE, shutil.disk_usage(path.parent).free
         if free < need:
-            raise OSError(errno.ENOSPC, f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free")
+            raise OSError(
+                errno.ENOSPC,
+                f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free",
+            )
         with as_oserror(), atomic(path) as file:
             seal(file, lambda out: torch.save(checkpoint, out))
-            owner.check_path(path)  # it may have taken long, and must not stand beside those of another process
+            owner.check_path(
+                path
+            )  # it may have taken long, and must not stand beside those of another process
 
 
 def _size(value: Any) -> int:
@@ -66,7 +91,16 @@ class RLCheckpoint(L.Callback):
     all of them know whether it could.
     """
 
-    def __init__(self, run: Path, *, every: int, keep: int, best: str | None = None, mode: str = "max", model: bool = True):
+    def __init__(
+        self,
+        run: Path,
+        *,
+        every: int,
+        keep: int,
+        best: str | None = None,
+        mode: str = "max",
+        model: bool = True,
+    ):
         self.run, self.folder = run, run / "checkpoints"
         self.every, self.keep, self.metric, self.mode, self.model = every, keep, best, mode, model
         self.best: dict[str, Any] = {}  # step and value
@@ -78,7 +112,9 @@ class RLCheckpoint(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
 
-    def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         """Lists what the run has written so far, so that a resume knows its own files. Every other callback has written by now."""
         if trainer.is_global_zero:
             self.measured = measure_files(self.run, self.measured)
@@ -104,13 +140,23 @@ class RLCheckpoint(L.Callback):
             return
         still_owned(self.run)
         state = gathered(module.model)
-        self.saved("model/", lambda: ranks.broadcast(lambda: save_policy(self.run / "model", module.policy, state=state)), "model/")
+        self.saved(
+            "model/",
+            lambda: ranks.broadcast(
+                lambda: save_policy(self.run / "model", module.policy, state=state)
+            ),
+            "model/",
+        )
         best = self.folder / BEST
 
         def write_best() -> None:
             if self.best:
                 identity = module.provenance.get("identity", "")
-                save_policy(self.run / "model_best", module.policy, state=weights_of(best, self.run, identity))
+                save_policy(
+                    self.run / "model_best",
+                    module.policy,
+                    state=weights_of(best, self.run, identity),
+                )
 
         self.saved("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
@@ -135,17 +181,25 @@ class RLCheckpoint(L.Callback):
         still_owned(self.run)
 
         def write() -> None:
-            if ranks.any_rank(self.run / "metrics.jsonl" in WAITING):  # a checkpoint says that all rows up to its step are there
+            if ranks.any_rank(
+                self.run / "metrics.jsonl" in WAITING
+            ):  # a checkpoint says that all rows up to its step are there
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             ranks.broadcast(before)
-            trainer.save_checkpoint(path, weights_only=False)  # of all ranks; here the flag means "leave the optimiser out"
+            trainer.save_checkpoint(
+                path, weights_only=False
+            )  # of all ranks; here the flag means "leave the optimiser out"
             ranks.broadcast(self.point)
 
         def before() -> None:
-            for file in (file for pattern in (METRICS, *APPENDED) for file in self.run.glob(pattern)):
+            for file in (
+                file for pattern in (METRICS, *APPENDED) for file in self.run.glob(pattern)
+            ):
                 sync(file)
             if hasattr(module.model, "peft_config"):
-                save_policy(path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False)
+                save_policy(
+                    path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False
+                )
 
         adapters = gathered(module.model) if hasattr(module.model, "peft_config") else None
         done = self.saved(f"checkpoint {path.name}", write)
@@ -190,7 +244,9 @@ def gathered(model: Any) -> dict[str, Any] | None:
         return None
     ranks.reshard(model)
     lora = hasattr(model, "peft_config")
-    return ranks.full_tensors({name: value for name, value in model.state_dict().items() if not lora or "lora_" in name})
+    return ranks.full_tensors(
+        {name: value for name, value in model.state_dict().items() if not lora or "lora_" in name}
+    )
 
 
 def link(name: Path, target: Path) -> None:
@@ -208,7 +264,11 @@ def weights_of(path: Path, folder: Path, identity: str) -> dict[str, Any]:
         refuse_foreign(path, checkpoint, folder, identity)
     except DataError as error:
         raise OSError(errno.EIO, str(error)) from None
-    return {name.removeprefix("model."): value for name, value in checkpoint["state_dict"].items() if name.startswith("model.")}
+    return {
+        name.removeprefix("model."): value
+        for name, value in checkpoint["state_dict"].items()
+        if name.startswith("model.")
+    }
 
 
 def step_of(path: Path) -> int:
@@ -219,7 +279,9 @@ def step_of(path: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
-    return sorted((path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if step_of(path) >= 0), key=step_of)
+    return sorted(
+        (path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if step_of(path) >= 0), key=step_of
+    )
 
 
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
@@ -239,11 +301,20 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         for line in damaged:
             print(f"warning: {line}; {path.name} is used", file=sys.stderr)
         return path, state
-    before = [path for path in checkpoints(source.parent) if step_of(path) < step_of(source.resolve())] if named else []
+    before = (
+        [path for path in checkpoints(source.parent) if step_of(path) < step_of(source.resolve())]
+        if named
+        else []
+    )
     if whole := next((path for path in reversed(before) if not damage(path)), None):
         raise DataError(f"{damaged[0]}; the whole one before it is {whole}")
     raise DataError(
-        "; ".join([*damaged, f"{source}: no checkpoint that can be read; start a new run without resume, or name an older run"])
+        "; ".join(
+            [
+                *damaged,
+                f"{source}: no checkpoint that can be read; start a new run without resume, or name an older run",
+            ]
+        )
     )
 
 
@@ -253,7 +324,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not why:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        except (
+            RuntimeError,
+            OSError,
+            EOFError,
+            KeyError,
+            ValueError,
+            pickle.UnpicklingError,
+        ) as error:
             why = reason(error)
     raise DataError(f"{path} is damaged ({why})")
 
@@ -274,19 +352,35 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
     named = step_of(path.resolve())
     step = state["rlkit"]["rl_step"]
     if named not in (-1, step):
-        raise DataError(f"{path} holds RL step {step}, so it is not the file that the run saved under this name. Move it away")
+        raise DataError(
+            f"{path} holds RL step {step}, so it is not the file that the run saved under this name. Move it away"
+        )
 
 
 def set_foreign_aside(run: Path, identity: str) -> None:
     """Moves checkpoints of other runs out of checkpoints/, where they would be removed as old ones of this run."""
     folder = run / "checkpoints"
     for path in (*checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
-        with suppress(OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError, pickle.UnpicklingError):
+        with suppress(
+            OSError,
+            RuntimeError,
+            EOFError,
+            KeyError,
+            ValueError,
+            AttributeError,
+            TypeError,
+            pickle.UnpicklingError,
+        ):
             open_regular(path).close()
-            own = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["run"].get("identity", "")  # reads no tensor
+            own = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["run"].get(
+                "identity", ""
+            )  # reads no tensor
             if own != identity:
                 kept = set_aside(run, path.relative_to(run).as_posix())
-                print(f"resume: {path.name} is a checkpoint of run {own}, not of run {identity}, and is kept as {kept}", flush=True)
+                print(
+                    f"resume: {path.name} is a checkpoint of run {own}, not of run {identity}, and is kept as {kept}",
+                    flush=True,
+                )
 
 
 def supersede(folder: Path, step: int) -> None:
@@ -300,7 +394,10 @@ def supersede(folder: Path, step: int) -> None:
             continue
         if damage(path):
             kept = put_aside(path, DAMAGED).name
-            print(f"resume: {path.name} is damaged and kept as {kept}; delete it when you have looked at it", flush=True)
+            print(
+                f"resume: {path.name} is damaged and kept as {kept}; delete it when you have looked at it",
+                flush=True,
+            )
         else:
             os.replace(path, path.with_name(path.name + SUPERSEDED))
             print(f"resume: {path.name} is set aside; the next checkpoint replaces it", flush=True)

@@ -30,14 +30,18 @@ class Samples(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step
-        if (step != 1 and step % self.every and not trainer.should_stop) or not trainer.is_global_zero:
+        if (
+            step != 1 and step % self.every and not trainer.should_stop
+        ) or not trainer.is_global_zero:
             return
         chosen = [transcript(r) for r in best_and_worst(module.rollouts, self.count)]
         path, title = self.folder / f"{stem(step)}.md", f"# Sample conversations of step {step}\n"
         text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
         with lenient(f"{self.folder.name}/ of step {step}"):
             earlier = path.read_bytes() if path.exists() else b""
-            again = re.search(b"^" + title.encode(), earlier, re.M)  # of a run that is resumed from before it
+            again = re.search(
+                b"^" + title.encode(), earlier, re.M
+            )  # of a run that is resumed from before it
             write_atomic(path, earlier[: again and again.start()] + text)
         for logger in trainer.loggers:
             for i, sample in enumerate(chosen[:TEXTS]):
@@ -70,7 +74,9 @@ class Completions(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         names = (name for x in module.learner.phases.values() for name in x.reward.terms)
-        self.columns = table_columns(dict.fromkeys(names))  # of all phases: all files have the same ones
+        self.columns = table_columns(
+            dict.fromkeys(names)
+        )  # of all phases: all files have the same ones
         if self.every and trainer.is_global_zero and importlib.util.find_spec("pyarrow") is None:
             self.every = 0
             lose(f"{self.folder.name}/ is", "pyarrow is not installed")
@@ -78,13 +84,25 @@ class Completions(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step
         kept = self.every and step % self.every == 0
-        shown = [logger for logger in trainer.loggers if hasattr(logger, "log_table")] if self.due(trainer, step) else []
+        shown = (
+            [logger for logger in trainer.loggers if hasattr(logger, "log_table")]
+            if self.due(trainer, step)
+            else []
+        )
         if not (kept or shown) or not trainer.is_global_zero:
             return
         advantages = mean_advantages(module.batch, module.trained)
-        rows = [completion_row(r, step, advantages.get((r.group, r.sample))) for r in module.rollouts]
+        rows = [
+            completion_row(r, step, advantages.get((r.group, r.sample))) for r in module.rollouts
+        ]
         for logger in shown:
-            log_table(logger, "completions", list(self.columns), [[row.get(name) for name in self.columns] for row in rows], step)
+            log_table(
+                logger,
+                "completions",
+                list(self.columns),
+                [[row.get(name) for name in self.columns] for row in rows],
+                step,
+            )
         self.rows += rows if kept else []
         if len(self.rows) > WAITING:
             self.flush()
@@ -96,10 +114,16 @@ class Completions(L.Callback):
     def flush(self) -> None:
         """Writes the rows that wait."""
         rows, self.rows = self.rows, []
-        with lenient(f"{self.folder.name}/ of steps {rows[0]['step']} to {rows[-1]['step']}" if rows else self.folder.name):
+        with lenient(
+            f"{self.folder.name}/ of steps {rows[0]['step']} to {rows[-1]['step']}"
+            if rows
+            else self.folder.name
+        ):
             write_completions(self.folder, rows, self.columns)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         self.flush()
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
@@ -113,7 +137,10 @@ def mean_advantages(batch: Batch, trained: Sequence[Rollout]) -> dict[tuple[int,
     """(group, sample) → mean advantage over a rollout's trained tokens, for the rollouts that have such tokens."""
     assert batch.advantages is not None
     mask = batch.response_mask
-    owners, values = batch.rollout_ids[:, None].expand_as(mask)[mask], batch.advantages[mask].double()
+    owners, values = (
+        batch.rollout_ids[:, None].expand_as(mask)[mask],
+        batch.advantages[mask].double(),
+    )
     sums = values.new_zeros(2, len(trained))
     sums[0].index_add_(0, owners, values)
     sums[1].index_add_(0, owners, torch.ones_like(values))

@@ -25,7 +25,10 @@ from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
 KEPT = 16  # rollouts that an evaluation writes, of the same tasks each time: how an answer changes
-PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}  # split → where its figures stand in a row of metrics.jsonl
+PREFIXES: dict[Split, str] = {
+    "validation": "eval/",
+    "test": "test/",
+}  # split → where its figures stand in a row of metrics.jsonl
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
 
 
@@ -47,16 +50,25 @@ class HeldOut(L.Callback):
         self.results |= state_dict["results"]
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        if module.rl_step or any(self.results.values()) or not (self.tasks.validation or self.tasks.test):
+        if (
+            module.rl_step
+            or any(self.results.values())
+            or not (self.tasks.validation or self.tasks.test)
+        ):
             return  # a resumed run has nothing to add to the rows before it
-        module.metrics = row = self.evaluate(trainer, module, "validation") | self.evaluate(trainer, module, "test")
+        module.metrics = row = self.evaluate(trainer, module, "validation") | self.evaluate(
+            trainer, module, "test"
+        )
         if ranks.rank() == 0:
             append_row(self.metrics, module.rl_step, row)
         for logger in trainer.loggers:
             logger.log_metrics(dict(row), step=module.rl_step)
         temperature = module.experiment.evaluation.curve_temperature
         played = {split: own for split in PREFIXES if (own := getattr(self.tasks, split))}
-        counts = " and ".join(f"{count_in_words(len(own), count_distinct(own))} {split}" for split, own in played.items())
+        counts = " and ".join(
+            f"{count_in_words(len(own), count_distinct(own))} {split}"
+            for split, own in played.items()
+        )
         trainer.print(f"before: {held_out(row)} on {counts} problems, {how_sampled(temperature)}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
@@ -76,27 +88,44 @@ class HeldOut(L.Callback):
         if not tasks:
             return {}
         forward = trainer.strategy.precision_plugin.forward_context
-        watch = in_time(x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}")
-        with watch, forward(), ranks.whole_weights(module.model), rng.kept():  # it moves nobody's random numbers
+        watch = in_time(
+            x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}"
+        )
+        with (
+            watch,
+            forward(),
+            ranks.whole_weights(module.model),
+            rng.kept(),
+        ):  # it moves nobody's random numbers
             result, rollouts = greedy_accuracy(
-                module.policy, tasks, seed=x.evaluation.seed, version=module.rl_step, **x.held_out(x.evaluation.curve_temperature)
+                module.policy,
+                tasks,
+                seed=x.evaluation.seed,
+                version=module.rl_step,
+                **x.held_out(x.evaluation.curve_temperature),
             )
         self.results.setdefault(split, {})[module.rl_step] = {"split": split} | result
         if trainer.is_global_zero:
             with lenient(f"held_out/{split}/ of step {module.rl_step}"):
-                append_step(self.metrics.parent / "held_out" / split, module.rl_step, rollouts[:KEPT])
+                append_step(
+                    self.metrics.parent / "held_out" / split, module.rl_step, rollouts[:KEPT]
+                )
         return result_row(result, PREFIXES[split]) | {"perf/eval_s": time.perf_counter() - started}
 
 
 def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
     """The block in which an evaluation, or a part of one, is played and scored: at its deadline the process ends and says so."""
-    return limit_waiting(settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True)
+    return limit_waiting(
+        settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True
+    )
 
 
 def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """A result as metrics with a prefix such as `eval/`, and that of each part of a mixture as `eval/part/NAME/*`. What the
     reward's functions measured themselves is `eval/reward/TERM/METRIC` and `eval/aggregator/METRIC`."""
-    rows = {prefix: result} | {f"{prefix}part/{part}/": own for part, own in result.get("parts", {}).items()}
+    rows = {prefix: result} | {
+        f"{prefix}part/{part}/": own for part, own in result.get("parts", {}).items()
+    }
     out: dict[str, float] = {}
     for path, own in rows.items():
         for name, interval in INTERVALS.items():

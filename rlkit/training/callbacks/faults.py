@@ -36,12 +36,23 @@ class DebugBundle(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         announce(exception)
-        if not isinstance(exception, Exception) or isinstance(exception, Refusal) or owner.lost(self.run):
+        if (
+            not isinstance(exception, Exception)
+            or isinstance(exception, Refusal)
+            or owner.lost(self.run)
+        ):
             return  # a signal, a sentence that says it all, or a folder that is another process's now
-        together, echo = ranks.size() == 1 or isinstance(exception, NonFinite), isinstance(exception, ranks.RankError)
+        together, echo = (
+            ranks.size() == 1 or isinstance(exception, NonFinite),
+            isinstance(exception, ranks.RankError),
+        )
         failed = module.minibatch is not None and not echo
         writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 has the same to say
-        folder = self.run / "debug" / (f"step_{module.rl_step + 1:06d}" + (f"_rank{ranks.rank()}" if ranks.rank() else ""))
+        folder = (
+            self.run
+            / "debug"
+            / (f"step_{module.rl_step + 1:06d}" + (f"_rank{ranks.rank()}" if ranks.rank() else ""))
+        )
         if writes:
             exception.add_note(f"debug bundle: {folder}")
             with lenient(str(folder)):
@@ -58,7 +69,10 @@ class DebugBundle(L.Callback):
         state = state_of(trainer, module)
         if writes:
             with lenient(str(folder)):
-                for name, content in {BATCH: drift.on(module.minibatch, torch.device("cpu"))._asdict(), STATE: state}.items():
+                for name, content in {
+                    BATCH: drift.on(module.minibatch, torch.device("cpu"))._asdict(),
+                    STATE: state,
+                }.items():
                     AtomicCheckpointIO().save_checkpoint(content, folder / name)
                 exception.add_note(f"rlkit replay bundle={folder} does the update again")
 
@@ -68,7 +82,9 @@ def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
     strategy = trainer.strategy
     state = {
         "state_dict": strategy.lightning_module_state_dict(),
-        "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
+        "optimizer_states": [
+            strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers
+        ],
     }
     module.fill(state, [rng.state()])
     return state

@@ -45,7 +45,9 @@ class KernelsNoted(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if ranks.rank() == 0:
-            note_kernels(self.run, kernels_in_use(module.experiment.generation.engine, module.policy.model))
+            note_kernels(
+                self.run, kernels_in_use(module.experiment.generation.engine, module.policy.model)
+            )
 
 
 def still_owned(run: Path) -> None:
@@ -89,7 +91,11 @@ class MetricsFile(L.Callback):
                 append_row(self.path, module.rl_step, late)
             for logger in trainer.loggers:
                 logger.log_metrics(dict(late), step=module.rl_step)
-        figures = {name: value for name in FINAL if math.isfinite(value := module.metrics.get(name, math.nan))}
+        figures = {
+            name: value
+            for name in FINAL
+            if math.isfinite(value := module.metrics.get(name, math.nan))
+        }
         for logger in trainer.loggers:
             log_final(logger, settings(module), figures, module.rl_step)
 
@@ -109,4 +115,8 @@ def _show(logger: Any, module: Any) -> None:
 
 def settings(module: Any) -> dict[str, Any]:
     """Dotted key → value of the run's config, Hydra's own words left out."""
-    return {k: v for k, v in flat(module.provenance.get("config", {})).items() if not k.endswith(("_partial_", "_convert_"))}
+    return {
+        k: v
+        for k, v in flat(module.provenance.get("config", {})).items()
+        if not k.endswith(("_partial_", "_convert_"))
+    }

@@ -6,18 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 Row = dict[str, Any]
-INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}  # figure of an evaluation → under which key its interval stands
+INTERVALS = {
+    "accuracy": "interval",
+    "reward": "reward_interval",
+}  # figure of an evaluation → under which key its interval stands
 
 
 def all_rewards_equal(row: Row) -> str | None:
     """No group has rewards that differ, and nothing else makes an advantage of them: nothing learned from rewards."""
-    compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0  # with a critic or the batch; groups of one are always equal
-    demonstrated = "reward/demonstration/mean" in row  # nothing is sampled, and all of it is to be learned
+    compared = (
+        row["reward/std"] > 0 and row["adv/abs_mean"] > 0
+    )  # with a critic or the batch; groups of one are always equal
+    demonstrated = (
+        "reward/demonstration/mean" in row
+    )  # nothing is sampled, and all of it is to be learned
     followed = any(name.startswith("streams/") for name in row)  # a teacher, or given tokens
     if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed:
         return None
     bad = row["group/frac_all_bad"] > 0.5
-    remedy = "choose easier problems (task), or warm the model up (experiment=sft)" if bad else "choose harder problems (task)"
+    remedy = (
+        "choose easier problems (task), or warm the model up (experiment=sft)"
+        if bad
+        else "choose harder problems (task)"
+    )
     return (
         f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is nothing to learn from; raise "
         f"batch.group_size, {remedy}"
@@ -44,11 +55,18 @@ def nearly_all_truncated(row: Row) -> str | None:
 
 def length_inflation(row: Row) -> str | None:
     """Replies loop, or many are cut while a teacher is followed: in a loop teacher and policy agree, so nothing pulls out of it."""
-    looping, cut = row["len/loop_frac"], row["len/truncated_frac"] if "streams/teacher" in row else 0
+    looping, cut = (
+        row["len/loop_frac"],
+        row["len/truncated_frac"] if "streams/teacher" in row else 0,
+    )
     if not (looping > 0.02 or cut > 0.15):
         return None
     remedy = "add a demonstration (algorithm.streams.imitation), hold on to the start (kl=k3), or lower algorithm.streams.teacher.coef"
-    what = f"{looping:.0%} of the episodes repeat themselves" if looping > 0.02 else f"{cut:.0%} of the replies to a teacher are cut"
+    what = (
+        f"{looping:.0%} of the episodes repeat themselves"
+        if looping > 0.02
+        else f"{cut:.0%} of the replies to a teacher are cut"
+    )
     return f"{what}: lengths inflate; {remedy}"
 
 
@@ -56,15 +74,24 @@ def parse_failures(row: Row) -> str | None:
     """More than a fifth of the episodes have a tool call that cannot be read."""
     share = row["parse_fail_frac"]
     remedy = "look at samples/, and choose the format that the model writes with environment/parse_calls (hermes, xml)"
-    return f"{share:.0%} of the episodes have a tool call that cannot be read: {remedy}" if share > 0.2 else None
+    return (
+        f"{share:.0%} of the episodes have a tool call that cannot be read: {remedy}"
+        if share > 0.2
+        else None
+    )
 
 
 def reward_failures(row: Row) -> str | None:
     """A term raised, hung or returned no reward; reward.max_error_rate let it pass."""
     names = [
-        key.removeprefix("reward/").removesuffix("/error_frac") for key in row if key.startswith("reward/") and key.endswith("/error_frac")
+        key.removeprefix("reward/").removesuffix("/error_frac")
+        for key in row
+        if key.startswith("reward/") and key.endswith("/error_frac")
     ]
-    rates = {name: row[f"reward/{name}/error_frac"] + row[f"reward/{name}/timeout_frac"] for name in names}
+    rates = {
+        name: row[f"reward/{name}/error_frac"] + row[f"reward/{name}/timeout_frac"]
+        for name in names
+    }
     if not any(rates.values()):
         return None
     worst = max(rates, key=lambda name: rates[name])
@@ -77,19 +104,31 @@ def reward_failures(row: Row) -> str | None:
 def ratio_off(row: Row) -> str | None:
     """The first minibatch is on-policy, so its ratio is 1."""
     ratio = row["ratio/first_mean"]  # nan is not compared
-    return f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs disagree" if abs(ratio - 1) > 0.01 else None
+    return (
+        f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs disagree"
+        if abs(ratio - 1) > 0.01
+        else None
+    )
 
 
 def sampler_off(row: Row) -> str | None:
     """Sampler and trainer see different policies."""
     gap = row["mismatch/logp_abs_mean"]
-    return f"sampler and trainer log-probs differ by {gap:.3f} nats a token on average" if gap > 0.05 else None
+    return (
+        f"sampler and trainer log-probs differ by {gap:.3f} nats a token on average"
+        if gap > 0.05
+        else None
+    )
 
 
 def environment_failures(row: Row) -> str | None:
     """Episodes that their environment failed in; without a score they teach nothing."""
     share = row["stop_reason/error"]
-    return f"the environment failed in {share:.0%} of the episodes, which are not scored" if share else None
+    return (
+        f"the environment failed in {share:.0%} of the episodes, which are not scored"
+        if share
+        else None
+    )
 
 
 def no_gradient(row: Row) -> str | None:
@@ -140,4 +179,8 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
 )
 
 
-ADVICE = {"all_rewards_equal", "nearly_all_truncated", "parse_failures"}  # on the settings, which a run does not change: said once
+ADVICE = {
+    "all_rewards_equal",
+    "nearly_all_truncated",
+    "parse_failures",
+}  # on the settings, which a run does not change: said once

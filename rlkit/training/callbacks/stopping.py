@@ -38,14 +38,20 @@ class StopOnSignal(L.Callback):
         module.droppable = True  # the evaluation before the first step
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
-                if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores it, and means it
-                    signal.signal(signum, self.handle)  # Lightning puts back what was there before it
+                if (
+                    signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN
+                ):  # nohup ignores it, and means it
+                    signal.signal(
+                        signum, self.handle
+                    )  # Lightning puts back what was there before it
 
     def handle(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
             end_process(128 + signum)
         self.signum = signum
-        drop = self.module.droppable and ranks.size() == 1  # several ranks end together, between steps
+        drop = (
+            self.module.droppable and ranks.size() == 1
+        )  # several ranks end together, between steps
         doing = "the rollouts of this step are dropped" if drop else "this step is finished"
         line = f"rlkit: {signal.Signals(signum).name}: {doing}, then the run is saved and ends; a second signal ends it now"
         with suppress(OSError):  # after SIGHUP there may be no terminal
@@ -64,14 +70,22 @@ def requeue() -> None:
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if job is None or not re.fullmatch(r"[0-9_]+", job):
-        print("warning: trainer.requeue: this is no SLURM job (SLURM_JOB_ID is not set); start it again by hand", file=sys.stderr)
+        print(
+            "warning: trainer.requeue: this is no SLURM job (SLURM_JOB_ID is not set); start it again by hand",
+            file=sys.stderr,
+        )
         return
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=60
+        )
         problem = done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = reason(error)
     if problem:
-        print(f"warning: scontrol requeue {job} failed ({problem}); start the job again by hand", file=sys.stderr)
+        print(
+            f"warning: scontrol requeue {job} failed ({problem}); start the job again by hand",
+            file=sys.stderr,
+        )
     else:
         print(f"rlkit: job {job} is queued again", flush=True)

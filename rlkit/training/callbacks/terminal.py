@@ -38,7 +38,13 @@ class ProgressLines(L.Callback):
 
         left, reward = TextColumn("{task.fields[left]}"), TextColumn("{task.fields[reward]}")
         self.bar = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(), left, reward)
-        self.task = self.bar.add_task("training", total=module.total_steps, completed=module.rl_step, reward="", left=self.countdown)
+        self.task = self.bar.add_task(
+            "training",
+            total=module.total_steps,
+            completed=module.rl_step,
+            reward="",
+            left=self.countdown,
+        )
         self.bar.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
@@ -46,21 +52,38 @@ class ProgressLines(L.Callback):
         self.seconds.append(row["perf/step_s"] + row["perf/between_s"])
         self.evaluation = row.get("perf/eval_s", self.evaluation)
         self.countdown.set(None if trainer.should_stop else self.left(module))
-        line = step_line(module.rl_step, module.total_steps, row, self.last_reward, str(self.countdown))
+        line = step_line(
+            module.rl_step, module.total_steps, row, self.last_reward, str(self.countdown)
+        )
         self.last_reward = row["reward/mean"]
         lines = [line, *([f"  {measured}"] if (measured := held_out(row)) else [])]
         if self.bar is None:
             print("\n".join(lines), flush=True)
             return
         self.bar.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-        self.bar.update(self.task, completed=module.rl_step, total=module.total_steps, reward=f"reward {self.last_reward:.2f}")
+        self.bar.update(
+            self.task,
+            completed=module.rl_step,
+            total=module.total_steps,
+            reward=f"reward {self.last_reward:.2f}",
+        )
 
     def left(self, module: Any) -> float:
         """Seconds until the run has done all of its steps, or until trainer.max_time is over."""
-        evaluations = evaluations_left(module.rl_step, module.total_steps, module.experiment.evaluation.every) if self.evaluation else 0
-        seconds = time_left(module.total_steps - module.rl_step, self.seconds, evaluations * self.evaluation)
+        evaluations = (
+            evaluations_left(module.rl_step, module.total_steps, module.experiment.evaluation.every)
+            if self.evaluation
+            else 0
+        )
+        seconds = time_left(
+            module.total_steps - module.rl_step, self.seconds, evaluations * self.evaluation
+        )
         limit = module.experiment.trainer.max_time
-        return seconds if limit is None else min(seconds, module.started + 60 * limit - time.perf_counter())
+        return (
+            seconds
+            if limit is None
+            else min(seconds, module.started + 60 * limit - time.perf_counter())
+        )
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if self.bar is not None:
@@ -95,7 +118,12 @@ def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
 def evaluations_left(step: int, total: int, every: int) -> int:
     """Evaluations after `step`: every `every` steps (0: none), and after the last one.
 
-    >>> evaluations_left(0, 25, 10), evaluations_left(10, 25, 10), evaluations_left(20, 20, 10), evaluations_left(3, 25, 0)
+    >>> (
+    ...     evaluations_left(0, 25, 10),
+    ...     evaluations_left(10, 25, 10),
+    ...     evaluations_left(20, 20, 10),
+    ...     evaluations_left(3, 25, 0),
+    ... )
     (3, 2, 0, 1)
     """
     if step >= total:
@@ -103,13 +131,20 @@ def evaluations_left(step: int, total: int, every: int) -> int:
     return ((total - 1) // every - step // every if every else 0) + 1
 
 
-def step_line(step: int, total: int, row: dict[str, Any], last_reward: float | None, left: str = "") -> str:
+def step_line(
+    step: int, total: int, row: dict[str, Any], last_reward: float | None, left: str = ""
+) -> str:
     """`step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3% | 0.8 + 0.9 s, 0:24 left`: seconds of sampling and of the update.
 
     At most 80 columns: where there is no room, the change of the reward goes first, and the seconds are summed up next. What does not
     apply, such as a KL without a reference, is left out. Scoring has seconds of its own from half a second on.
     """
-    reward, kl, cut, scoring = row["reward/mean"], row["kl/ref_k3"], row["len/truncated_frac"], row["perf/reward_s"]
+    reward, kl, cut, scoring = (
+        row["reward/mean"],
+        row["kl/ref_k3"],
+        row["len/truncated_frac"],
+        row["perf/reward_s"],
+    )
     change = "" if last_reward is None else f" ({reward - last_reward:+.2f})"
     seconds = [row["perf/generate_s"], *([scoring] if scoring >= 0.5 else []), row["perf/update_s"]]
     line = ""
@@ -120,7 +155,9 @@ def step_line(step: int, total: int, row: dict[str, Any], last_reward: float | N
             *([] if math.isnan(kl) else [f"kl {kl:.4f}" if kl < 1 else f"kl {kl:.1f}"]),
             f"len {row['len/mean']:.0f}",
             *([f"trunc {cut:.0%}"] if cut else []),
-            "| " + " + ".join(f"{value:.1f}" if value < 9.95 else f"{value:.0f}" for value in parts) + " s",
+            "| "
+            + " + ".join(f"{value:.1f}" if value < 9.95 else f"{value:.0f}" for value in parts)
+            + " s",
         ]
         line = " ".join(said) + (f", {left}" if left else "")
         if len(line) <= COLUMNS:
@@ -134,7 +171,9 @@ def held_out(row: dict[str, Any]) -> str:
     for split, prefix in (("validation", "eval/"), ("test", "test/")):
         if f"{prefix}accuracy" in row:
             accuracy, reward = row[f"{prefix}accuracy"], row[f"{prefix}reward"]
-            said.append(f"{split} accuracy {accuracy:.3f}{f', reward {reward:.3f}' if reward != accuracy else ''}")
+            said.append(
+                f"{split} accuracy {accuracy:.3f}{f', reward {reward:.3f}' if reward != accuracy else ''}"
+            )
     return ", ".join(said)
 
 

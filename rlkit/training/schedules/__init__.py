@@ -1,5 +1,22 @@
 """Numbers and parts as functions of progress. A schedule never edits an experiment: it gives the experiment of a step."""
 
-from rlkit.training.schedules.controllers import Condition, adaptive, adaptive_entropy, condition, streak
+from rlkit.training.schedules.controllers import (
+    Condition,
+    adaptive,
+    adaptive_entropy,
+    condition,
+    streak,
+)
 from rlkit.training.schedules.functions import constant, cosine, decay, linear
-from rlkit.training.schedules.progress import Phase, Progress, Schedule, advance, at, lengthened, phases, start, unmeasured, values
+from rlkit.training.schedules.progress import (
+    Phase,
+    Progress,
+    Schedule,
+    advance,
+    at,
+    lengthened,
+    phases,
+    start,
+    unmeasured,
+    values,
+)

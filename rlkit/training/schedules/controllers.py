@@ -13,7 +13,12 @@ from typing import NamedTuple
 from rlkit.types import Controller, safe
 
 GRAMMAR = "METRIC > NUMBER or METRIC > NUMBER for N, with >, >=, < or <=, N at least 1; for example 'reward/mean > 0.8 for 5'"
-OPERATORS: Mapping[str, Callable[[float, float], bool]] = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
 
 
 class Condition(NamedTuple):
@@ -33,7 +38,10 @@ def condition(text: str) -> Condition:
     >>> condition("reward/mean > 0.8 for 5")
     Condition(metric='reward/mean', operator='>', bound=0.8, times=5)
     """
-    found = re.fullmatch(r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?:\s+for\s+(\d+))?\s*", text)
+    found = re.fullmatch(
+        r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?:\s+for\s+(\d+))?\s*",
+        text,
+    )
     if not found or int(found[4] or 1) < 1:
         raise ValueError(f"'{text}' is no condition; write {GRAMMAR}")
     return Condition(found[1], found[2], float(found[3]), int(found[4] or 1))
@@ -46,12 +54,22 @@ def streak(condition: Condition, before: float, metrics: Mapping[str, float]) ->
     """
     if condition.metric not in metrics:
         return int(before)
-    return int(before) + 1 if OPERATORS[condition.operator](metrics[condition.metric], condition.bound) else 0
+    return (
+        int(before) + 1
+        if OPERATORS[condition.operator](metrics[condition.metric], condition.bound)
+        else 0
+    )
 
 
 @safe("metric")
 def adaptive(
-    *, start: float, target: float, horizon: float = 0.1, limit: float = 0.2, metric: str = "kl/ref_k3", steps: int | None = None
+    *,
+    start: float,
+    target: float,
+    horizon: float = 0.1,
+    limit: float = 0.2,
+    metric: str = "kl/ref_k3",
+    steps: int | None = None,
 ) -> Controller:
     """A coefficient that keeps a divergence near a target.
 
@@ -73,10 +91,14 @@ def adaptive(
         if not value > 0:
             raise ValueError(f"{name}={value}: must be greater than 0")
     if not 0 < horizon <= 1:
-        raise ValueError(f"horizon={horizon}: is a share of the run's steps, greater than 0 and at most 1; 0.1 is a tenth of the run")
+        raise ValueError(
+            f"horizon={horizon}: is a share of the run's steps, greater than 0 and at most 1; 0.1 is a tenth of the run"
+        )
     if not 0 < limit < 1:
         raise ValueError(f"limit={limit}: must be greater than 0 and less than 1")
-    update = functools.partial(_adaptive, target=target, horizon=horizon, limit=limit, metric=metric, steps=steps)
+    update = functools.partial(
+        _adaptive, target=target, horizon=horizon, limit=limit, metric=metric, steps=steps
+    )
     return Controller(init=functools.partial(dict, value=start), update=update)
 
 
@@ -91,7 +113,9 @@ def _adaptive(
     steps: int | None,
 ) -> dict[str, float]:
     if steps is None:
-        raise ValueError("steps=None: outside a schedule, which knows the run's length, give adaptive the number of steps")
+        raise ValueError(
+            "steps=None: outside a schedule, which knows the run's length, give adaptive the number of steps"
+        )
     divergence = metrics.get(metric, math.nan)
     if not math.isfinite(divergence):
         return dict(state)
@@ -100,7 +124,13 @@ def _adaptive(
 
 
 def adaptive_entropy(
-    *, start: float = 0.0, target: float = 0.2, step: float = 0.005, low: float = 0.0, high: float = 1.0, metric: str = "policy/entropy"
+    *,
+    start: float = 0.0,
+    target: float = 0.2,
+    step: float = 0.005,
+    low: float = 0.0,
+    high: float = 1.0,
+    metric: str = "policy/entropy",
 ) -> Controller:
     """A coefficient that keeps the entropy near a target: + step after a step below it, - step above it, within [low, high].
 
@@ -116,12 +146,21 @@ def adaptive_entropy(
         raise ValueError(f"step={step}: must be greater than 0")
     if not low <= start <= high:
         raise ValueError(f"low={low}, start={start}, high={high}: must ascend")
-    update = functools.partial(_adaptive_entropy, target=target, step=step, low=low, high=high, metric=metric)
+    update = functools.partial(
+        _adaptive_entropy, target=target, step=step, low=low, high=high, metric=metric
+    )
     return Controller(init=functools.partial(dict, value=start), update=update)
 
 
 def _adaptive_entropy(
-    state: Mapping[str, float], metrics: Mapping[str, float], *, target: float, step: float, low: float, high: float, metric: str
+    state: Mapping[str, float],
+    metrics: Mapping[str, float],
+    *,
+    target: float,
+    step: float,
+    low: float,
+    high: float,
+    metric: str,
 ) -> dict[str, float]:
     entropy = metrics.get(metric, math.nan)
     change = step * ((entropy < target) - (entropy > target))  # nan is neither

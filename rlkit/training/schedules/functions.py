@@ -50,7 +50,9 @@ def decay(step: int, value: float, *, to: float, steps: int | None = None) -> fl
 
 def _share(step: int, steps: int | None) -> float:
     if steps is None:
-        raise ValueError("steps=None: outside a schedule, which knows the run's length, give the number of steps")
+        raise ValueError(
+            "steps=None: outside a schedule, which knows the run's length, give the number of steps"
+        )
     if steps < 1:
         raise ValueError(f"steps={steps}: a schedule needs at least one step")
     return min(1.0, step / steps)

@@ -14,7 +14,11 @@ def flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, with dotted keys; an empty one within stays."""
     paths: dict[str, Any] = {}
     for key, value in numbers.items():
-        paths |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        paths |= (
+            flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping) and value
+            else {f"{prefix}{key}": value}
+        )
     return paths
 
 
@@ -31,7 +35,11 @@ def settable(node: Any) -> Mapping[str, Any]:
     """The same, and the defaults of a partial function that nobody has set."""
     if not isinstance(node, functools.partial):
         return fields(node)
-    defaults = {p.name: p.default for p in inspect.signature(node).parameters.values() if p.default is not p.empty}
+    defaults = {
+        p.name: p.default
+        for p in inspect.signature(node).parameters.values()
+        if p.default is not p.empty
+    }
     return defaults | node.keywords
 
 
@@ -43,7 +51,9 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
     """
     key, rest, known = keys[0], keys[1:], settable(node)
     if key not in known:
-        raise KeyError(f"'{path}' binds nothing: there is no '{key}'; here are: {', '.join(map(str, known)) or 'no numbers'}")
+        raise KeyError(
+            f"'{path}' binds nothing: there is no '{key}'; here are: {', '.join(map(str, known)) or 'no numbers'}"
+        )
     old = known[key]
     if not rest and (isinstance(old, bool) or not isinstance(old, int | float | Controller)):
         raise KeyError(f"'{path}' is not a number")
@@ -51,7 +61,11 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
         new = replace(old, rest, change, path)
     else:
         new = change(old)
-        new = round(new) if isinstance(old, int) or (isinstance(old, Controller) and _whole(node, key)) else float(new)
+        new = (
+            round(new)
+            if isinstance(old, int) or (isinstance(old, Controller) and _whole(node, key))
+            else float(new)
+        )
     if isinstance(node, functools.partial):
         return functools.partial(node.func, *node.args, **{**node.keywords, key: new})
     return node._replace(**{key: new}) if hasattr(node, "_replace") else {**node, key: new}
@@ -61,6 +75,8 @@ def _whole(node: Any, key: str) -> bool:
     """Whether a field that a Controller fills is declared a whole number."""
     if isinstance(node, Mapping):
         return False
-    parameters = inspect.signature(node.func if isinstance(node, functools.partial) else type(node)).parameters
+    parameters = inspect.signature(
+        node.func if isinstance(node, functools.partial) else type(node)
+    ).parameters
     declared = parameters[key].annotation if key in parameters else None
     return getattr(declared, "__forward_arg__", declared) in (int, "int")

@@ -38,7 +38,9 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    reset: Sequence[Literal["optimizer", "reference"]] = ()  # what starts anew when the phase begins, beside what it replaces
+    reset: Sequence[
+        Literal["optimizer", "reference"]
+    ] = ()  # what starts anew when the phase begins, beside what it replaces
 
 
 @safe("numbers", "phases", "name")
@@ -87,7 +89,11 @@ def phases(experiment: Any) -> dict[str, Any]:
         return {"": experiment}
     return {
         name: experiment._replace(
-            **{group: getattr(phase, group) for group in PHASED if getattr(phase, group) is not None},
+            **{
+                group: getattr(phase, group)
+                for group in PHASED
+                if getattr(phase, group) is not None
+            },
             schedule=Schedule(schedule.paths | flat(phase.numbers)),
         )
         for name, phase in schedule.phases.items()
@@ -97,12 +103,16 @@ def phases(experiment: Any) -> dict[str, Any]:
 def _current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
     """The phase in force, if there are any, and its experiment."""
     given = list(experiment.schedule.phases.values())
-    return given[progress.phase] if given else None, list(phases(experiment).values())[progress.phase]
+    return given[progress.phase] if given else None, list(phases(experiment).values())[
+        progress.phase
+    ]
 
 
 def controllers_of(experiment: Any) -> dict[str, Controller]:
     """Path → Controller, of the experiment of one phase: those that stand in place of a number, and those of its schedule."""
-    scheduled = {path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)}
+    scheduled = {
+        path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)
+    }
     return dict(inline_controllers(experiment._replace(schedule=None))) | scheduled
 
 
@@ -139,7 +149,11 @@ def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
     given = list(experiment.schedule.phases.values())
     while progress.step < step:
         progress = progress._replace(step=progress.step + 1)
-        end = phase_steps(given[progress.phase].until, experiment.trainer.steps) if progress.phase + 1 < len(given) else None
+        end = (
+            phase_steps(given[progress.phase].until, experiment.trainer.steps)
+            if progress.phase + 1 < len(given)
+            else None
+        )
         if end is not None and progress.step - progress.since >= end:
             progress = progress._replace(phase=progress.phase + 1, since=progress.step)
     return at(experiment, progress)
@@ -168,13 +182,19 @@ def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
 def _spanning(function: Callable[..., Any], steps: int) -> Callable[..., Any]:
     """The function with `steps`, where it takes them and has none of its own."""
     taken = inspect.signature(function).parameters.get("steps")
-    return functools.partial(function, steps=steps) if taken is not None and taken.default is None else function
+    return (
+        functools.partial(function, steps=steps)
+        if taken is not None and taken.default is None
+        else function
+    )
 
 
 def _brought(phase: Phase | None, path: str) -> bool:
     """Whether the phase brings the number at a path: by its own numbers, or by a group that it replaces."""
     group = path.partition(".")[0]
-    return phase is not None and (path in flat(phase.numbers) or (group in PHASED and getattr(phase, group) is not None))
+    return phase is not None and (
+        path in flat(phase.numbers) or (group in PHASED and getattr(phase, group) is not None)
+    )
 
 
 def _value(function: Callable[..., float], step: int, configured: float) -> float:
@@ -189,7 +209,10 @@ def values(experiment: Any, progress: Progress) -> dict[str, float]:
     """Path → value in the step to come, of every scheduled number and every Controller."""
     x = at(experiment, progress)
     paths = x.schedule.paths | controllers_of(_current(experiment, progress)[1])
-    return {path: float(functools.reduce(lambda node, key: settable(node)[key], path.split("."), x)) for path in paths}
+    return {
+        path: float(functools.reduce(lambda node, key: settable(node)[key], path.split("."), x))
+        for path in paths
+    }
 
 
 def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
@@ -199,8 +222,16 @@ def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
         return ""
     was = values(experiment._replace(trainer=experiment.trainer._replace(steps=before)), progress)
     now = values(experiment, progress)
-    moved = [f"{path} was to be {was[path]:.4g}, is {now[path]:.4g}" for path in now if was[path] != now[path]]
-    curve = f"; from step {progress.step + 1} on the new curves hold: {', '.join(moved)}" if moved else ""
+    moved = [
+        f"{path} was to be {was[path]:.4g}, is {now[path]:.4g}"
+        for path in now
+        if was[path] != now[path]
+    ]
+    curve = (
+        f"; from step {progress.step + 1} on the new curves hold: {', '.join(moved)}"
+        if moved
+        else ""
+    )
     return f"trainer.steps was {before}, is {steps}{curve}"
 
 
@@ -214,17 +245,23 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
     now = controllers_of(x)
     states = {}
     for path, controller in now.items():
-        update = _spanning(controller.update, _span(experiment, progress, own=_brought(phase, path)))
+        update = _spanning(
+            controller.update, _span(experiment, progress, own=_brought(phase, path))
+        )
         states[path] = dict(update(progress.controllers.get(path, controller.init()), metrics))
     progress = progress._replace(step=progress.step + 1, controllers=states)
     if phase is None or progress.phase + 1 == len(experiment.schedule.phases):
         return progress
-    ended, held = _ended(phase_steps(phase.until, experiment.trainer.steps) or phase.until, progress, metrics)
+    ended, held = _ended(
+        phase_steps(phase.until, experiment.trainer.steps) or phase.until, progress, metrics
+    )
     if not ended:
         return progress._replace(streak=held)
     progress = progress._replace(phase=progress.phase + 1, since=progress.step, streak=0)
     then = controllers_of(_current(experiment, progress)[1])
-    kept = {path: states[path] if now.get(path) is c else dict(c.init()) for path, c in then.items()}
+    kept = {
+        path: states[path] if now.get(path) is c else dict(c.init()) for path, c in then.items()
+    }
     return progress._replace(controllers=kept)
 
 
@@ -237,7 +274,9 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
         if isinstance(metric, str):
             out[path] = metric
     if phase is not None and isinstance(phase.until, str):
-        out[f"schedule.phases.{list(experiment.schedule.phases)[progress.phase]}.until"] = condition(phase.until).metric
+        out[f"schedule.phases.{list(experiment.schedule.phases)[progress.phase]}.until"] = (
+            condition(phase.until).metric
+        )
     return out
 
 
@@ -262,4 +301,7 @@ def _ended(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tupl
 
 
 def _positional(function: Callable[..., Any]) -> int:
-    return sum(p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) for p in inspect.signature(function).parameters.values())
+    return sum(
+        p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
+        for p in inspect.signature(function).parameters.values()
+    )

@@ -18,7 +18,9 @@ CALLS: Counter[str] = Counter()
 def reward(rollout: Rollout, *, bonus: float) -> float:
     """1 for the right number, and a bonus for an answer at all."""
     CALLS["reward"] += 1
-    return float(rollout.final_content.strip() == rollout.task.answer) + bonus * bool(rollout.final_content)
+    return float(rollout.final_content.strip() == rollout.task.answer) + bonus * bool(
+        rollout.final_content
+    )
 
 
 def advantage(rewards, group_ids, *, scale: float):
@@ -50,7 +52,9 @@ def doubles(*, split: str, n: int) -> Sequence[Task]:
     """What is twice i? Each split has a hundred of its own, at most."""
     CALLS["task"] += 1
     first = {"train": 1, "validation": 101, "test": 201}[split]
-    questions = [(i, {"role": "user", "content": f"What is {i} + {i}?"}) for i in range(first, first + n)]
+    questions = [
+        (i, {"role": "user", "content": f"What is {i} + {i}?"}) for i in range(first, first + n)
+    ]
     return [Task(f"{split}/{i}", (message,), answer=str(2 * i)) for i, message in questions]
 
 
@@ -68,7 +72,9 @@ def brackets(content: str) -> tuple[str, list[ToolCall]]:
     """[[name number]] is a call."""
     CALLS["parser"] += 1
     found = re.findall(r"\[\[(\w+) (-?\d+)\]\]", content)
-    return re.sub(r"\[\[.*?\]\]", "", content), [ToolCall("", name, {"number": int(number)}) for name, number in found]
+    return re.sub(r"\[\[.*?\]\]", "", content), [
+        ToolCall("", name, {"number": int(number)}) for name, number in found
+    ]
 
 
 def workshop(*, parse_calls: Any, tools: Any, max_turns: int) -> Environment:
@@ -143,7 +149,10 @@ class Nim:
         return [self.asked("Ann")]
 
     def asked(self, player: str) -> dict[str, str]:
-        return {"role": "user", "content": f"You are {player}. {self.stones} stones are left. How many do you take?"}
+        return {
+            "role": "user",
+            "content": f"You are {player}. {self.stones} stones are left. How many do you take?",
+        }
 
     def answer(self, rollout: Rollout) -> tuple[Rollout, list[dict[str, str]] | None]:
         turn = len(rollout.steps) - 1
@@ -153,8 +162,13 @@ class Nim:
         if taken and self.stones:
             return rollout, [self.asked(self.players[(turn + 1) % 2])]
         winner = turn % 2 if taken else (turn + 1) % 2
-        steps = tuple(step._replace(reward=1.0 if i % 2 == winner else -1.0) for i, step in enumerate(rollout.steps))
-        return rollout._replace(steps=steps, metadata={**rollout.metadata, "winner": self.players[winner]}), None
+        steps = tuple(
+            step._replace(reward=1.0 if i % 2 == winner else -1.0)
+            for i, step in enumerate(rollout.steps)
+        )
+        return rollout._replace(
+            steps=steps, metadata={**rollout.metadata, "winner": self.players[winner]}
+        ), None
 
     def state(self) -> dict[str, Any]:
         return {"stones": self.stones}
