@@ -15,8 +15,22 @@ from typing import Any
 
 _HOMES = {
     "rlkit.types": (
-        "Batch", "Controller", "Engine", "Environment", "Generation", "Message", "Policy", "Reference", "Rollout", "SamplingParams",
-        "Session", "Splits", "Step", "Task", "ToolCall", "ToolResult",
+        "Batch",
+        "Controller",
+        "Engine",
+        "Environment",
+        "Generation",
+        "Message",
+        "Policy",
+        "Reference",
+        "Rollout",
+        "SamplingParams",
+        "Session",
+        "Splits",
+        "Step",
+        "Task",
+        "ToolCall",
+        "ToolResult",
     ),
     "rlkit.errors": ("ConfigError", "DataError", "RLKitError"),
     "rlkit.algorithm": ("KL", "Algorithm"),
@@ -29,7 +43,7 @@ _HOMES = {
     "rlkit.training.learner": ("Learner",),
     "rlkit.config.experiment": ("experiment",),
     "rlkit.runs.python": ("Run", "steps", "train"),
-}  # fmt: skip
+}
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _NAMESPACES = {
     "references": "rlkit.training.references",

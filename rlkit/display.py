@@ -15,9 +15,13 @@ LINES, WIDTH, MESSAGE = (
 )  # of a text: lines in all, characters of a line, lines of one message
 ROWS = 12  # of a run's table
 COLUMNS = {  # metric → heading
-    "reward/mean": "reward", "eval/accuracy": "validation", "test/accuracy": "test", "kl/ref_k3": "KL", "policy/entropy": "entropy",
+    "reward/mean": "reward",
+    "eval/accuracy": "validation",
+    "test/accuracy": "test",
+    "kl/ref_k3": "KL",
+    "policy/entropy": "entropy",
     "len/mean": "tokens",
-}  # fmt: skip
+}
 STYLE = "border:1px solid rgba(128,128,128,.4);border-radius:4px;padding:.4em .8em;max-width:60em;max-height:34em;overflow:auto"
 CELL = "text-align:left;vertical-align:top;padding:.1em .8em .1em 0"
 

@@ -178,40 +178,74 @@ AGGREGATIONS: dict[str, Callable[..., Any]] = {
 
 SLOTS: dict[str, dict[str, Any]] = {
     "advantage": {
-        "raw": f.raw, "batch_mean": f.batch_mean, "group_mean": f.group_mean, "leave_one_out": f.leave_one_out,
-        "opo": f.length_weighted, "max_rl": f.max_rl, "pass_at_k": partial(f.pass_at_k_advantage, k=2),
-        "best_minus_second": f.best_minus_second, "reward_to_go": f.reward_to_go, "gae": f.gae, "turn_gae": f.turn_gae,
-        "pairwise": f.pairwise, "gpg": f.gpg, "gdpo": f.gdpo, "turn_group_mean": f.turn_group_mean,
-        "remax": f.remax, "adaptive_gae": partial(f.gae, alpha=0.5),
+        "raw": f.raw,
+        "batch_mean": f.batch_mean,
+        "group_mean": f.group_mean,
+        "leave_one_out": f.leave_one_out,
+        "opo": f.length_weighted,
+        "max_rl": f.max_rl,
+        "pass_at_k": partial(f.pass_at_k_advantage, k=2),
+        "best_minus_second": f.best_minus_second,
+        "reward_to_go": f.reward_to_go,
+        "gae": f.gae,
+        "turn_gae": f.turn_gae,
+        "pairwise": f.pairwise,
+        "gpg": f.gpg,
+        "gdpo": f.gdpo,
+        "turn_group_mean": f.turn_group_mean,
+        "remax": f.remax,
+        "adaptive_gae": partial(f.gae, alpha=0.5),
     },
     "normalization": {
-        "none": f.no_normalization, "group": f.normalize_group, "batch": f.normalize_batch, "advantages": f.normalize_advantages,
+        "none": f.no_normalization,
+        "group": f.normalize_group,
+        "batch": f.normalize_batch,
+        "advantages": f.normalize_advantages,
         "whiten": f.whiten,
     },
-    "overlong": {"none": f.keep_overlong, "penalty": partial(f.soft_penalty, limit=4, buffer=0.5), "mask": f.mask_truncated},
+    "overlong": {
+        "none": f.keep_overlong,
+        "penalty": partial(f.soft_penalty, limit=4, buffer=0.5),
+        "mask": f.mask_truncated,
+    },
     "group_filter": {"none": f.keep_all, "mixed": f.mixed_groups, "accuracy": f.mixed_component},
-    "token_filter": {"none": f.every_token, "top_entropy": partial(f.top_entropy, fraction=0.5), "clip_cov": f.clip_cov},
+    "token_filter": {
+        "none": f.every_token,
+        "top_entropy": partial(f.top_entropy, fraction=0.5),
+        "clip_cov": f.clip_cov,
+    },
     "correction": {
         "auto": f.no_correction,  # what it stands for is decided before the first step
-        "none": f.no_correction, "token_truncate": f.token_correction, "token_mask": partial(f.token_correction, mode="mask"),
-        "sequence_truncate": f.sequence_correction, "sequence_mask": partial(f.sequence_correction, mode="mask"),
+        "none": f.no_correction,
+        "token_truncate": f.token_correction,
+        "token_mask": partial(f.token_correction, mode="mask"),
+        "sequence_truncate": f.sequence_correction,
+        "sequence_mask": partial(f.sequence_correction, mode="mask"),
         "icepop": partial(f.token_correction, mode="mask", floor=0.5, cap=5.0),
-        "token_band": partial(f.token_correction, mode="keep", floor=0.5), "mis": partial(f.sequence_correction, mode="mask", floor=0.5),
-        "geometric_mask": f.geometric_mask, "k1_mask": partial(f.geometric_mask, low=1e-3, high=1e-3, scaled=False),
-        "k3_mask": f.divergence_mask, "veto": partial(f.divergence_mask, estimator="k2", over="max", bound=42.4),
-        "kpop": f.binary_kl_mask, "m2po": f.second_moment_mask,
-        "product": partial(f.product_correction, parts={"weight": f.token_correction, "mask": f.geometric_mask}),
+        "token_band": partial(f.token_correction, mode="keep", floor=0.5),
+        "mis": partial(f.sequence_correction, mode="mask", floor=0.5),
+        "geometric_mask": f.geometric_mask,
+        "k1_mask": partial(f.geometric_mask, low=1e-3, high=1e-3, scaled=False),
+        "k3_mask": f.divergence_mask,
+        "veto": partial(f.divergence_mask, estimator="k2", over="max", bound=42.4),
+        "kpop": f.binary_kl_mask,
+        "m2po": f.second_moment_mask,
+        "product": partial(
+            f.product_correction, parts={"weight": f.token_correction, "mask": f.geometric_mask}
+        ),
     },
     "kl": {
         "none": KL("none"),
         "loss": KL("k1", f.k1, "loss", 0.3),
         **{
-            f"{placement}, {'before' if inside else 'behind'} the baseline": KL("k1", f.k1, placement, 0.3, in_baseline=inside)
+            f"{placement}, {'before' if inside else 'behind'} the baseline": KL(
+                "k1", f.k1, placement, 0.3, in_baseline=inside
+            )
             for placement in ("reward", "reward_sequence")
             for inside in (False, True)
         },
     },
-}  # fmt: skip
+}
 
 # ------------------------------------------------------------------------------------------ overrides, from the files of conf/
 

@@ -494,12 +494,23 @@ class PretendGPU(TorchDispatchMode):
         same = not heads or (enable_gqa and query.shape[1] % key.shape[1] == 0)
         size, backends = query.shape[-1], torch.backends.cuda
         able = {
-            "cudnn": half and same and size <= 128 and size % 8 == 0 and key.shape[2] != 1 and backends.cudnn_sdp_enabled(),
-            "flash": half and same and attn_mask is None and size <= 256 and not (is_causal and query.shape[2] != key.shape[2])
+            "cudnn": half
+            and same
+            and size <= 128
+            and size % 8 == 0
+            and key.shape[2] != 1
+            and backends.cudnn_sdp_enabled(),
+            "flash": half
+            and same
+            and attn_mask is None
+            and size <= 256
+            and not (is_causal and query.shape[2] != key.shape[2])
             and backends.flash_sdp_enabled(),
-            "efficient": not heads and size % (8 if half else 4) == 0 and backends.mem_efficient_sdp_enabled(),
+            "efficient": not heads
+            and size % (8 if half else 4) == 0
+            and backends.mem_efficient_sdp_enabled(),
             "math": True,
-        }  # fmt: skip
+        }
         hopper = self.capability[0] in (9, 10)  # with cuDNN above 9.15, which torch 2.13 brings
         order = (
             ("cudnn", "flash", "efficient", "math") if hopper else ("flash", "efficient", "math")
@@ -680,15 +691,37 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         warp_size=32,
     )
     fixed = {
-        "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "is_bf16_supported": True,
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "is_initialized": True,
+        "is_bf16_supported": True,
         "_is_in_bad_fork": False,
-        "get_device_capability": gpu.capability, "get_device_name": "Pretend GPU", "get_device_properties": properties, "utilization": 0,
-        "memory_allocated": 1 << 30, "max_memory_allocated": 1 << 30, "memory_reserved": 2 << 30, "max_memory_reserved": 2 << 30,
-        "mem_get_info": (gpu.memory - (4 << 30), gpu.memory), "current_stream": default, "default_stream": default,
+        "get_device_capability": gpu.capability,
+        "get_device_name": "Pretend GPU",
+        "get_device_properties": properties,
+        "utilization": 0,
+        "memory_allocated": 1 << 30,
+        "max_memory_allocated": 1 << 30,
+        "memory_reserved": 2 << 30,
+        "max_memory_reserved": 2 << 30,
+        "mem_get_info": (gpu.memory - (4 << 30), gpu.memory),
+        "current_stream": default,
+        "default_stream": default,
         "graph_pool_handle": (0, 1),
-    }  # fmt: skip
-    nothing = ("set_device", "_lazy_init", "init", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_rng_state",
-               "set_rng_state_all", "manual_seed", "manual_seed_all")  # fmt: skip
+    }
+    nothing = (
+        "set_device",
+        "_lazy_init",
+        "init",
+        "empty_cache",
+        "ipc_collect",
+        "reset_peak_memory_stats",
+        "set_rng_state",
+        "set_rng_state_all",
+        "manual_seed",
+        "manual_seed_all",
+    )
     made = {
         name: lambda *_, value=value, **__: value
         for name, value in (fixed | dict.fromkeys(nothing)).items()

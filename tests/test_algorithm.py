@@ -288,12 +288,21 @@ def test_the_loss_by_hand():
     log = torch.tensor([[0.0, -1.0, -1.0]], dtype=torch.float64)
     mask = torch.tensor([[False, True, True]])
     batch = Batch(
-        ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 3, dtype=torch.bool), response_mask=mask,
-        rollout_ids=torch.tensor([0]), step_ids=torch.zeros(1, 3, dtype=torch.int64), rewards=torch.tensor([1.0]),
-        group_ids=torch.tensor([0]), truncated=torch.tensor([False]), lengths=torch.tensor([2]), token_rewards=torch.zeros(1, 3),
-        logprobs_sampler=log, logprobs_old=log, logprobs_ref=torch.tensor([[0.0, -0.5, -1.0]]).double(),
+        ids=torch.tensor([[1, 2, 3]]),
+        attention_mask=torch.ones(1, 3, dtype=torch.bool),
+        response_mask=mask,
+        rollout_ids=torch.tensor([0]),
+        step_ids=torch.zeros(1, 3, dtype=torch.int64),
+        rewards=torch.tensor([1.0]),
+        group_ids=torch.tensor([0]),
+        truncated=torch.tensor([False]),
+        lengths=torch.tensor([2]),
+        token_rewards=torch.zeros(1, 3),
+        logprobs_sampler=log,
+        logprobs_old=log,
+        logprobs_ref=torch.tensor([[0.0, -0.5, -1.0]]).double(),
         advantages=torch.tensor([[0.0, 1.0, -2.0]]).double(),
-    )  # fmt: skip
+    )
     a = algorithm()
     loss, terms = surrogate(
         loss_weights(batch, a), TokenLogprobs(log, torch.zeros_like(log)), a, KLS["k3"]

@@ -56,11 +56,18 @@ REPLIES = ["#### 4", "#### 5", "", "four", "call it #### 4 or 4"]
 @each(
     "part",
     [
-        rewards.numeric, rewards.exact_match, rewards.contains, functools.partial(rewards.format_match, pattern="#"),
-        functools.partial(rewards.numeric, wrong=-1.0), rewards.few_turns, rewards.length, rewards.soft_length, rewards.repetition,
+        rewards.numeric,
+        rewards.exact_match,
+        rewards.contains,
+        functools.partial(rewards.format_match, pattern="#"),
+        functools.partial(rewards.numeric, wrong=-1.0),
+        rewards.few_turns,
+        rewards.length,
+        rewards.soft_length,
+        rewards.repetition,
         rewards.tool_usage,
     ],
-)  # fmt: skip
+)
 def test_scores_are_what_their_function_gives(part):
     words = declarations(part, "gives")
     for reply in REPLIES:
@@ -100,21 +107,61 @@ def test_every_shipped_part_that_changes_or_gives_rewards_declares_it():
 # ------------------------------------------------------------------------------------------------ what is refused
 
 BROKEN = {
-    "max_rl divides by the mean of the group": (["algorithm=max_rl", "reward=numeric", "reward.normalize=true"], "reward.normalize"),
-    "of rewards that may be negative": (["algorithm=max_rl", "reward=length"], r"reward.terms.length \(.*length\)"),
-    "that an overlong rule takes from": (["algorithm=max_rl", "reward=numeric", "algorithm/overlong=penalty"], "overlong=none"),
-    "or a KL": (["algorithm=max_rl", "reward=numeric", "kl=k1", "kl.placement=reward", "kl.in_baseline=true"], "kl.in_baseline"),
-    "or a weight": (["algorithm=max_rl", "reward=numeric", "reward.terms.numeric.weight=-1"], "numeric.weight=-1"),
-    "pass_at_k counts right answers": (["algorithm=pass_at_k", "reward=numeric", "reward.normalize=true"], "reward.normalize"),
-    "by a threshold": (["algorithm=pass_at_k", "reward=numeric", "reward.terms.numeric.weight=0.4"], "numeric.weight=0.4.*set it to 1"),
-    "above which a format may be": (["algorithm=pass_at_k", "reward=[numeric,format]"], "joins numeric, format"),
-    "or a share of tests": (["algorithm=pass_at_k", "reward=code_exec", "reward.terms.code_exec.fn.credit=share"], "code_exec"),
-    "a penalty of 1 on another scale": (["algorithm=dapo", "reward=numeric", "reward.normalize=true"], "overlong.*reward.normalize"),
-    "or on the group's": (
-        ["algorithm=dapo", "reward=[numeric,format]", "reward/aggregator=group_normalised"], "algorithm.overlong.*group_normalised",
+    "max_rl divides by the mean of the group": (
+        ["algorithm=max_rl", "reward=numeric", "reward.normalize=true"],
+        "reward.normalize",
     ),
-    "a limit that no reply reaches": (["algorithm=dapo", "algorithm.overlong.limit=9999"], "limit=9999.*max_new_tokens=.*soft_length"),
-}  # fmt: skip
+    "of rewards that may be negative": (
+        ["algorithm=max_rl", "reward=length"],
+        r"reward.terms.length \(.*length\)",
+    ),
+    "that an overlong rule takes from": (
+        ["algorithm=max_rl", "reward=numeric", "algorithm/overlong=penalty"],
+        "overlong=none",
+    ),
+    "or a KL": (
+        [
+            "algorithm=max_rl",
+            "reward=numeric",
+            "kl=k1",
+            "kl.placement=reward",
+            "kl.in_baseline=true",
+        ],
+        "kl.in_baseline",
+    ),
+    "or a weight": (
+        ["algorithm=max_rl", "reward=numeric", "reward.terms.numeric.weight=-1"],
+        "numeric.weight=-1",
+    ),
+    "pass_at_k counts right answers": (
+        ["algorithm=pass_at_k", "reward=numeric", "reward.normalize=true"],
+        "reward.normalize",
+    ),
+    "by a threshold": (
+        ["algorithm=pass_at_k", "reward=numeric", "reward.terms.numeric.weight=0.4"],
+        "numeric.weight=0.4.*set it to 1",
+    ),
+    "above which a format may be": (
+        ["algorithm=pass_at_k", "reward=[numeric,format]"],
+        "joins numeric, format",
+    ),
+    "or a share of tests": (
+        ["algorithm=pass_at_k", "reward=code_exec", "reward.terms.code_exec.fn.credit=share"],
+        "code_exec",
+    ),
+    "a penalty of 1 on another scale": (
+        ["algorithm=dapo", "reward=numeric", "reward.normalize=true"],
+        "overlong.*reward.normalize",
+    ),
+    "or on the group's": (
+        ["algorithm=dapo", "reward=[numeric,format]", "reward/aggregator=group_normalised"],
+        "algorithm.overlong.*group_normalised",
+    ),
+    "a limit that no reply reaches": (
+        ["algorithm=dapo", "algorithm.overlong.limit=9999"],
+        "limit=9999.*max_new_tokens=.*soft_length",
+    ),
+}
 
 
 @pytest.mark.parametrize("overrides, words", cases(BROKEN.values(), 1, unpack=True), ids=BROKEN)

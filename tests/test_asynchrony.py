@@ -28,15 +28,28 @@ from rlkit.training.schedules.progress import foreseen
 from rlkit.types import Environment, Task
 
 COMMON = [
-    "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=4", "batch.prompts=2", "batch.group_size=4", "evaluation.n=0",
-    "generation.max_new_tokens=32", "optimizer.lr=1e-3", "logger=none", "task.max_samples=64", "seed=3",
-]  # fmt: skip
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "trainer.steps=4",
+    "batch.prompts=2",
+    "batch.group_size=4",
+    "evaluation.n=0",
+    "generation.max_new_tokens=32",
+    "optimizer.lr=1e-3",
+    "logger=none",
+    "task.max_samples=64",
+    "seed=3",
+]
 LAG = ["asynchrony=lag", "asynchrony.staleness=2"]
 REFILLS = ["algorithm=dapo", "algorithm.max_refills=2", "algorithm/group_filter=mixed"]
 TURNS = [
-    "task=guess_number", "model=tiny_guess", "environment=guess_number", "environment.max_turns=3", "task.high=20",
+    "task=guess_number",
+    "model=tiny_guess",
+    "environment=guess_number",
+    "environment.max_turns=3",
+    "task.high=20",
     "generation.max_new_tokens=12",
-]  # fmt: skip
+]
 TOOLS = ["environment=tool_use", "generation.max_new_tokens=32"]
 LORA = ["model.lora.rank=2", "reference=ema", "reference.decay=0.5"]
 PHASES = [
@@ -45,13 +58,22 @@ PHASES = [
     "schedule.phases.refine.algorithm.max_refills=0",
 ]
 KINDS = {
-    "grpo": [], "refills": REFILLS, "turns": TURNS, "tools": TOOLS, "lora": LORA, "ppo": ["algorithm=ppo"], "gspo": ["algorithm=gspo"],
-    "pairwise": ["algorithm=pairwise"], "one update": ["algorithm=reinforce"],
-    "moments": ["reward.normalize=true"], "phases": PHASES, "fused": ["model.kernel=fused", "reference=ema", "reference.decay=0.5"],
+    "grpo": [],
+    "refills": REFILLS,
+    "turns": TURNS,
+    "tools": TOOLS,
+    "lora": LORA,
+    "ppo": ["algorithm=ppo"],
+    "gspo": ["algorithm=gspo"],
+    "pairwise": ["algorithm=pairwise"],
+    "one update": ["algorithm=reinforce"],
+    "moments": ["reward.normalize=true"],
+    "phases": PHASES,
+    "fused": ["model.kernel=fused", "reference=ema", "reference.decay=0.5"],
     "sampler": [*REFILLS, "task/sampler=prioritised", "task.max_samples=8"],
     # whose checkpoints hold whole rollouts, so no tool that measures its seconds
     "reuse": ["task/reuse=replay", "task/sampler=variance", "environment=single_turn"],
-}  # fmt: skip
+}
 
 
 def begun(*overrides):
@@ -101,9 +123,16 @@ def test_a_lag_samples_with_the_weights_of_then(kind, same):
         model.load_state_dict(kept[max(0, step - 2)])
         drawn, stream = take(tasks, stream, 2, seed=3)
         rollouts = collect(
-            learner.policy, drawn, engine=now.generation.engine, environment=now.environment, group_size=4, seed=3, step=step,
-            version=max(0, step - 2), **now.generation.params,
-        )  # fmt: skip
+            learner.policy,
+            drawn,
+            engine=now.generation.engine,
+            environment=now.environment,
+            group_size=4,
+            seed=3,
+            step=step,
+            version=max(0, step - 2),
+            **now.generation.params,
+        )
         model.load_state_dict(kept[step])
         learner.step(score(rollouts, now.reward))
     ahead, _ = trained(*KINDS[kind], *LAG)
@@ -266,12 +295,16 @@ REFUSED = {
 GIVEN = {
     "sft": [*LAG, "algorithm=sft", "batch.group_size=1", "kl=none", "reference=none"],
     "controller": [
-        *LAG, "+schedule.numbers={generation.temperature: {_target_: rlkit.training.schedules.adaptive_entropy, start: 0.5}}",
+        *LAG,
+        "+schedule.numbers={generation.temperature: {_target_: rlkit.training.schedules.adaptive_entropy, start: 0.5}}",
     ],
     "reward": [
-        *LAG, "schedule=grpo_to_dapo", "schedule.phases.explore.until='reward/mean > 0.5'", "+reward@schedule.phases.refine.reward=format",
+        *LAG,
+        "schedule=grpo_to_dapo",
+        "schedule.phases.explore.until='reward/mean > 0.5'",
+        "+reward@schedule.phases.refine.reward=format",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

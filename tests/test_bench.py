@@ -264,10 +264,16 @@ def test_opinions_have_the_strength_that_they_say():
             0.0, abs=0.08
         )
     assert Opinions(0, 0.0).weights(["a", "b"], 0, "abc") == [1.0, 1.0, 1.0]
-    one, again, *others = (Opinions(*which).weights(*asked) for which, asked in [
-        ((0, 1.0), (["a"], 0, "abc")), ((0, 1.0), (["a"], 0, "abc")), ((1, 1.0), (["a"], 0, "abc")), ((0, 1.0), (["b"], 0, "abc")),
-        ((0, 1.0), (["a"], 1, "abc")),
-    ])  # fmt: skip
+    one, again, *others = (
+        Opinions(*which).weights(*asked)
+        for which, asked in [
+            ((0, 1.0), (["a"], 0, "abc")),
+            ((0, 1.0), (["a"], 0, "abc")),
+            ((1, 1.0), (["a"], 0, "abc")),
+            ((0, 1.0), (["b"], 0, "abc")),
+            ((0, 1.0), (["a"], 1, "abc")),
+        ]
+    )
     assert one == again and one not in others
 
 
@@ -314,9 +320,20 @@ def table(arms, tasks=("noisy", "needle"), seeds=10, spread=0.02):
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(seeds, len(tasks)))
     return [
-        {"task": task, "arm": arm, "seed": s, "regret": mean + 0.1 * noise[s, t] + spread * rng.normal(), "updates": 1, "samples": 2,
-         "tokens": 3, "processor_s": ""} for s in range(seeds) for t, task in enumerate(tasks) for arm, mean in arms.items()
-    ]  # fmt: skip
+        {
+            "task": task,
+            "arm": arm,
+            "seed": s,
+            "regret": mean + 0.1 * noise[s, t] + spread * rng.normal(),
+            "updates": 1,
+            "samples": 2,
+            "tokens": 3,
+            "processor_s": "",
+        }
+        for s in range(seeds)
+        for t, task in enumerate(tasks)
+        for arm, mean in arms.items()
+    ]
 
 
 def test_the_page_claims_what_differs_and_names_what_does_not():
@@ -362,8 +379,11 @@ def test_an_arm_that_a_task_refuses_is_left_out_there_and_no_seed_for_it():
     found = bench.scores([row for row in whole if (row["arm"], row["task"]) != ("b", "needle")])
     assert found.seeds == list(range(10)) and list(found.everywhere()) == ["a", "c"]
     assert [(p.task, p.first, p.second) for p in bench.pairs(found)] == [
-        ("noisy", "a", "b"), ("noisy", "a", "c"), ("noisy", "b", "c"), ("needle", "a", "c"),
-    ]  # fmt: skip
+        ("noisy", "a", "b"),
+        ("noisy", "a", "c"),
+        ("noisy", "b", "c"),
+        ("needle", "a", "c"),
+    ]
     refused = {Path(f"folder/needle/b/{seed}"): "rewards below 0" for seed in range(3)}
     text = bench.page(
         [row for row in whole if (row["arm"], row["task"]) != ("b", "needle")], refused
@@ -442,10 +462,16 @@ def test_regret_is_1_at_random_and_0_at_best():
     assert [Value(0.25, 0.75).regret(r) for r in (0.25, 0.5, 0.75)] == [1.0, 0.5, 0.0]
 
 
-@each("words, expected", [
-    ([], "algorithms=grpo"), (["algorithms=grpo", "tasks=needles"], "there is no such task"), (["algorithms=grpp"], "grpp"),
-    (["algorithms=grpo", "seeds=x"], "whole number"), (["arms=nowhere.yaml"], "nowhere.yaml"),
-])  # fmt: skip
+@each(
+    "words, expected",
+    [
+        ([], "algorithms=grpo"),
+        (["algorithms=grpo", "tasks=needles"], "there is no such task"),
+        (["algorithms=grpp"], "grpp"),
+        (["algorithms=grpo", "seeds=x"], "whole number"),
+        (["arms=nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
 def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys):
     assert main(["bench", *words, "placebo=false"]) == 2
     assert expected in capsys.readouterr().err

@@ -117,10 +117,19 @@ def reward_that_cannot_score(folder):
 
 
 CASES = [
-    raising_reward, raising_reward_of_a_later_phase, missing_extra, reward_that_cannot_score, without_answer, without_number,
-    one_row_without_a_number, broken_row,
-    missing_file, long_row, no_template, no_gpu,
-]  # fmt: skip
+    raising_reward,
+    raising_reward_of_a_later_phase,
+    missing_extra,
+    reward_that_cannot_score,
+    without_answer,
+    without_number,
+    one_row_without_a_number,
+    broken_row,
+    missing_file,
+    long_row,
+    no_template,
+    no_gpu,
+]
 
 
 @pytest.mark.parametrize("case", cases(CASES, [without_answer]), ids=lambda c: c.__name__)

@@ -28,9 +28,15 @@ def given(seed: int) -> dict[str, torch.Tensor]:
     )
     ratio = token_ratio(new, old, mask)
     return {
-        "logprobs": new, "logprobs_old": old, "response_mask": mask, "rollout_ids": torch.arange(4), "advantages": advantages,
-        "ratio": ratio, "logprobs_sampler": old, "covariance_rank": torch.rand(4, 8, generator=generator),
-    }  # fmt: skip
+        "logprobs": new,
+        "logprobs_old": old,
+        "response_mask": mask,
+        "rollout_ids": torch.arange(4),
+        "advantages": advantages,
+        "ratio": ratio,
+        "logprobs_sampler": old,
+        "covariance_rank": torch.rand(4, 8, generator=generator),
+    }
 
 
 @pytest.mark.parametrize("option", cases(OPTIONS, 2))

@@ -91,16 +91,35 @@ def test_every_preset_composes_builds_and_dry_runs(option):
 
 
 PAPER_NUMBERS = {  # what the papers give, so that no default of ours takes its place unseen
-    "grpo": {"batch.prompts": 16, "batch.group_size": 64, "kl.coef": 0.04, "optimizer.lr": 1e-6, "generation.max_new_tokens": 1024},
-    "dr_grpo": {"batch.group_size": 8, "generation.max_new_tokens": 3000, "algorithm.aggregation.constant": 3000, "kl.name": "none"},
-    "dapo": {
-        "batch.prompts": 512, "batch.group_size": 16, "algorithm.minibatches": 16, "algorithm.policy_loss.clip_high": 0.28,
-        "algorithm.overlong.limit": 20480, "kl.name": "none",
+    "grpo": {
+        "batch.prompts": 16,
+        "batch.group_size": 64,
+        "kl.coef": 0.04,
+        "optimizer.lr": 1e-6,
+        "generation.max_new_tokens": 1024,
     },
-    "gspo": {"algorithm.minibatches": 4, "algorithm.policy_loss.clip_low": 3e-4, "algorithm.policy_loss.clip_high": 4e-4},
+    "dr_grpo": {
+        "batch.group_size": 8,
+        "generation.max_new_tokens": 3000,
+        "algorithm.aggregation.constant": 3000,
+        "kl.name": "none",
+    },
+    "dapo": {
+        "batch.prompts": 512,
+        "batch.group_size": 16,
+        "algorithm.minibatches": 16,
+        "algorithm.policy_loss.clip_high": 0.28,
+        "algorithm.overlong.limit": 20480,
+        "kl.name": "none",
+    },
+    "gspo": {
+        "algorithm.minibatches": 4,
+        "algorithm.policy_loss.clip_low": 3e-4,
+        "algorithm.policy_loss.clip_high": 4e-4,
+    },
     "cispo": {"algorithm.policy_loss.clip_low": 1.0, "kl.name": "none"},
     "rloo": {"batch.group_size": 4, "kl.placement": "reward", "kl.in_baseline": True},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

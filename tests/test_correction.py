@@ -17,10 +17,17 @@ from rlkit.training.run import train_in
 from rlkit.training.schedules import phases
 
 FAST = [
-    "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    "evaluation.n=0",
+    "optimizer.lr=1e-3",
+    "task.max_samples=64",
     "generation.max_new_tokens=32",
-    "batch.group_size=8", "batch.prompts=2", "seed=3",
-]  # fmt: skip
+    "batch.group_size=8",
+    "batch.prompts=2",
+    "seed=3",
+]
 
 
 def run(folder: Path, *overrides: str, resume: bool = False) -> tuple[list[dict], dict]:

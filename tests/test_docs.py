@@ -138,8 +138,19 @@ def test_every_option_and_every_key_has_a_meaning(generated):
 def test_fifty_extension_points_are_listed(generated):
     points = generator().points()
     assert len(points) >= 50 and len({p.place for p in points}) == len(points)
-    for place in ("reward.terms.NAME.fn", "algorithm.advantage", "kl.estimator", "reference", "task", "environment.tools",
-                  "environment.parse_calls", "environment", "schedule.numbers", "generation.engine", "callbacks"):  # fmt: skip
+    for place in (
+        "reward.terms.NAME.fn",
+        "algorithm.advantage",
+        "kl.estimator",
+        "reference",
+        "task",
+        "environment.tools",
+        "environment.parse_calls",
+        "environment",
+        "schedule.numbers",
+        "generation.engine",
+        "callbacks",
+    ):
         assert place in {p.place for p in points}
     text = next(text for path, text in generated.items() if path.name == "extension_points.md")
     assert (
@@ -506,8 +517,12 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
 
 def test_the_embedded_model_follows_the_task():
     """`rlkit rollout task=guess_number` was played by the model of the word problems, which never says a number."""
-    for words, path in [([], "tiny"), (["task=guess_number"], "tiny_guess"), (["task=guess_number", "model=tiny"], "tiny"),
-                        (["task=guess_number", "model.path=elsewhere"], "elsewhere")]:  # fmt: skip
+    for words, path in [
+        ([], "tiny"),
+        (["task=guess_number"], "tiny_guess"),
+        (["task=guess_number", "model=tiny"], "tiny"),
+        (["task=guess_number", "model.path=elsewhere"], "elsewhere"),
+    ]:
         for entry in ("train", "rollout"):
             assert compose(words, entry=entry).config["model"]["path"] == path
 

@@ -17,10 +17,17 @@ from rlkit.training.run import train_in
 from rlkit.types import Batch
 
 FAST = [
-    "debug=fast", "trainer.accelerator=cpu", "logger=none", "evaluation.n=0", "optimizer.lr=1e-3", "task.max_samples=64",
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    "evaluation.n=0",
+    "optimizer.lr=1e-3",
+    "task.max_samples=64",
     "generation.max_new_tokens=32",
-    "batch.group_size=8", "batch.prompts=2", "seed=3",
-]  # fmt: skip
+    "batch.group_size=8",
+    "batch.prompts=2",
+    "seed=3",
+]
 
 
 def run(folder: Path, *overrides: str, resume: bool = False) -> list[dict]:
@@ -112,10 +119,18 @@ def test_log_probs_of_an_update_find_their_tokens_in_any_order_of_its_micro_batc
     }
     per_token, per_rollout = torch.zeros(4, 3), torch.zeros(3)
     batch = Batch(
-        ids=per_token.long(), attention_mask=torch.ones(4, 3, dtype=torch.bool), response_mask=mask, rollout_ids=owners,
-        step_ids=per_token.long(), rewards=per_rollout, group_ids=per_rollout.long(), truncated=per_rollout.bool(),
-        lengths=per_rollout.long(), token_rewards=per_token, logprobs_sampler=per_token,
-    )  # fmt: skip
+        ids=per_token.long(),
+        attention_mask=torch.ones(4, 3, dtype=torch.bool),
+        response_mask=mask,
+        rollout_ids=owners,
+        step_ids=per_token.long(),
+        rewards=per_rollout,
+        group_ids=per_rollout.long(),
+        truncated=per_rollout.bool(),
+        lengths=per_rollout.long(),
+        token_rewards=per_token,
+        logprobs_sampler=per_token,
+    )
     assert torch.equal(drift.before_update(batch, terms).logprobs_old, wanted)
     few = select(batch, torch.tensor([1, 2]))
     assert torch.equal(drift.before_update(few, terms).logprobs_old, wanted[1:3])

@@ -52,13 +52,25 @@ def make_batch(contents: str) -> Batch:
     ends = torch.zeros(b, t, dtype=torch.float64)
     ends[1::2, -1] = rewards
     return Batch(
-        ids=torch.ones(b, t, dtype=torch.int64), attention_mask=torch.ones(b, t, dtype=torch.bool), response_mask=mask, rollout_ids=owner,
-        step_ids=torch.tensor([0, 1]).repeat(n)[:, None].expand(b, t), rewards=rewards,
-        group_ids=torch.tensor([g for g, members in enumerate(groups) for _ in members]), truncated=torch.zeros(n, dtype=torch.bool),
-        lengths=torch.full((n,), 5), reply_lengths=torch.full((n,), 3), token_rewards=ends,
-        logprobs_sampler=tokens(1), logprobs_old=tokens(2), logprobs_ref=tokens(3),
-        entropy_old=tokens(4).abs(), values=tokens(5), components={"task": rewards}, greedy_rewards=torch.full((n,), 0.3),
-    )  # fmt: skip
+        ids=torch.ones(b, t, dtype=torch.int64),
+        attention_mask=torch.ones(b, t, dtype=torch.bool),
+        response_mask=mask,
+        rollout_ids=owner,
+        step_ids=torch.tensor([0, 1]).repeat(n)[:, None].expand(b, t),
+        rewards=rewards,
+        group_ids=torch.tensor([g for g, members in enumerate(groups) for _ in members]),
+        truncated=torch.zeros(n, dtype=torch.bool),
+        lengths=torch.full((n,), 5),
+        reply_lengths=torch.full((n,), 3),
+        token_rewards=ends,
+        logprobs_sampler=tokens(1),
+        logprobs_old=tokens(2),
+        logprobs_ref=tokens(3),
+        entropy_old=tokens(4).abs(),
+        values=tokens(5),
+        components={"task": rewards},
+        greedy_rewards=torch.full((n,), 0.3),
+    )
 
 
 def estimated(batch: Batch, names: dict[str, str]) -> Batch:

@@ -55,10 +55,18 @@ PLAIN = {  # override → what is said instead of the words of OmegaConf, ANTLR 
     "reward.terms.task.fn._target_=math.sqrt": r"takes no 'rewards'\. It takes: nothing; .* out with ~reward\.terms\.task\.fn\.rewards",
 }
 MEANINGS = {
-    "lr": "optimizer.lr", "group_size": "batch.group_size", "beta": "kl.coef", "num_generations": "batch.group_size",
-    "learning_rate": "optimizer.lr", "lora_rank": "model.lora.rank", "steps": "trainer.steps", "generation.lr": "optimizer.lr",
-    "optimizer.lrr": "lr", "clip_high": "algorithm.policy_loss.clip_high", "algoritm": "algorithm",
-}  # fmt: skip
+    "lr": "optimizer.lr",
+    "group_size": "batch.group_size",
+    "beta": "kl.coef",
+    "num_generations": "batch.group_size",
+    "learning_rate": "optimizer.lr",
+    "lora_rank": "model.lora.rank",
+    "steps": "trainer.steps",
+    "generation.lr": "optimizer.lr",
+    "optimizer.lrr": "lr",
+    "clip_high": "algorithm.policy_loss.clip_high",
+    "algoritm": "algorithm",
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -200,15 +208,25 @@ def test_the_default_environment_takes_a_system_prompt():
 )
 def test_the_line_of_a_step_has_at_most_80_columns(reward, seconds):
     row = {
-        "reward/mean": reward, "kl/ref_k3": 12.3456, "len/mean": 32768.0, "len/truncated_frac": 1.0,
-        "perf/generate_s": seconds, "perf/reward_s": 0.1, "perf/update_s": seconds,
-    }  # fmt: skip
+        "reward/mean": reward,
+        "kl/ref_k3": 12.3456,
+        "len/mean": 32768.0,
+        "len/truncated_frac": 1.0,
+        "perf/generate_s": seconds,
+        "perf/reward_s": 0.1,
+        "perf/update_s": seconds,
+    }
     assert len(step_line(1000, 3000, row, reward - 10.0, "0:59:59 left")) <= COLUMNS == 80
 
 
 def test_what_does_not_apply_is_not_in_the_line_of_a_step():
     row = {
-        "reward/mean": float("nan"), "kl/ref_k3": float("nan"), "len/mean": 3.0, "len/truncated_frac": 0.0,
-        "perf/generate_s": 1.0, "perf/reward_s": 0.0, "perf/update_s": 1.0,
-    }  # fmt: skip
+        "reward/mean": float("nan"),
+        "kl/ref_k3": float("nan"),
+        "len/mean": 3.0,
+        "len/truncated_frac": 0.0,
+        "perf/generate_s": 1.0,
+        "perf/reward_s": 0.0,
+        "perf/update_s": 1.0,
+    }
     assert step_line(1, 3, row, None) == "step 1/3 len 3 | 1.0 + 1.0 s"

@@ -32,11 +32,17 @@ from rlkit.training.loggers import (
 )
 
 EVERYTHING = [
-    "debug=fast", "trainer.accelerator=cpu", "trainer.steps=3", "task.max_samples=32", "generation.max_new_tokens=32",
-    "evaluation.n=2", "evaluation.every=1",
-    "logger=tensorboard", "callbacks.checkpoint.every=1",
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "trainer.steps=3",
+    "task.max_samples=32",
+    "generation.max_new_tokens=32",
+    "evaluation.n=2",
+    "evaluation.every=1",
+    "logger=tensorboard",
+    "callbacks.checkpoint.every=1",
     "+callbacks.rollouts={_target_: rlkit.training.callbacks.rollouts, _partial_: true, every: 1}",
-]  # fmt: skip
+]
 MOMENTS = {  # where the disk fills up, in the second RL step or at the end
     "step": "rlkit.training.module.RLModule.training_step",
     "evaluation": "rlkit.training.callbacks.evaluation.HeldOut.on_train_batch_end",

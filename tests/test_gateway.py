@@ -374,16 +374,26 @@ def test_a_function_of_responses_is_the_tool_that_rlkit_writes():
         (b"[" * 100_000, "/chat/completions", None, 400),
         ({"messages": []}, "/chat/completions", None, 400),
         ({"messages": [{"role": "x", "content": "a"}]}, "/chat/completions", None, 400),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "/chat/completions", None, 400),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "/chat/completions",
+            None,
+            400,
+        ),
         ({"messages": list(ASKED), "n": 2}, "/chat/completions", None, 400),
         ({"messages": list(ASKED), "max_tokens": 0}, "/chat/completions", None, 400),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "/messages", None, 400),
         ({"messages": list(ASKED)}, "/nothing", None, 404),
         ({"messages": list(ASKED)}, "/chat/completions", "wrong", 401),
         (b"x" * (MAX_BODY + 1), "/chat/completions", None, 413),
-        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "/chat/completions", None, 400),  # more than the context
+        (
+            {"messages": [{"role": "user", "content": "a" * 100_000}]},
+            "/chat/completions",
+            None,
+            400,
+        ),  # more than the context
     ],
-)  # fmt: skip
+)
 def test_a_wrong_request_is_refused_in_a_sentence_and_disturbs_no_other(
     tiny, body, path, key, status
 ):
@@ -402,8 +412,11 @@ def test_a_wrong_request_is_refused_in_a_sentence_and_disturbs_no_other(
         return 0.0
 
     rollouts = collect(
-        tiny, [Task("good", ASKED), Task("bad", ASKED)], engine=said_by(), environment=program(function=hostile, max_turns=2)
-    )  # fmt: skip
+        tiny,
+        [Task("good", ASKED), Task("bad", ASKED)],
+        engine=said_by(),
+        environment=program(function=hostile, max_turns=2),
+    )
     assert found["is"][0] == status and len(found["is"][1]) > 5
     assert (
         rollouts[0].status == "terminated"
@@ -521,11 +534,15 @@ def raw_request(client, head: str, body: bytes = b"") -> bytes:
     "head, body, status",
     [
         (f"Content-Length: {50 << 20}", b"{", b"413"),  # by its length, unread
-        ("Transfer-Encoding: chunked", b"%x\r\n" % (MAX_BODY + 1) + b"a" * (MAX_BODY + 1) + b"\r\n", b"413"),  # by counting
+        (
+            "Transfer-Encoding: chunked",
+            b"%x\r\n" % (MAX_BODY + 1) + b"a" * (MAX_BODY + 1) + b"\r\n",
+            b"413",
+        ),  # by counting
         ("Content-Length: 100", b"{", b"408"),  # a slow writer
         ("Content-Length: 4\r\nContent-Encoding: gzip", b"abcd", b"400"),
     ],
-)  # fmt: skip
+)
 def test_bodies_that_are_too_large_too_slow_or_no_text_are_refused(
     tiny, monkeypatch, head, body, status
 ):
@@ -709,8 +726,11 @@ def process(tiny, tmp_path, code: str, **settings):
     file = tmp_path / "agent.py"
     file.write_text(ASK + code)
     (rollout,) = collect(
-        tiny, [Task("t", ASKED)], engine=said_by("a"), environment=program(command=["python", str(file)], **settings)
-    )  # fmt: skip
+        tiny,
+        [Task("t", ASKED)],
+        engine=said_by("a"),
+        environment=program(command=["python", str(file)], **settings),
+    )
     return rollout
 
 
@@ -828,10 +848,18 @@ def test_programs_of_a_sampling_process_are_confined_and_limited_too(tmp_path, m
         + f"try: open({str(tmp_path / 'written')!r}, 'w')\nexcept OSError: sys.exit(0)\nsys.exit(3)"
     )
     words = [
-        "environment=program", "environment.command=[python,agent.py]", "environment.confined=true", "environment.max_programs=2",
-        "asynchrony=overlap", "trainer.steps=3", "batch.prompts=2", "batch.group_size=2", "evaluation.n=0", "logger=none",
+        "environment=program",
+        "environment.command=[python,agent.py]",
+        "environment.confined=true",
+        "environment.max_programs=2",
+        "asynchrony=overlap",
+        "trainer.steps=3",
+        "batch.prompts=2",
+        "batch.group_size=2",
+        "evaluation.n=0",
+        "logger=none",
         f"hydra.run.dir={tmp_path / 'run'}",
-    ]  # fmt: skip
+    ]
     status = os.waitstatus_to_exitcode(
         os.waitpid(forked(["train", *words], tmp_path / "log.txt"), 0)[1]
     )

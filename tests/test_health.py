@@ -157,8 +157,15 @@ def test_advice_on_settings_comes_once_in_a_run(name):
     assert [line[: len("warning: step 1")] for line in trainer.lines] == ["warning: step 1"]
 
 
-@pytest.mark.parametrize(("why", "key"), [("length", "generation.max_new_tokens"), ("context", "overflow=drop_oldest"),
-                                          ("steps", "max_turns"), ("deadline", "environment.deadline")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("why", "key"),
+    [
+        ("length", "generation.max_new_tokens"),
+        ("context", "overflow=drop_oldest"),
+        ("steps", "max_turns"),
+        ("deadline", "environment.deadline"),
+    ],
+)
 def test_truncation_names_the_key_of_what_cut_most_episodes(why, key):
     row = HEALTHY | {
         "len/truncated_frac": 0.95,

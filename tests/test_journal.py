@@ -19,9 +19,15 @@ from test_overlap import in_a_thread, timeless  # noqa: F401 (a fixture)
 from vllm_protocol import sampling
 
 SMALL = [
-    "batch.group_size=2", "generation.max_new_tokens=6", "generation=vllm", "asynchrony.staleness=1", "optimizer.lr=1e-2",
-    "reward=numeric", "reward.terms.numeric.fn._target_=overlap_parts.even", "generation.temperature=2",
-]  # fmt: skip
+    "batch.group_size=2",
+    "generation.max_new_tokens=6",
+    "generation=vllm",
+    "asynchrony.staleness=1",
+    "optimizer.lr=1e-2",
+    "reward=numeric",
+    "reward.terms.numeric.fn._target_=overlap_parts.even",
+    "generation.temperature=2",
+]
 
 
 class Run:

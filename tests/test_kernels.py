@@ -26,9 +26,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAST = [
-    "debug=fast", "trainer.accelerator=cpu", "evaluation.n=0", "logger=none", "batch.prompts=1", "batch.group_size=2", "trainer.threads=1",
-    "generation.max_new_tokens=8", "callbacks.checkpoint.every=1", "schedule.numbers.optimizer.lr.steps=9",
-]  # fmt: skip
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "evaluation.n=0",
+    "logger=none",
+    "batch.prompts=1",
+    "batch.group_size=2",
+    "trainer.threads=1",
+    "generation.max_new_tokens=8",
+    "callbacks.checkpoint.every=1",
+    "schedule.numbers.optimizer.lr.steps=9",
+]
 
 
 @pytest.fixture

@@ -19,10 +19,19 @@ import torch
 pytestmark = pytest.mark.slow
 
 TINY = [
-    "debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "trainer.steps=4", "batch.group_size=4", "optimizer.lr=3e-3",
-    "generation.max_new_tokens=12", "evaluation.n=1", "evaluation.every=3", "callbacks.checkpoint.every=2",
-    "callbacks.checkpoint.model=false", "logger=none",
-]  # fmt: skip
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "task.max_samples=32",
+    "trainer.steps=4",
+    "batch.group_size=4",
+    "optimizer.lr=3e-3",
+    "generation.max_new_tokens=12",
+    "evaluation.n=1",
+    "evaluation.every=3",
+    "callbacks.checkpoint.every=2",
+    "callbacks.checkpoint.model=false",
+    "logger=none",
+]
 DRAWS = [
     "reward=numeric",
     "reward.terms.numeric.fn._target_=drawing_reward.draws",

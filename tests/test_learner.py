@@ -21,9 +21,18 @@ from rlkit.training.run import train_in
 from rlkit.types import Rollout, Step, Task
 
 COMMON = [
-    "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",
-    "generation.max_new_tokens=32", "optimizer.lr=1e-3", "logger=none", "task.max_samples=64", "seed=3",
-]  # fmt: skip
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "trainer.steps=3",
+    "batch.prompts=4",
+    "batch.group_size=4",
+    "evaluation.n=0",
+    "generation.max_new_tokens=32",
+    "optimizer.lr=1e-3",
+    "logger=none",
+    "task.max_samples=64",
+    "seed=3",
+]
 REFILLS = ["algorithm/group_filter=mixed", "algorithm.max_refills=2"]
 MOVED = ["algorithm.epochs=3", "algorithm.target_kl=1e-3"]
 WARM = ["algorithm=ppo", "algorithm.critic.warmup=1"]
@@ -69,9 +78,16 @@ def by_parts(x, tasks) -> Learner:
         now = learner.begin()
         drawn, stream = take(tasks, stream, now.batch.prompts, seed=now.seed)
         rollouts = collect(
-            policy, drawn, engine=now.generation.engine, environment=now.environment, group_size=now.batch.group_size,
-            seed=now.seed, step=learner.rl_step, version=learner.rl_step, **now.generation.params,
-        )  # fmt: skip
+            policy,
+            drawn,
+            engine=now.generation.engine,
+            environment=now.environment,
+            group_size=now.batch.group_size,
+            seed=now.seed,
+            step=learner.rl_step,
+            version=learner.rl_step,
+            **now.generation.params,
+        )
         learner.step(score(rollouts, now.reward))
     return learner
 

@@ -77,9 +77,24 @@ evaluation: {n: 16}
 reward: {terms: {task: {fn: {rewards: {listed: {_target_: my_vowels.watched, _partial_: true}}}}}}
 """
 COMMANDS = {
-    "sweep": ["train", "-m", "experiment=bench/vowels", "algorithm=grpo,rloo", "seed=0", "resume=auto"],
-    "bench": ["bench", "algorithms=grpo,rloo", "tasks=vowels", "seeds=1", "placebo=false", "jobs=1", "folder=outputs/sweep"],
-}  # fmt: skip
+    "sweep": [
+        "train",
+        "-m",
+        "experiment=bench/vowels",
+        "algorithm=grpo,rloo",
+        "seed=0",
+        "resume=auto",
+    ],
+    "bench": [
+        "bench",
+        "algorithms=grpo,rloo",
+        "tasks=vowels",
+        "seeds=1",
+        "placebo=false",
+        "jobs=1",
+        "folder=outputs/sweep",
+    ],
+}
 ROWS = {"sweep": "comparison.csv", "bench": "results.csv"}
 
 

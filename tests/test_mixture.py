@@ -22,8 +22,15 @@ from rlkit.training.callbacks.evaluation import result_row
 from rlkit.training.run import train_in
 from rlkit.types import Rollout, Step, Task
 
-MIXTURE = ["task=mixture", "debug=fast", "trainer.accelerator=cpu", "logger=none", "generation.max_new_tokens=40",
-           "environment.environments.guess_number.max_turns=2", "task.max_samples=64"]  # fmt: skip
+MIXTURE = [
+    "task=mixture",
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    "generation.max_new_tokens=40",
+    "environment.environments.guess_number.max_turns=2",
+    "task.max_samples=64",
+]
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +121,13 @@ def rollout(part: str, group: int, reward: str, answer: str, *said: str) -> Roll
 def mixed() -> list[Rollout]:
     """Two prompts of sums, with 1 of 2 right; one of games, won in one turn and in two."""
     return [
-        rollout("sums", 0, "numeric", "7", "#### 7"), rollout("sums", 0, "numeric", "7", "#### 8"),
-        rollout("games", 1, "few_turns", "5", "5"), rollout("games", 1, "few_turns", "5", "4", "5"),
-        rollout("sums", 2, "numeric", "3", "#### 3"), rollout("sums", 2, "numeric", "3", "#### 4"),
-    ]  # fmt: skip
+        rollout("sums", 0, "numeric", "7", "#### 7"),
+        rollout("sums", 0, "numeric", "7", "#### 8"),
+        rollout("games", 1, "few_turns", "5", "5"),
+        rollout("games", 1, "few_turns", "5", "4", "5"),
+        rollout("sums", 2, "numeric", "3", "#### 3"),
+        rollout("sums", 2, "numeric", "3", "#### 4"),
+    ]
 
 
 def scored(rollouts):

@@ -121,9 +121,16 @@ def test_remax_plays_each_prompt_once_more_and_trains_on_none_of_it(tiny):
 def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
     """No reward is ever given: every prompt is refused, the cap is reached, and nothing is trained on."""
     (row,) = train(
-        tmp_path / "run", "algorithm/group_filter=mixed", "algorithm.max_refills=2", "trainer.steps=1", "reward=format",
-        "reward.terms.format.fn.pattern=never", "kl=none", "reference=none", "trainer.micro_batch_tokens=64",
-    )  # fmt: skip
+        tmp_path / "run",
+        "algorithm/group_filter=mixed",
+        "algorithm.max_refills=2",
+        "trainer.steps=1",
+        "reward=format",
+        "reward.terms.format.fn.pattern=never",
+        "kl=none",
+        "reference=none",
+        "trainer.micro_batch_tokens=64",
+    )
     assert row["group/sampled"] == 2 * 3 and row["group/frac_mixed"] == 0
     assert row["optim/updates"] == 0 and row["optim/skipped_no_signal"] > 0
 
@@ -291,9 +298,14 @@ def test_under_lora_the_critic_is_in_the_checkpoint_and_the_base_is_not(tmp_path
 
 
 PHASED = [
-    "schedule=reinforce_to_ppo", "schedule.phases.explore.until=1", "batch.group_size=4", "batch.prompts=4", SPAN,
-    "kl/coef=adaptive", "kl.coef.steps=20",
-]  # fmt: skip
+    "schedule=reinforce_to_ppo",
+    "schedule.phases.explore.until=1",
+    "batch.group_size=4",
+    "batch.prompts=4",
+    SPAN,
+    "kl/coef=adaptive",
+    "kl.coef.steps=20",
+]
 
 
 @pytest.fixture(scope="module")
@@ -355,10 +367,15 @@ def test_a_run_that_is_resumed_at_or_behind_a_switch_is_the_same_run(phased, tmp
 def test_a_phase_of_its_own_reference_starts_it_from_the_policy_of_that_moment(tmp_path, lora):
     """Also a frozen one, under LoRA too: and a resumed run compares with the same reference."""
     own = [
-        "schedule=on_reward", "schedule.phases.explore.until=1", "+kl@schedule.phases.refine.kl=k2",
-        "+reference@schedule.phases.refine.reference=frozen", "schedule.phases.refine.reset=[optimizer]", f"model.lora.rank={lora}", *MIXED,
+        "schedule=on_reward",
+        "schedule.phases.explore.until=1",
+        "+kl@schedule.phases.refine.kl=k2",
+        "+reference@schedule.phases.refine.reference=frozen",
+        "schedule.phases.refine.reset=[optimizer]",
+        f"model.lora.rank={lora}",
+        *MIXED,
         SPAN,
-    ]  # fmt: skip
+    ]
     rows = train(tmp_path / "whole", *own, "trainer.steps=3")
     assert (
         abs(rows[1]["kl/ref_k3"]) < 1e-9 < rows[2]["kl/ref_k3"]

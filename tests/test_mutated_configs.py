@@ -16,9 +16,19 @@ from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.errors import Refusal
 
 BASES = [
-    [], ["experiment=guess_number_ppo"], ["schedule=on_reward"], ["task=mixture"], ["reward=[numeric,length,format]"], ["reference=ema"],
-    ["algorithm=dapo"], ["environment=tool_use"], ["model=qwen3_0.6b"], ["kl/coef=adaptive"], ["schedule=kl_anneal"], ["kl=truncated"],
-]  # fmt: skip
+    [],
+    ["experiment=guess_number_ppo"],
+    ["schedule=on_reward"],
+    ["task=mixture"],
+    ["reward=[numeric,length,format]"],
+    ["reference=ema"],
+    ["algorithm=dapo"],
+    ["environment=tool_use"],
+    ["model=qwen3_0.6b"],
+    ["kl/coef=adaptive"],
+    ["schedule=kl_anneal"],
+    ["kl=truncated"],
+]
 PER_BASE = 17  # 204 in all
 NAMES = ("name", "run_name")  # any text will do
 # Numbers that may be negative: scores and weights of a reward, values that are added, seeds.

@@ -24,10 +24,21 @@ from rlkit.system import rng
 from rlkit.training.run import train_in
 
 COMMON = [
-    "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=3", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",
-    "generation.max_new_tokens=32", "optimizer.lr=1e-3", "optimizer.betas=[0.9,0.999]", "schedule=constant", "logger=none",
-    "task.max_samples=64", "algorithm/correction=none", "seed=3",
-]  # fmt: skip
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "trainer.steps=3",
+    "batch.prompts=4",
+    "batch.group_size=4",
+    "evaluation.n=0",
+    "generation.max_new_tokens=32",
+    "optimizer.lr=1e-3",
+    "optimizer.betas=[0.9,0.999]",
+    "schedule=constant",
+    "logger=none",
+    "task.max_samples=64",
+    "algorithm/correction=none",
+    "seed=3",
+]
 REFILLS = [
     "algorithm/group_filter=mixed",
     "algorithm.max_refills=2",
@@ -57,9 +68,13 @@ def settings(x):
     """The experiment as a notebook's configs, and the rest of its arguments."""
     rate = x.algorithm.critic.optimizer.keywords["lr"] if x.algorithm.critic.active else 0.0
     config = TrainingConfig(
-        x.algorithm, kl=x.kl, value_learning_rate=rate, max_grad_norm=x.trainer.max_grad_norm, group_size=x.batch.group_size,
+        x.algorithm,
+        kl=x.kl,
+        value_learning_rate=rate,
+        max_grad_norm=x.trainer.max_grad_norm,
+        group_size=x.batch.group_size,
         normalize_rewards=x.reward.normalize,
-    )  # fmt: skip
+    )
     sampling = GenerationConfig(
         x.generation.max_new_tokens, x.generation.temperature, 1.0, 0, enable_thinking=None
     )
@@ -76,10 +91,22 @@ def by_runs(x, tasks, update_fn, tmp_path):
     sampling, config, given = settings(x)
     states = []
     train(
-        model, tasks, x.reward, x.trainer.steps, x.batch.prompts, learning_rate=x.optimizer.keywords["lr"], use_ref_model=bool(update_fn),
-        output_dir=tmp_path, gen_config=sampling, train_config=config, tokenizer=tokenizer, log_fn=states.append,
-        optimizer_fn=partial(torch.optim.AdamW, weight_decay=0.0), **given, **({"ref_update_fn": update_fn} if update_fn else {}),
-    )  # fmt: skip
+        model,
+        tasks,
+        x.reward,
+        x.trainer.steps,
+        x.batch.prompts,
+        learning_rate=x.optimizer.keywords["lr"],
+        use_ref_model=bool(update_fn),
+        output_dir=tmp_path,
+        gen_config=sampling,
+        train_config=config,
+        tokenizer=tokenizer,
+        log_fn=states.append,
+        optimizer_fn=partial(torch.optim.AdamW, weight_decay=0.0),
+        **given,
+        **({"ref_update_fn": update_fn} if update_fn else {}),
+    )
     return model, states
 
 

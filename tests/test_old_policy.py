@@ -20,9 +20,20 @@ from rlkit.training.flight import Flight, next_groups
 from rlkit.training.learner import Learner
 
 COMMON = [
-    "trainer.threads=1", "trainer.accelerator=cpu", "trainer.steps=4", "batch.prompts=4", "batch.group_size=4", "evaluation.n=0",
-    "generation.max_new_tokens=24", "optimizer.lr=1e-3", "logger=none", "task.max_samples=64", "seed=3", "kl=none", "reference=none",
-]  # fmt: skip
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "trainer.steps=4",
+    "batch.prompts=4",
+    "batch.group_size=4",
+    "evaluation.n=0",
+    "generation.max_new_tokens=24",
+    "optimizer.lr=1e-3",
+    "logger=none",
+    "task.max_samples=64",
+    "seed=3",
+    "kl=none",
+    "reference=none",
+]
 LAG = ["asynchrony=lag", "asynchrony.staleness=2"]
 
 
@@ -145,19 +156,40 @@ def test_auto_is_none_where_the_loss_has_the_samplers_ratio():
 
 TWO = ["algorithm/correction=product", "algorithm/correction@algorithm.correction.parts.mask=mis"]
 REFUSED = {
-    "every factor of algorithm/correction is 1": ["algorithm.old=sampler", "algorithm/correction=icepop"],
-    "algorithm/correction looks at the whole step": ["algorithm.old=loglinear", "algorithm/correction=m2po"],
-    "looks at the whole step; choose another": [
-        "algorithm.old=loglinear", "algorithm/correction=product", "algorithm.correction.parts.weight.normalise=true"
+    "every factor of algorithm/correction is 1": [
+        "algorithm.old=sampler",
+        "algorithm/correction=icepop",
     ],
-    "algorithm.old=sampler: algorithm.advantage reads the policy before": ["algorithm.old=sampler", "algorithm=pairwise"],
+    "algorithm/correction looks at the whole step": [
+        "algorithm.old=loglinear",
+        "algorithm/correction=m2po",
+    ],
+    "looks at the whole step; choose another": [
+        "algorithm.old=loglinear",
+        "algorithm/correction=product",
+        "algorithm.correction.parts.weight.normalise=true",
+    ],
+    "algorithm.old=sampler: algorithm.advantage reads the policy before": [
+        "algorithm.old=sampler",
+        "algorithm=pairwise",
+    ],
     "algorithm.token_filter reads": ["algorithm.old=loglinear", "algorithm/token_filter=clip_cov"],
     "algorithm.policy_loss reads": ["algorithm.old=sampler", "algorithm/policy_loss=kl_cov"],
     "algorithm.target_kl reads": ["algorithm.old=sampler", "algorithm.target_kl=0.1"],
-    "kl.placement=reward reads": ["algorithm.old=sampler", "kl=k1", "kl.placement=reward", "kl.coef=0.1", "reference=frozen"],
-    "algorithm=sft samples nothing": ["algorithm.old=sampler", "algorithm=sft", "batch.group_size=1"],
+    "kl.placement=reward reads": [
+        "algorithm.old=sampler",
+        "kl=k1",
+        "kl.placement=reward",
+        "kl.coef=0.1",
+        "reference=frozen",
+    ],
+    "algorithm=sft samples nothing": [
+        "algorithm.old=sampler",
+        "algorithm=sft",
+        "batch.group_size=1",
+    ],
     "token_correction and sequence_correction both weigh": TWO,
-}  # fmt: skip
+}
 
 
 @each("words", REFUSED)

@@ -38,11 +38,14 @@ WAITS = [
 ]
 LAWS = {
     "grpo": [],
-    **{kind: KINDS[kind] for kind in ("sampler", "turns", "tools", "lora", "ppo", "phases", "moments")},
+    **{
+        kind: KINDS[kind]
+        for kind in ("sampler", "turns", "tools", "lora", "ppo", "phases", "moments")
+    },
     "draws": [*TALKS, "environment.prompt_fn._target_=overlap_parts.drawn"],
     "delays": [*TURNS[:2], *WAITS, "task=arithmetic", "model=tiny"],
     "transformers": ["generation=transformers"],
-}  # fmt: skip
+}
 ALONE = (
     "grpo",
     "draws",
@@ -140,9 +143,10 @@ def test_overlap_is_lag_whoever_is_faster(kind, staleness, same, monkeypatch):
         time.sleep(0.2 * CLOCK.random())
 
     waits = between if kind in ("grpo", "delays") else lambda: None
-    (one, rows), (ahead, others) = trained(*LAWS[kind], *mode("lag", staleness)), trained(
-        *LAWS[kind], *mode("overlap", staleness), between=waits
-    )  # fmt: skip
+    (one, rows), (ahead, others) = (
+        trained(*LAWS[kind], *mode("lag", staleness)),
+        trained(*LAWS[kind], *mode("overlap", staleness), between=waits),
+    )
     assert same(one.state_dict(), ahead.state_dict()) and same(rows, others)
     if not staleness and kind not in KINDS:  # those are laws of asynchrony=lag
         assert same(trained(*LAWS[kind])[0].state_dict(), ahead.state_dict())
@@ -197,12 +201,14 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
     """Of several types and shapes, also larger than what is copied at a time; a place that holds another version is refused."""
     monkeypatch.setattr(overlap, "PIECE", 5)
     torch.manual_seed(0)
-    model = torch.nn.ParameterDict({
-        "a": torch.nn.Parameter(torch.randn(3, 5).t()),
-        "b": torch.nn.Parameter(torch.randn(4).bfloat16()),
-        "frozen": torch.nn.Parameter(torch.zeros(2), requires_grad=False),
-        "scalar": torch.nn.Parameter(torch.randn(())),
-    })  # fmt: skip
+    model = torch.nn.ParameterDict(
+        {
+            "a": torch.nn.Parameter(torch.randn(3, 5).t()),
+            "b": torch.nn.Parameter(torch.randn(4).bfloat16()),
+            "frozen": torch.nn.Parameter(torch.zeros(2), requires_grad=False),
+            "scalar": torch.nn.Parameter(torch.randn(())),
+        }
+    )
     memory = shared_memory()
     slots, kept = WeightSlots(memory, 2, model), {}
     for version in range(3):
@@ -226,13 +232,29 @@ def test_every_version_has_its_place_in_memory(monkeypatch):
 
 
 REFUSED = {
-    "ranks": (["trainer=ddp", "trainer.devices=2"], "there is one sampling process, and trainer=ddp has 2 ranks; choose asynchrony=lag"),
-    "vllm": (["generation=vllm", "generation.engine.addresses=[start]"], "each would start a vLLM of its own"),
-    "sft": (
-        ["algorithm=sft", "batch.group_size=1", "kl=none", "reference=none", "asynchrony.staleness=0"], "algorithm=sft samples nothing",
+    "ranks": (
+        ["trainer=ddp", "trainer.devices=2"],
+        "there is one sampling process, and trainer=ddp has 2 ranks; choose asynchrony=lag",
     ),
-    "threads": (["asynchrony.sampler.threads=0"], "asynchrony.sampler.threads=0: must be at least 1"),
-}  # fmt: skip
+    "vllm": (
+        ["generation=vllm", "generation.engine.addresses=[start]"],
+        "each would start a vLLM of its own",
+    ),
+    "sft": (
+        [
+            "algorithm=sft",
+            "batch.group_size=1",
+            "kl=none",
+            "reference=none",
+            "asynchrony.staleness=0",
+        ],
+        "algorithm=sft samples nothing",
+    ),
+    "threads": (
+        ["asynchrony.sampler.threads=0"],
+        "asynchrony.sampler.threads=0: must be at least 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", cases(REFUSED, ["ranks", "vllm"]))
@@ -293,10 +315,20 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
 # ------------------------------------------------------------------------------------------------- whole processes
 
 RUN = [
-    "train", "debug=fast", "trainer.accelerator=cpu", "task.max_samples=32", "trainer.steps=12", "batch.group_size=4", "optimizer.lr=3e-3",
-    "generation.max_new_tokens=24", "evaluation.n=0", "callbacks.checkpoint.every=2", "callbacks.checkpoint.model=false",
-    "logger=none", "trainer.threads=1",
-]  # fmt: skip
+    "train",
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "task.max_samples=32",
+    "trainer.steps=12",
+    "batch.group_size=4",
+    "optimizer.lr=3e-3",
+    "generation.max_new_tokens=24",
+    "evaluation.n=0",
+    "callbacks.checkpoint.every=2",
+    "callbacks.checkpoint.model=false",
+    "logger=none",
+    "trainer.threads=1",
+]
 
 KILLS = int(os.environ.get("RLKIT_KILLS", "5"))
 
@@ -413,7 +445,7 @@ def test_a_sampler_that_dies_by_itself_ends_the_run_with_a_sentence(tmp_path, mo
     assert said.endswith(
         f"the sampling process was killed by SIGKILL; what it printed: {tmp_path}/run/sampler.log. "
         "The run can be resumed from its last checkpoint"
-    )  # fmt: skip
+    )
 
 
 def test_a_message_that_cannot_be_read_ends_the_sampling_process(monkeypatch, capfd):

@@ -59,14 +59,25 @@ def make_batch() -> Batch:
         -2 * torch.rand(12, 9, generator=generator, dtype=torch.float64) * mask for _ in range(4)
     ]
     return Batch(
-        ids=torch.arange(12 * 9).view(12, 9), attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=ROWS,
-        step_ids=torch.arange(12 * 9).view(12, 9), rewards=torch.tensor([1, 0, 0.5, 1, 1, 1, 0, float("nan"), 1]).double(),
-        group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]), truncated=torch.arange(9) % 4 == 0,
-        lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROWS, mask.sum(1)), reply_lengths=torch.ones(9, dtype=torch.int64),
-        token_rewards=logprobs[3] / 5, logprobs_sampler=logprobs[0], logprobs_old=logprobs[1], logprobs_ref=logprobs[2],
-        values=torch.linspace(-1, 2, 12 * 9).view(12, 9).double(), versions=torch.arange(12 * 9).view(12, 9) % 3 * mask,
-        components={"task": torch.arange(9.0) % 2}, metadata=tuple({"level": i} for i in range(9)),
-    )  # fmt: skip
+        ids=torch.arange(12 * 9).view(12, 9),
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        rollout_ids=ROWS,
+        step_ids=torch.arange(12 * 9).view(12, 9),
+        rewards=torch.tensor([1, 0, 0.5, 1, 1, 1, 0, float("nan"), 1]).double(),
+        group_ids=torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9]),
+        truncated=torch.arange(9) % 4 == 0,
+        lengths=torch.zeros(9, dtype=torch.int64).index_add_(0, ROWS, mask.sum(1)),
+        reply_lengths=torch.ones(9, dtype=torch.int64),
+        token_rewards=logprobs[3] / 5,
+        logprobs_sampler=logprobs[0],
+        logprobs_old=logprobs[1],
+        logprobs_ref=logprobs[2],
+        values=torch.linspace(-1, 2, 12 * 9).view(12, 9).double(),
+        versions=torch.arange(12 * 9).view(12, 9) % 3 * mask,
+        components={"task": torch.arange(9.0) % 2},
+        metadata=tuple({"level": i} for i in range(9)),
+    )
 
 
 def algorithm(**parts: Any) -> Algorithm:
@@ -83,10 +94,18 @@ def algorithm(**parts: Any) -> Algorithm:
 # ------------------------------------------------------------------------------------------------- metrics of parts
 
 SHIPPED: dict[str, Callable[..., Any]] = {
-    "group_filter": F.keep_all, "overlong": F.keep_overlong, "correction": F.token_correction, "token_filter": F.every_token,
-    "advantage": F.gae, "normalization": F.whiten, "aggregation": F.token_mean, "ratio": F.token_ratio, "policy_loss": F.clipped,
-    "kl_estimator": F.k3, "value_loss": F.squared_error,
-}  # fmt: skip
+    "group_filter": F.keep_all,
+    "overlong": F.keep_overlong,
+    "correction": F.token_correction,
+    "token_filter": F.every_token,
+    "advantage": F.gae,
+    "normalization": F.whiten,
+    "aggregation": F.token_mean,
+    "ratio": F.token_ratio,
+    "policy_loss": F.clipped,
+    "kl_estimator": F.k3,
+    "value_loss": F.squared_error,
+}
 
 
 def with_metrics(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,21 +272,37 @@ def returning(value: Any) -> Callable[..., Any]:
 
 TOKENS, ROLLOUTS = torch.zeros(12, 9), torch.zeros(9)
 BAD = {
-    "a mean": ("policy_loss", TOKENS.mean(), r"gave shape \(\), expected \[B, T\] = \(12, 9\) floating point"),
+    "a mean": (
+        "policy_loss",
+        TOKENS.mean(),
+        r"gave shape \(\), expected \[B, T\] = \(12, 9\) floating point",
+    ),
     "rows": ("policy_loss", torch.zeros(12), r"gave shape \(12,\), expected \[B, T\]"),
     "none": ("ratio", None, r"gave None, expected \[B, T\]"),
     "a float": ("aggregation", 0.5, r"gave 0.5 \(float\), expected"),
-    "bools": ("correction", TOKENS > 0, r"gave torch.bool, expected \[B, T\] = \(12, 9\) floating point"),
+    "bools": (
+        "correction",
+        TOKENS > 0,
+        r"gave torch.bool, expected \[B, T\] = \(12, 9\) floating point",
+    ),
     "numbers": ("group_filter", ROLLOUTS, r"gave torch.float32, expected \[N\] = \(9,\) bool"),
     "a pair": ("policy_loss", (TOKENS, TOKENS), r"gave a tuple of 2, expected \[B, T\]"),
-    "three": ("overlong", (ROLLOUTS, ROLLOUTS > 0, {"x": 1.0}), r"gave a tuple of 3, expected \[N\] = .* floating point, and \[N\]"),
+    "three": (
+        "overlong",
+        (ROLLOUTS, ROLLOUTS > 0, {"x": 1.0}),
+        r"gave a tuple of 3, expected \[N\] = .* floating point, and \[N\]",
+    ),
     "one of two": ("overlong", ROLLOUTS, "gave one tensor, expected"),
     "swapped": ("overlong", (ROLLOUTS > 0, ROLLOUTS), "gave torch.bool, expected"),
     "an estimate": ("normalization", Estimate(TOKENS, TOKENS), "gave a tuple of 2"),
     "half an estimate": ("advantage", Estimate(TOKENS, None), "gave None, expected"),  # type: ignore[arg-type]
     "metrics alone": ("kl_estimator", {"x": 1.0}, r"gave \{'x': 1.0\} \(dict\)"),
-    "elsewhere": ("value_loss", torch.zeros(12, 9, device="meta"), "gave a tensor on meta, where the batch is on cpu"),
-}  # fmt: skip
+    "elsewhere": (
+        "value_loss",
+        torch.zeros(12, 9, device="meta"),
+        "gave a tensor on meta, where the batch is on cpu",
+    ),
+}
 
 
 @each("name, value, said", BAD.values(), ids=BAD)
@@ -335,12 +370,21 @@ OWN = "algorithm.advantage={_target_: own.mine, _partial_: true}"
 @pytest.mark.parametrize(
     "body, said",
     [
-        ("mine(component, rewards): return rewards", "algorithm.advantage: asks for a quantity 'component'.*Did you mean 'components'"),
-        ("mine(components): return components['tasc']", r"algorithm.advantage \(own.mine\): .* term 'tasc'. Did you mean 'task'"),
-        ("mine(rewards): return rewards.mean()", r"algorithm.advantage \(own.mine\): gave shape \(\), expected \[N\] = "),
+        (
+            "mine(component, rewards): return rewards",
+            "algorithm.advantage: asks for a quantity 'component'.*Did you mean 'components'",
+        ),
+        (
+            "mine(components): return components['tasc']",
+            r"algorithm.advantage \(own.mine\): .* term 'tasc'. Did you mean 'task'",
+        ),
+        (
+            "mine(rewards): return rewards.mean()",
+            r"algorithm.advantage \(own.mine\): gave shape \(\), expected \[N\] = ",
+        ),
         ("mine(rewards): return rewards / 0", "advantage gave nan or inf"),
     ],
-)  # fmt: skip
+)
 def test_what_a_part_asks_for_and_gives_is_checked_before_a_model_is_loaded(
     body, said, tmp_path, monkeypatch
 ):

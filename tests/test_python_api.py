@@ -104,10 +104,16 @@ def test_a_keyword_is_an_override(key, value, text):
 
 def test_a_python_object_stands_where_the_part_stood():
     x = rlkit.experiment(
-        "algorithm=dapo", kl="k3", reward=brief, algorithm__advantage=functools.partial(doubled, by=3.0),
-        reference=rlkit.references.ema(decay=0.5), task=[TASK], generation__engine=(engine := rlkit.engines.Cached()),
-        schedule__numbers={"kl.coef": lambda step: 0.1}, **SMALL,
-    )  # fmt: skip
+        "algorithm=dapo",
+        kl="k3",
+        reward=brief,
+        algorithm__advantage=functools.partial(doubled, by=3.0),
+        reference=rlkit.references.ema(decay=0.5),
+        task=[TASK],
+        generation__engine=(engine := rlkit.engines.Cached()),
+        schedule__numbers={"kl.coef": lambda step: 0.1},
+        **SMALL,
+    )
     assert (
         x.reward.terms["brief"].fn is brief
         and x.reward.name == "brief"

@@ -51,9 +51,13 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
     raw = {
         "a": {key: f"${{oc.env:{name}}}" for key, name in names.items()},
         "algorithm": {"_target_": "rlkit.functional.reinforce"},
-        "password": "hunter22", "pin": {"password": 1234}, "tokens": 5, "eos_token": "<|im_end|>",
-        "store": "postgres://jane:s3cr3tpw@host/db", "api": "https://host/v1?api_key=k3yk3yk3y&n=1",
-    }  # fmt: skip
+        "password": "hunter22",
+        "pin": {"password": 1234},
+        "tokens": 5,
+        "eos_token": "<|im_end|>",
+        "store": "postgres://jane:s3cr3tpw@host/db",
+        "api": "https://host/v1?api_key=k3yk3yk3y&n=1",
+    }
     config = raw | {
         "a": {
             "x": 'v4lue "of" origin',
@@ -106,11 +110,14 @@ def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):
 def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
     """A run with `generation.max_new_tokens=64`, or with the callback `tokens`, could not be resumed."""
     for text in (
-        "generation.max_new_tokens=64", "generation.max_thinking_tokens=null",
+        "generation.max_new_tokens=64",
+        "generation.max_thinking_tokens=null",
         "+callbacks.tokens={_target_: my_package.tokens}",
-        "trainer.micro_batch_tokens=1024,2048", "generation.max_new_tokens=range(16,64)", "x.hub_token=${oc.env:HUB}",
+        "trainer.micro_batch_tokens=1024,2048",
+        "generation.max_new_tokens=range(16,64)",
+        "x.hub_token=${oc.env:HUB}",
         "x.max_tokens=${generation.max_new_tokens}",
-    ):  # fmt: skip
+    ):
         assert runs.without_secrets([text]) == [text]
     for text in ("x.hub_token=hf_abc", "x.hub_token=[a,b]", "+x.password=1234", "x.api_key='a b'"):
         assert runs.without_secrets([text]) == [f"{text.partition('=')[0]}={REDACTED}"]

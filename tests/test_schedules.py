@@ -648,8 +648,17 @@ def test_a_number_of_a_phase_spans_the_phase(experiment):
             }
         ),
     )
-    seen = [values(x, Progress(step, phase=phase, since=since))["kl.coef"] for phase, since, step in
-            [(0, 0, 0), (0, 0, 5), (0, 0, 10), (1, 10, 10), (1, 10, 30), (1, 10, 50)]]  # fmt: skip
+    seen = [
+        values(x, Progress(step, phase=phase, since=since))["kl.coef"]
+        for phase, since, step in [
+            (0, 0, 0),
+            (0, 0, 5),
+            (0, 0, 10),
+            (1, 10, 10),
+            (1, 10, 30),
+            (1, 10, 50),
+        ]
+    ]
     assert seen == pytest.approx([1.0, 0.5, 0.0, 1.0, 0.5, 0.0])
     before = Progress(30, phase=2, since=30, controllers={"kl.coef": {"value": 1.0}})
     assert values(x, advance(x, before, {"kl/ref_k3": 5.0}))["kl.coef"] == pytest.approx(

@@ -34,9 +34,18 @@ LOSSES = {
     "top_k": partial(top_k_divergence, k=5, chosen_by="teacher"),
 }
 COMMON = [
-    "task=arithmetic", "trainer.threads=1", "trainer.accelerator=cpu", "batch.prompts=2", "batch.group_size=3", "evaluation.n=0",
-    "algorithm=opd", "algorithm.minibatches=1", "generation.max_new_tokens=12", "logger=none", "task.max_samples=16",
-]  # fmt: skip
+    "task=arithmetic",
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "batch.prompts=2",
+    "batch.group_size=3",
+    "evaluation.n=0",
+    "algorithm=opd",
+    "algorithm.minibatches=1",
+    "generation.max_new_tokens=12",
+    "logger=none",
+    "task.max_samples=16",
+]
 
 
 class Handler(BaseHTTPRequestHandler):

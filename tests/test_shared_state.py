@@ -50,10 +50,21 @@ from rlkit.training.schedules import Phase
 from rlkit.types import Environment, Rollout, Task, ToolCall, ToolResult, stateful
 
 FAST = [
-    "trainer.threads=1", "trainer.accelerator=cpu", "batch.prompts=1", "batch.group_size=4", "evaluation.n=0", "trainer.steps=2",
-    "generation.max_new_tokens=12", "optimizer.lr=1e-3", "logger=none", "task.max_samples=16", "seed=3", "task=guess_number",
-    "model=tiny_guess", "task.high=20",
-]  # fmt: skip
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "batch.prompts=1",
+    "batch.group_size=4",
+    "evaluation.n=0",
+    "trainer.steps=2",
+    "generation.max_new_tokens=12",
+    "optimizer.lr=1e-3",
+    "logger=none",
+    "task.max_samples=16",
+    "seed=3",
+    "task=guess_number",
+    "model=tiny_guess",
+    "task.high=20",
+]
 ELSEWHERE = Path(os.sep)
 MEDDLE = {
     "the working directory": lambda: os.chdir(ELSEWHERE),
@@ -169,10 +180,14 @@ def with_door(x, door, meddle):
     evaluated = Reward("mine", {"even": Term(1.0, reward if door == "evaluation" else even)})
     look.bounded = door == "bounded tool"
     environment = {
-        "stop": Environment(stop=stop), "first prompt": Environment(first_prompt=first_prompt), "lookup": lookup,
-        "session": Environment(session=Own, max_steps=3, history="strip_thinking"), "tool": tools, "bounded tool": tools,
+        "stop": Environment(stop=stop),
+        "first prompt": Environment(first_prompt=first_prompt),
+        "lookup": lookup,
+        "session": Environment(session=Own, max_steps=3, history="strip_thinking"),
+        "tool": tools,
+        "bounded tool": tools,
         "executor": tools._replace(execute=executor),
-    }.get(door, tools if door == "no tool" else environment)  # fmt: skip
+    }.get(door, tools if door == "no tool" else environment)
     if door == "advantage":
         x = x._replace(algorithm=x.algorithm._replace(advantage=advantage))
     return x._replace(
@@ -249,8 +264,27 @@ PAIRS = [
     for door in STATE_DOORS
     if not (door in IN_THREADS and kind in OF_THREAD)
 ]
-REPRESENTATIVES = [*zip(MEDDLE, ["reward", "bounded tool", "stop", "tool", "reward in a thread", "batched reward", "evaluation",
-                                 "session", "tool", "reward", "async reward", "evaluation", "stop"], strict=True)]  # fmt: skip
+REPRESENTATIVES = [
+    *zip(
+        MEDDLE,
+        [
+            "reward",
+            "bounded tool",
+            "stop",
+            "tool",
+            "reward in a thread",
+            "batched reward",
+            "evaluation",
+            "session",
+            "tool",
+            "reward",
+            "async reward",
+            "evaluation",
+            "stop",
+        ],
+        strict=True,
+    )
+]
 
 
 def test_every_kind_has_a_law():
@@ -368,13 +402,28 @@ def test_a_look_costs_little():
 # ------------------------------------------------------------------------------------------------------ the working directory
 
 RUN = [
-    "debug=fast", "task=guess_number", "model=tiny_guess", "task.high=20", "task.max_samples=16", "trainer.accelerator=cpu",
-    "trainer.threads=1", "trainer.steps=2", "evaluation.n=2", "evaluation.every=1", "batch.prompts=1", "batch.group_size=4",
-    "generation.max_new_tokens=12", "reward=numeric", "reward.terms.numeric.fn._target_=meddling_parts.score",
+    "debug=fast",
+    "task=guess_number",
+    "model=tiny_guess",
+    "task.high=20",
+    "task.max_samples=16",
+    "trainer.accelerator=cpu",
+    "trainer.threads=1",
+    "trainer.steps=2",
+    "evaluation.n=2",
+    "evaluation.every=1",
+    "batch.prompts=1",
+    "batch.group_size=4",
+    "generation.max_new_tokens=12",
+    "reward=numeric",
+    "reward.terms.numeric.fn._target_=meddling_parts.score",
     "reward@evaluation.reward=numeric",
-    "evaluation.reward.terms.numeric.fn._target_=meddling_parts.right", "algorithm.advantage._target_=meddling_parts.advantage",
-    "callbacks.checkpoint.every=1", "logger=tensorboard", "optimizer.lr=1e-3",
-]  # fmt: skip
+    "evaluation.reward.terms.numeric.fn._target_=meddling_parts.right",
+    "algorithm.advantage._target_=meddling_parts.advantage",
+    "callbacks.checkpoint.every=1",
+    "logger=tensorboard",
+    "optimizer.lr=1e-3",
+]
 PLACES = {
     name: ["environment=single_turn", f"environment._target_=meddling_parts.{name}"]
     for name in ("turns", "game")
@@ -385,9 +434,10 @@ PLACES["tools"] = [
     "environment.max_turns=2",
 ]
 MODES = {
-    "none": [], "lag": ["asynchrony=lag", "asynchrony.staleness=1"],
+    "none": [],
+    "lag": ["asynchrony=lag", "asynchrony.staleness=1"],
     "overlap": ["asynchrony=overlap", "asynchrony.staleness=1", "asynchrony.sampler.threads=1"],
-}  # fmt: skip
+}
 
 
 def ran(place, mode, folder, forked, away=None):
@@ -528,8 +578,22 @@ class Mark:
         return f"Mark({self.what})"
 
 
-ROW_DOORS = ["reward", "async reward", "batched reward", "reward in a thread", "aggregator", "stop", "first prompt", "lookup", "session",
-             "tool", "bounded tool", "executor", "advantage", "evaluation"]  # fmt: skip
+ROW_DOORS = [
+    "reward",
+    "async reward",
+    "batched reward",
+    "reward in a thread",
+    "aggregator",
+    "stop",
+    "first prompt",
+    "lookup",
+    "session",
+    "tool",
+    "bounded tool",
+    "executor",
+    "advantage",
+    "evaluation",
+]
 
 
 @pytest.mark.parametrize(
@@ -609,18 +673,26 @@ def in_a_phase(x):
 
 
 STATEFUL = {
-    "function": scoring_with(counted), "partial": scoring_with(partial(partial(counted))), "wrapper": scoring_with(wrapped),
-    "instance": scoring_with(Memory()), "method": scoring_with(Memory().remember), "batched": scoring_with(counted, batched=True),
-    "weight 0": lambda x: x._replace(reward=Reward("mine", {"mine": Term(0.0, counted), "even": Term(1.0, even)})),
+    "function": scoring_with(counted),
+    "partial": scoring_with(partial(partial(counted))),
+    "wrapper": scoring_with(wrapped),
+    "instance": scoring_with(Memory()),
+    "method": scoring_with(Memory().remember),
+    "batched": scoring_with(counted, batched=True),
+    "weight 0": lambda x: x._replace(
+        reward=Reward("mine", {"mine": Term(0.0, counted), "even": Term(1.0, even)})
+    ),
     "by task": scoring_with(partial(by_task, rewards={"numeric": even, "other": partial(counted)})),
     "aggregator": lambda x: x._replace(reward=x.reward._replace(aggregator=counted)),
     "phase": in_a_phase,
     "dialogue": playing(dialogue(prompt_fn=stateful(lambda rollout, step: None))),
     "toolbox": playing(tool_use(tools={"memory": Memory})),
     "session": playing(Environment(session=Memory)),
-    "environment of a row": playing(environments_by_task(environments={"a": single_turn(), "b": dialogue(prompt_fn=counted)})),
+    "environment of a row": playing(
+        environments_by_task(environments={"a": single_turn(), "b": dialogue(prompt_fn=counted)})
+    ),
     "game": playing(gymnasium(make=partial(Memory))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("place", STATEFUL)

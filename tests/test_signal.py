@@ -131,9 +131,15 @@ def of_loss(loss, advantages: torch.Tensor) -> torch.Tensor:
     new.requires_grad_()
     mask = torch.ones(2, 3, dtype=torch.bool)
     given = {
-        "logprobs": new, "logprobs_old": old, "logprobs_sampler": sampler, "response_mask": mask, "advantages": advantages,
-        "rollout_ids": torch.tensor([0, 1]), "ratio": f.token_ratio(new, old, mask), "covariance_rank": torch.zeros(2, 3),
-    }  # fmt: skip
+        "logprobs": new,
+        "logprobs_old": old,
+        "logprobs_sampler": sampler,
+        "response_mask": mask,
+        "advantages": advantages,
+        "rollout_ids": torch.tensor([0, 1]),
+        "ratio": f.token_ratio(new, old, mask),
+        "covariance_rank": torch.zeros(2, 3),
+    }
     from rlkit.algorithm import call
 
     return torch.autograd.grad(call(loss, given).sum(), new)[0]

@@ -44,10 +44,19 @@ from rlkit.training.teachers import (
 from rlkit.types import Rollout, Task
 
 COMMON = [
-    "trainer.threads=1", "trainer.accelerator=cpu", "batch.prompts=2", "batch.group_size=3", "evaluation.n=0", "algorithm.minibatches=1",
-    "generation.max_new_tokens=12", "logger=none", "task.max_samples=16", "kl=none", "algorithm/overlong=mask",
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "batch.prompts=2",
+    "batch.group_size=3",
+    "evaluation.n=0",
+    "algorithm.minibatches=1",
+    "generation.max_new_tokens=12",
+    "logger=none",
+    "task.max_samples=16",
+    "kl=none",
+    "algorithm/overlong=mask",
     "trainer.max_grad_norm=1e9",
-]  # fmt: skip
+]
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = (
     {"role": "user", "content": "Add."},

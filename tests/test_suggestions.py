@@ -151,9 +151,13 @@ def test_no_option_writes_into_another_group():
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("task.suggests.max_new_tokens=true", "not a whole number"), ("task.suggests.max_new_tokens=-3", "greater than 0"),
-     ("+model.suggests.learning_rate=1", "nothing reads this"), ("task.suggests=3", "not a mapping")],
-)  # fmt: skip
+    [
+        ("task.suggests.max_new_tokens=true", "not a whole number"),
+        ("task.suggests.max_new_tokens=-3", "greater than 0"),
+        ("+model.suggests.learning_rate=1", "nothing reads this"),
+        ("task.suggests=3", "not a mapping"),
+    ],
+)
 def test_a_suggestion_that_nothing_could_take_is_refused_though_it_is_hidden(word, said):
     with pytest.raises(ConfigError, match=said) as error:
         compose([word])
@@ -224,9 +228,19 @@ def test_the_tiny_models_numbers_with_another_model_are_named(words):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["model.path=tiny_guess"], ["model=pretrained", "model.path=elsewhere"], ["model=qwen3_0.6b", "model.path=elsewhere"],
-     ["model.path=elsewhere", "optimizer.lr=1e-6", "trainer.steps=100", "generation.max_new_tokens=1024"]],
-)  # fmt: skip
+    [
+        [],
+        ["model.path=tiny_guess"],
+        ["model=pretrained", "model.path=elsewhere"],
+        ["model=qwen3_0.6b", "model.path=elsewhere"],
+        [
+            "model.path=elsewhere",
+            "optimizer.lr=1e-6",
+            "trainer.steps=100",
+            "generation.max_new_tokens=1024",
+        ],
+    ],
+)
 def test_a_models_own_numbers_are_not_doubted(words):
     assert of_numbers(*words) == []
 
@@ -253,10 +267,15 @@ def test_without_training_only_the_length_of_replies_is_doubted():
 
 @pytest.mark.parametrize(
     ("words", "better"),
-    [(["model=qwen3_0.6b", "optimizer.lr=1e-6"], "optimizer.lr=1e-05"), (["model.lora.rank=4", "optimizer.lr=3e-4"], "optimizer.lr=0.001"),
-     (["model=qwen3_0.6b"], None), (["model=qwen3_0.6b", "model.lora.rank=0"], None), (["model.lora.rank=4"], None),
-     (["model=qwen3_0.6b", "optimizer.lr=3e-6"], None)],
-)  # fmt: skip
+    [
+        (["model=qwen3_0.6b", "optimizer.lr=1e-6"], "optimizer.lr=1e-05"),
+        (["model.lora.rank=4", "optimizer.lr=3e-4"], "optimizer.lr=0.001"),
+        (["model=qwen3_0.6b"], None),
+        (["model=qwen3_0.6b", "model.lora.rank=0"], None),
+        (["model.lora.rank=4"], None),
+        (["model=qwen3_0.6b", "optimizer.lr=3e-6"], None),
+    ],
+)
 def test_adapters_at_the_rate_of_all_weights_get_one_line(words, better):
     lines = [line for line in warnings(rlkit.experiment(*words)) if "LoRA Without Regret" in line]
     assert [better in line for line in lines] == ([True] if better else [])

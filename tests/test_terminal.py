@@ -25,9 +25,16 @@ from rlkit.training.callbacks.terminal import ProgressLines, TimeLeft, evaluatio
 from rlkit.types import Task
 
 ROW = {
-    "reward/mean": 0.5, "kl/ref_k3": 0.0, "len/mean": 20.0, "len/truncated_frac": 0.0,
-    "perf/generate_s": 1.0, "perf/reward_s": 0.0, "perf/update_s": 1.0, "perf/step_s": 2.0, "perf/between_s": 0.5,
-}  # fmt: skip
+    "reward/mean": 0.5,
+    "kl/ref_k3": 0.0,
+    "len/mean": 20.0,
+    "len/truncated_frac": 0.0,
+    "perf/generate_s": 1.0,
+    "perf/reward_s": 0.0,
+    "perf/update_s": 1.0,
+    "perf/step_s": 2.0,
+    "perf/between_s": 0.5,
+}
 
 
 def test_the_time_left_is_the_median_step_and_the_evaluations_to_come():

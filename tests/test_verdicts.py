@@ -197,44 +197,114 @@ def test_runs_of_shipped_options_need_no_trust(experiment):
 
 
 OVERRIDES = {
-    "a weaker sandbox": (["sandbox=weak"], "sandbox.allow_weak=True can reach what the sandbox keeps out"),
+    "a weaker sandbox": (
+        ["sandbox=weak"],
+        "sandbox.allow_weak=True can reach what the sandbox keeps out",
+    ),
     "a weaker sandbox by value": (["sandbox.min_level=basic"], "sandbox.min_level=basic"),
     "one tool's sandbox": (
-        ["++environment.environments.python.tools.python.sandbox={_target_: rlkit.sandbox.Sandbox, allow_weak: true}"],
+        [
+            "++environment.environments.python.tools.python.sandbox={_target_: rlkit.sandbox.Sandbox, allow_weak: true}"
+        ],
         "environment.environments.python.tools.python.sandbox.allow_weak=True",
     ),
-    "a search path": (["hydra.searchpath=[pkg://strange]"], "hydra.searchpath=[pkg://strange] can reach an import"),
+    "a search path": (
+        ["hydra.searchpath=[pkg://strange]"],
+        "hydra.searchpath=[pkg://strange] can reach an import",
+    ),
     "a search path behind a space": ([" hydra.searchpath=[pkg://strange]"], "can reach an import"),
-    "a place of Hydra's": (["hydra.run.dir=elsewhere"], "hydra.run.dir=elsewhere can reach an import"),
+    "a place of Hydra's": (
+        ["hydra.run.dir=elsewhere"],
+        "hydra.run.dir=elsewhere can reach an import",
+    ),
     "a callback of Hydra's": (["+hydra.callbacks.x={_target_: os.system}"], "can reach an import"),
     "variables of Hydra's": (["+hydra.job.env_set.LD_PRELOAD=x.so"], "can reach an import"),
     "an option put into Hydra": (["+model@hydra.callbacks.x=tiny"], "can reach an import"),
     "a launcher": (["hydra/launcher=joblib"], "can reach an import"),
-    "the environment": (["name=${oc.env:HOME}"], "name=${oc.env:HOME} can reach an environment variable"),
-    "the environment in disguise": (["++a=oc", "name=${${a}.env:HOME}"], "can reach an environment variable"),
-    "a decoded variable": (["name=${oc.decode:${oc.env:HOME}}"], "can reach an environment variable"),
-    "a model elsewhere": (["model.path=someone/model"], "model.path=someone/model can reach a path"),
-    "a kernel of the hub": (["model.attention=someone/kernel"], "model.attention=someone/kernel can reach a program"),
-    "code of a model": (["model.trust_remote_code=true"], "model.trust_remote_code=True can reach a program"),
+    "the environment": (
+        ["name=${oc.env:HOME}"],
+        "name=${oc.env:HOME} can reach an environment variable",
+    ),
+    "the environment in disguise": (
+        ["++a=oc", "name=${${a}.env:HOME}"],
+        "can reach an environment variable",
+    ),
+    "a decoded variable": (
+        ["name=${oc.decode:${oc.env:HOME}}"],
+        "can reach an environment variable",
+    ),
+    "a model elsewhere": (
+        ["model.path=someone/model"],
+        "model.path=someone/model can reach a path",
+    ),
+    "a kernel of the hub": (
+        ["model.attention=someone/kernel"],
+        "model.attention=someone/kernel can reach a program",
+    ),
+    "code of a model": (
+        ["model.trust_remote_code=true"],
+        "model.trust_remote_code=True can reach a program",
+    ),
     "a template": (["model.chat_template=a.jinja"], "model.chat_template=a.jinja can reach a path"),
-    "a function by reference": (["++a=os.system", "++callbacks.x._target_=${a}"], "callbacks.x calls os.system"),
-    "no function of options": (["++callbacks.x._target_=rlkit.distributed.launch.start_ranks"], "callbacks.x calls rlkit.dist"),
-    "a function of a comment": (["environment=program", "environment.function={_target_:my_module.play}"], "calls my_module.play"),
-    "what an optimizer's module holds": (["optimizer._target_=torch.optim.optimizer.deepcopy"], "calls torch.optim.optimizer.deepcopy"),
+    "a function by reference": (
+        ["++a=os.system", "++callbacks.x._target_=${a}"],
+        "callbacks.x calls os.system",
+    ),
+    "no function of options": (
+        ["++callbacks.x._target_=rlkit.distributed.launch.start_ranks"],
+        "callbacks.x calls rlkit.dist",
+    ),
+    "a function of a comment": (
+        ["environment=program", "environment.function={_target_:my_module.play}"],
+        "calls my_module.play",
+    ),
+    "what an optimizer's module holds": (
+        ["optimizer._target_=torch.optim.optimizer.deepcopy"],
+        "calls torch.optim.optimizer.deepcopy",
+    ),
     "a tool that reads files": (
-        ["+environment.environments.tool_use.tools.x={_target_: rlkit.tasks.jsonl, _partial_: true}"],
+        [
+            "+environment.environments.tool_use.tools.x={_target_: rlkit.tasks.jsonl, _partial_: true}"
+        ],
         "tools.x lets the policy call rlkit.tasks.jsonl, whose path can reach a path",
     ),
-    "arguments by position": (["++callbacks.health._args_=[x]"], "callbacks.health._args_=[x] can reach"),
-    "variables of a program": (["environment=program", "++environment.variables.LD_PRELOAD=x.so"], "can reach an environment variable"),
-    "a program": (["environment=program", "environment.command=[touch,ran]"], "environment.command=[touch, ran] can reach a program"),
-    "a logger that sends": (["logger=wandb", "logger.wandb.mode=online"], "logger.wandb.mode=online can reach an address"),
-    "an option outside": (["environment=../../../../elsewhere/option"], "environment=../../../../elsewhere/option can reach a path"),
-    "an option outside, by a slash": (["environment='/../../../../elsewhere/option'"], "can reach a path"),
-    "an option outside, in a list": (["reward=[numeric,../../../../elsewhere/option]"], "can reach a path"),
-    "an address": (["logger=mlflow", "logger.mlflow.tracking_uri=http://elsewhere"], "can reach an address"),
-    "an endless pattern": (["reward=format", "reward.terms.format.fn.pattern='(a+)+$'"], "can reach the processor without a limit"),
-}  # fmt: skip
+    "arguments by position": (
+        ["++callbacks.health._args_=[x]"],
+        "callbacks.health._args_=[x] can reach",
+    ),
+    "variables of a program": (
+        ["environment=program", "++environment.variables.LD_PRELOAD=x.so"],
+        "can reach an environment variable",
+    ),
+    "a program": (
+        ["environment=program", "environment.command=[touch,ran]"],
+        "environment.command=[touch, ran] can reach a program",
+    ),
+    "a logger that sends": (
+        ["logger=wandb", "logger.wandb.mode=online"],
+        "logger.wandb.mode=online can reach an address",
+    ),
+    "an option outside": (
+        ["environment=../../../../elsewhere/option"],
+        "environment=../../../../elsewhere/option can reach a path",
+    ),
+    "an option outside, by a slash": (
+        ["environment='/../../../../elsewhere/option'"],
+        "can reach a path",
+    ),
+    "an option outside, in a list": (
+        ["reward=[numeric,../../../../elsewhere/option]"],
+        "can reach a path",
+    ),
+    "an address": (
+        ["logger=mlflow", "logger.mlflow.tracking_uri=http://elsewhere"],
+        "can reach an address",
+    ),
+    "an endless pattern": (
+        ["reward=format", "reward.terms.format.fn.pattern='(a+)+$'"],
+        "can reach the processor without a limit",
+    ),
+}
 
 
 class Asked(Exception):

@@ -72,13 +72,38 @@ def trained(task: str, seed: int) -> dict[str, Any]:
         for t in tasks.train
     ]
     config = GRPOConfig(
-        output_dir=str(Path.cwd() / "run"), per_device_train_batch_size=replies // 2, gradient_accumulation_steps=1, steps_per_generation=2,
-        num_generations=x.batch.group_size, max_completion_length=x.generation.params["max_new_tokens"], max_steps=2 * x.trainer.steps,
-        shuffle_dataset=False, temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="grpo", scale_rewards="group", epsilon=0.2,
-        num_iterations=1, learning_rate=x.optimizer.keywords["lr"], lr_scheduler_type="constant", optim="adamw_torch", adam_beta1=0.9,
-        adam_beta2=0.99, weight_decay=0.0, max_grad_norm=1.0, bf16=False, use_cpu=True, gradient_checkpointing=False, save_strategy="no",
-        report_to=[], disable_tqdm=True, logging_strategy="no", seed=seed,
-    )  # fmt: skip
+        output_dir=str(Path.cwd() / "run"),
+        per_device_train_batch_size=replies // 2,
+        gradient_accumulation_steps=1,
+        steps_per_generation=2,
+        num_generations=x.batch.group_size,
+        max_completion_length=x.generation.params["max_new_tokens"],
+        max_steps=2 * x.trainer.steps,
+        shuffle_dataset=False,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        loss_type="grpo",
+        scale_rewards="group",
+        epsilon=0.2,
+        num_iterations=1,
+        learning_rate=x.optimizer.keywords["lr"],
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        adam_beta1=0.9,
+        adam_beta2=0.99,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        seed=seed,
+    )
 
     def reward(
         completions: list[Any], right: list[list[str]], pay: list[float], **_: Any
@@ -89,9 +114,12 @@ def trained(task: str, seed: int) -> dict[str, Any]:
         ]
 
     trainer = GRPOTrainer(
-        model=policy.model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows),
+        model=policy.model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
         processing_class=policy.renderer.tokenizer,
-    )  # fmt: skip
+    )
     trainer.train()
     test = {t.messages[0]["content"]: t for t in tasks.test}.values()
     chance = fmean(chance_of(policy._replace(model=trainer.model), t) for t in test)
@@ -172,8 +200,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for task, own in OWN.items():
         ours = {
             int(row["seed"]): 1 - float(row["regret"])
-            for row in csv.DictReader(own.rows.open()) if (row["task"], row["arm"]) == (task, own.arm)
-        }  # fmt: skip
+            for row in csv.DictReader(own.rows.open())
+            if (row["task"], row["arm"]) == (task, own.arm)
+        }
         theirs = {
             int(row["seed"]): 1 - float(row["regret"])
             for row in rows

@@ -226,14 +226,28 @@ def shape(name: str, device: str) -> Any:
 
     shapes = {
         "qwen3_0.6b-shape": {
-            "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True,
+            "vocab_size": 151_936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40_960,
+            "tie_word_embeddings": True,
         },
         "wide_vocabulary": {  # a trunk so small that the head is all there is
-            "vocab_size": 151_936, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+            "vocab_size": 151_936,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
         },
-    }  # fmt: skip
+    }
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):

@@ -29,8 +29,16 @@ from typing import Any
 
 import bench
 
-NEEDED = {"torch": "torch", "transformers": "transformers", "lightning": "lightning", "peft": "peft", "hydra": "hydra-core",
-          "omegaconf": "omegaconf", "datasets": "datasets", "pytest": "pytest"}  # fmt: skip
+NEEDED = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "lightning": "lightning",
+    "peft": "peft",
+    "hydra": "hydra-core",
+    "omegaconf": "omegaconf",
+    "datasets": "datasets",
+    "pytest": "pytest",
+}
 SETTINGS = {
     "adapters": ["model.lora.rank=16"],
     "all weights": ["model.lora.rank=0", "optimizer.lr=1e-6"],

@@ -22,10 +22,22 @@ import bench
 EPISODES, DRAWN = 64, 24
 BYTES = ("memory_mib", "lines_mib", "file_mib")
 RUN = [
-    "train", "kl=none", "reference=none", "evaluation.n=0", "logger=none", "trainer.steps=2", "batch.prompts=8", "batch.group_size=8",
-    "reward=numeric", "reward.terms.numeric.fn._target_=bench.solved", "generation.max_new_tokens=64", "environment=single_turn",
-    "environment._target_=bench.talk", "trainer.accelerator=cpu", "~callbacks.checkpoint",
-]  # fmt: skip
+    "train",
+    "kl=none",
+    "reference=none",
+    "evaluation.n=0",
+    "logger=none",
+    "trainer.steps=2",
+    "batch.prompts=8",
+    "batch.group_size=8",
+    "reward=numeric",
+    "reward.terms.numeric.fn._target_=bench.solved",
+    "generation.max_new_tokens=64",
+    "environment=single_turn",
+    "environment._target_=bench.talk",
+    "trainer.accelerator=cpu",
+    "~callbacks.checkpoint",
+]
 
 
 def played(turns: int, history: str) -> list[Any]:

@@ -108,11 +108,14 @@ def ceiling(overrides: list[str], steps: int) -> tuple[float, float]:
         command = [bench.PYTHON, str(Path(__file__)), "--steps", str(steps)]
         started = [
             subprocess.Popen(
-                [*command, "--side", what, "--folder", folder, *overrides], env=bench.environment(1), text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                [*command, "--side", what, "--folder", folder, *overrides],
+                env=bench.environment(1),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
             for what in ("sample", "update")
-        ]  # fmt: skip
+        ]
         said = [process.communicate()[0] for process in started]
     found = [[line for line in text.splitlines() if line.startswith(bench.MARK)] for text in said]
     if not all(found):
@@ -148,11 +151,21 @@ def measured(rounds: int, steps: int, extra: list[str]) -> list[dict[str, Any]]:
             round(statistics.median(column), 4) for column in zip(*kept, strict=True)
         )
         most = statistics.median(values[0] for values in found[engine, "ceiling"])
-        rows.append({
-            "engine": engine, "way": way, "step_s": step, "sampling_s": sampling or generate, "update_s": update,
-            "wait_s": wait, "handover_s": handover, "handover_share": round(handover / step, 5), "reached": round(most / step, 3),
-            "longer_share": round(max(sampling or generate, update) / step, 3), "rounds": rounds,
-        })  # fmt: skip
+        rows.append(
+            {
+                "engine": engine,
+                "way": way,
+                "step_s": step,
+                "sampling_s": sampling or generate,
+                "update_s": update,
+                "wait_s": wait,
+                "handover_s": handover,
+                "handover_share": round(handover / step, 5),
+                "reached": round(most / step, 3),
+                "longer_share": round(max(sampling or generate, update) / step, 3),
+                "rounds": rounds,
+            }
+        )
     return rows
 
 

@@ -328,9 +328,10 @@ def curves(given: dict[str, Any], python: str, seeds: list[int]) -> list[dict[st
             run = measure(python, side, given | {"seed": seed, "held_out": True})
             for step, accuracy in enumerate(run["reward"], 1):
                 last = step == given["steps"]
-                rows.append({"side": side, "seed": seed, "step": step, "accuracy": round(accuracy, 4)} | (
-                    {"held_out": round(run["held_out"], 4)} if last else {"held_out": ""}
-                ))  # fmt: skip
+                rows.append(
+                    {"side": side, "seed": seed, "step": step, "accuracy": round(accuracy, 4)}
+                    | ({"held_out": round(run["held_out"], 4)} if last else {"held_out": ""})
+                )
     for side in ("rlkit", "trl"):
         ends = [row["held_out"] for row in rows if row["side"] == side and row["held_out"] != ""]
         means = [

@@ -113,9 +113,15 @@ def sizes(rounds: int, shapes: dict[int, tuple[int, int]]) -> list[dict]:
     for hidden, layers in shapes.values():
         torch.manual_seed(0)
         config = Qwen3Config(
-            vocab_size=1024, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 32,
-            num_key_value_heads=max(1, hidden // 64), head_dim=32, max_position_embeddings=512,
-        )  # fmt: skip
+            vocab_size=1024,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
+            num_key_value_heads=max(1, hidden // 64),
+            head_dim=32,
+            max_position_embeddings=512,
+        )
         model = AutoModelForCausalLM.from_config(config)
         ids = torch.randint(1024, (64, 128))
         times: dict[tuple[str, int], list[float]] = {}

@@ -96,16 +96,27 @@ PRESETS = {
     ),
 }
 SLIPS = {  # what is typed → what is answered
-    "lr=1e-4": "Did you mean 'optimizer.lr'", "group_size=8": "Did you mean 'batch.group_size'", "beta=0.1": "Did you mean 'kl.coef'",
-    "num_generations=8": "Did you mean 'batch.group_size'", "learning_rate=1e-5": "Did you mean 'optimizer.lr'",
-    "lora_rank=8": "Did you mean 'model.lora.rank'", "steps=10": "Did you mean 'trainer.steps'", "--steps 10": "write trainer.steps=10",
-    "algorithm=grp": "Did you mean 'grpo'", "trainer.steps=ten": "not a whole number", "'reward=[numeric'": "close each bracket",
-    "model.suggests=3": "model.suggests.NAME=VALUE", "experiment=quikstart": "Did you mean 'quickstart'",
-    "task=jsonl": "set task.path=VALUE", "task=jsonl task.path=nope.jsonl": "does not exist",
+    "lr=1e-4": "Did you mean 'optimizer.lr'",
+    "group_size=8": "Did you mean 'batch.group_size'",
+    "beta=0.1": "Did you mean 'kl.coef'",
+    "num_generations=8": "Did you mean 'batch.group_size'",
+    "learning_rate=1e-5": "Did you mean 'optimizer.lr'",
+    "lora_rank=8": "Did you mean 'model.lora.rank'",
+    "steps=10": "Did you mean 'trainer.steps'",
+    "--steps 10": "write trainer.steps=10",
+    "algorithm=grp": "Did you mean 'grpo'",
+    "trainer.steps=ten": "not a whole number",
+    "'reward=[numeric'": "close each bracket",
+    "model.suggests=3": "model.suggests.NAME=VALUE",
+    "experiment=quikstart": "Did you mean 'quickstart'",
+    "task=jsonl": "set task.path=VALUE",
+    "task=jsonl task.path=nope.jsonl": "does not exist",
     "task=jsonl task.path=rows.jsonl task.fields.prompt=quest": r"the row has 'question', 'result'",
-    "logger=wandb": r"pip install -c constraints.txt -e '\.\[wandb\]'", "resume=outputs/nope": "no run folder",
-    "batch.group_size=1": "needs at least 2", "trainer=gpu": "no GPU",
-}  # fmt: skip
+    "logger=wandb": r"pip install -c constraints.txt -e '\.\[wandb\]'",
+    "resume=outputs/nope": "no run folder",
+    "batch.group_size=1": "needs at least 2",
+    "trainer=gpu": "no GPU",
+}
 READ = {
     "pandas": 'import pandas; print(pandas.read_parquet("RUN/completions")[["step", "reward", "policy_version"]].describe())',
     "polars": 'import polars; print(polars.read_parquet("RUN/completions/*.parquet").group_by("step").agg(polars.col("reward").mean()))',
@@ -269,9 +280,11 @@ def own_parts(t: Terminal, clone: Path) -> None:
     callback = "'+callbacks.mine={_target_: my_metrics.counting, _partial_: true}'"
     t.type(f"rlkit train --config-dir my_conf {both} {callback} --config small.yaml", "finished")
     t.type(
-        f"grep -oE '\"(test/|)reward/polite/words\": [0-9.]+|\"mine/done\": [0-9.]+' {t.newest()}/metrics.jsonl",
-        "test/reward/polite/words", '"reward/polite/words', "mine/done",
-    )  # fmt: skip
+        f'grep -oE \'"(test/|)reward/polite/words": [0-9.]+|"mine/done": [0-9.]+\' {t.newest()}/metrics.jsonl',
+        "test/reward/polite/words",
+        '"reward/polite/words',
+        "mine/done",
+    )
     t.file("loop.py", LOOP)
     t.type("cat loop.py && python loop.py", r"\n[01]\.\d+")
 

@@ -23,9 +23,14 @@ COMMON = ("trainer.threads=1", "logger=none")
 TURNS = 50  # over which the reward few_turns falls from 1 to 0
 HALVING = 1 - (3.7 - 1) / TURNS  # mean reward of a player that halves the bounds from 1 to 20
 STEP = {
-    "reward": "reward/mean", "guesses": "tools/turns", "unsolved": "len/truncated_frac", "explained_variance": "value/explained_variance",
-    "entropy": "policy/entropy", "kl_old": "kl/old", "seconds": "perf/step_s",
-}  # fmt: skip
+    "reward": "reward/mean",
+    "guesses": "tools/turns",
+    "unsolved": "len/truncated_frac",
+    "explained_variance": "value/explained_variance",
+    "entropy": "policy/entropy",
+    "kl_old": "kl/old",
+    "seconds": "perf/step_s",
+}
 
 
 def one_run(seed: int) -> tuple[dict, list[dict]]:

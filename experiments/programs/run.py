@@ -33,10 +33,17 @@ PACKAGES = {
 def trained(agent: str, seed: int, steps: int, n: int, prompts: int) -> dict:
     """One run: its row."""
     words = [
-        "train", "environment=program", f"environment.command=[python,'{HERE / agent}.py']", f"seed={seed}", f"trainer.steps={steps}",
-        f"evaluation.n={n}", f"batch.prompts={prompts}", "environment.max_turns=4", "logger=none",
+        "train",
+        "environment=program",
+        f"environment.command=[python,'{HERE / agent}.py']",
+        f"seed={seed}",
+        f"trainer.steps={steps}",
+        f"evaluation.n={n}",
+        f"batch.prompts={prompts}",
+        "environment.max_turns=4",
+        "logger=none",
         f"environment.variables={{PYTHONPATH:'{os.environ.get('PYTHONPATH', '')}'}}",
-    ]  # fmt: skip
+    ]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
@@ -47,10 +54,16 @@ def trained(agent: str, seed: int, steps: int, n: int, prompts: int) -> dict:
         )
         summary = json.loads(next(Path(folder).glob("outputs/*/*/summary.json")).read_text())
     return {
-        "agent": agent, "versions": " ".join(f"{name}=={version(name)}" for name in PACKAGES[agent]), "seed": seed, "steps": steps,
-        "prompts": prompts, "before": summary["before"]["accuracy"], "after": summary["after"]["accuracy"], "n": summary["after"]["n"],
+        "agent": agent,
+        "versions": " ".join(f"{name}=={version(name)}" for name in PACKAGES[agent]),
+        "seed": seed,
+        "steps": steps,
+        "prompts": prompts,
+        "before": summary["before"]["accuracy"],
+        "after": summary["after"]["accuracy"],
+        "n": summary["after"]["n"],
         "seconds": round(time.monotonic() - begun),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

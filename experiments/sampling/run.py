@@ -38,9 +38,16 @@ from study import interval
 
 HERE, TARGET, ONE_IN = Path(__file__).parent, 0.9, 10
 COMMON = (
-    "experiment=bench/noisy", "task._target_=run.pool", "model.prompt=2", "evaluation.every=2", f"evaluation.stop_at={TARGET}",
-    "evaluation.curve_temperature=0", "model.opinions=0", "model.init_std=0.02", "optimizer.lr=3e-3",
-)  # fmt: skip
+    "experiment=bench/noisy",
+    "task._target_=run.pool",
+    "model.prompt=2",
+    "evaluation.every=2",
+    f"evaluation.stop_at={TARGET}",
+    "evaluation.curve_temperature=0",
+    "model.opinions=0",
+    "model.init_std=0.02",
+    "optimizer.lr=3e-3",
+)
 SAMPLED = 512  # replies, so that the standard error of an accuracy is at most 0.022
 KNOWN = (
     "evaluation.curve_temperature=1",
@@ -150,8 +157,14 @@ def run(sampler: str, seed: int, given: argparse.Namespace) -> dict[str, str]:
         ]
     curve = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
     reached = any(accuracy >= TARGET for accuracy in curve.values())
-    found = {"sampler": sampler, "seed": seed, "reached": int(reached), "steps": summary["steps"], "tokens": summary["tokens"],
-             "curve": " ".join(f"{step}:{accuracy:.3f}" for step, accuracy in curve.items())}  # fmt: skip
+    found = {
+        "sampler": sampler,
+        "seed": seed,
+        "reached": int(reached),
+        "steps": summary["steps"],
+        "tokens": summary["tokens"],
+        "curve": " ".join(f"{step}:{accuracy:.3f}" for step, accuracy in curve.items()),
+    }
     return {key: str(value) for key, value in found.items()}
 
 

@@ -92,9 +92,11 @@ def main() -> None:
         if set(features) <= set(probe().features):
             seconds, many = latency(jobs, features), throughput(jobs, features)
             p95 = seconds[int(0.95 * len(seconds))]
-            print(f"| {'+'.join(features) or 'limits only'} | {1e3 * statistics.median(seconds):.0f} ms | {1e3 * p95:.0f} ms "
-                  f"| {1 / statistics.mean(seconds):.1f} /s | {many:.1f} /s | {many / cores:.1f} /s "
-                  f"| {1e3 * processor(jobs, features):.0f} ms |")  # fmt: skip
+            print(
+                f"| {'+'.join(features) or 'limits only'} | {1e3 * statistics.median(seconds):.0f} ms | {1e3 * p95:.0f} ms "
+                f"| {1 / statistics.mean(seconds):.1f} /s | {many:.1f} /s | {many / cores:.1f} /s "
+                f"| {1e3 * processor(jobs, features):.0f} ms |"
+            )
     print(f"\n{len(rows)} rows, {len(tasks)} with tests that can be split")
     found = {
         r.task.id.rpartition("/")[2]: v

@@ -17,11 +17,19 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 OVERRIDES = (
-    "batch.prompts=2", "batch.group_size=4", "generation.max_new_tokens=48", "task.max_samples=256", "evaluation.n=4",
+    "batch.prompts=2",
+    "batch.group_size=4",
+    "generation.max_new_tokens=48",
+    "task.max_samples=256",
+    "evaluation.n=4",
     "evaluation.every=100",
-    "callbacks.checkpoint.every=10", "callbacks.checkpoint.model=false", "callbacks.samples.every=10", "trainer.accelerator=cpu",
-    "trainer.threads=1", "+callbacks.resources={_target_: resources.resources, _partial_: true}",
-)  # fmt: skip
+    "callbacks.checkpoint.every=10",
+    "callbacks.checkpoint.model=false",
+    "callbacks.samples.every=10",
+    "trainer.accelerator=cpu",
+    "trainer.threads=1",
+    "+callbacks.resources={_target_: resources.resources, _partial_: true}",
+)
 
 
 def main() -> int:

@@ -39,10 +39,18 @@ VARIANTS = {
     "opd, exact": ["algorithm=opd", EXACT],
     "opd, exact, four updates": ["algorithm=opd", EXACT, "algorithm.minibatches=4"],  # a step
     "gkd": ["algorithm=gkd", "algorithm.minibatches=2"],
-    "grpo + opd": ["algorithm=grpo", "kl=none", f"+algorithm.streams.reward={{{STREAM}}}",
-                   f"+algorithm.streams.teacher={{{STREAM}, mask: sampled, loss: {SAMPLED}}}"],
-    "reward alone": ["algorithm=grpo", "kl=none", "reference=none"],  # as many steps as the others, and no teacher
-}  # fmt: skip
+    "grpo + opd": [
+        "algorithm=grpo",
+        "kl=none",
+        f"+algorithm.streams.reward={{{STREAM}}}",
+        f"+algorithm.streams.teacher={{{STREAM}, mask: sampled, loss: {SAMPLED}}}",
+    ],
+    "reward alone": [
+        "algorithm=grpo",
+        "kl=none",
+        "reference=none",
+    ],  # as many steps as the others, and no teacher
+}
 
 
 def trained(overrides: Sequence[str], folder: Path) -> Path:
@@ -69,9 +77,16 @@ def row(variant: str, seed: int, run: Path) -> dict[str, str]:
         if "eval/accuracy" in r
     }
     reached = next((step for step, r in curve.items() if r["eval/accuracy"] >= TARGET), "")
-    found = {"variant": variant, "seed": seed, "steps": summary["steps"], "tokens": summary["tokens"], "target": reached,
-             "before": summary["before"]["accuracy"], "after": summary["after"]["accuracy"],
-             "curve": " ".join(f"{step}:{r['eval/accuracy']:.3f}" for step, r in curve.items())}  # fmt: skip
+    found = {
+        "variant": variant,
+        "seed": seed,
+        "steps": summary["steps"],
+        "tokens": summary["tokens"],
+        "target": reached,
+        "before": summary["before"]["accuracy"],
+        "after": summary["after"]["accuracy"],
+        "curve": " ".join(f"{step}:{r['eval/accuracy']:.3f}" for step, r in curve.items()),
+    }
     return {key: str(value) for key, value in found.items()}
 
 

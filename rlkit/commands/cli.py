@@ -16,9 +16,22 @@ from rlkit.system.processors import wait_without_spinning
 
 # a file of this folder each
 COMMANDS = (
-    "train", "evaluate", "rollout", "agent", "serve", "export", "report", "runs", "compare", "plan", "bench", "check", "doctor", "replay",
+    "train",
+    "evaluate",
+    "rollout",
+    "agent",
+    "serve",
+    "export",
+    "report",
+    "runs",
+    "compare",
+    "plan",
+    "bench",
+    "check",
+    "doctor",
+    "replay",
     "metrics",
-)  # fmt: skip
+)
 READ_NO_CODE = (
     "report",
     "runs",

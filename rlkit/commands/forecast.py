@@ -125,12 +125,23 @@ def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) 
     several = (environment.get("max_turns") or environment.get("max_steps") or 1) > 1
     updates = a.epochs * a.minibatches
     load = Load(
-        x.batch.prompts, x.batch.group_size, prompt, max(1, round(share * limit)), limit, int(given.get("turns", 2 if several else 1)),
-        rank, bool(own.get("gradient_checkpointing")), x.trainer.micro_batch_tokens,
-        engine.get("max_rows") or 256, engine.get("max_cached_tokens") or 1 << 20,
-        scoring=x.needs_reference + (updates > 1 or x.kl.in_reward or a.critic.active), copies=int(x.needs_reference and not rank),
-        updates=updates, epochs=a.epochs, steps=x.trainer.steps,
-    )  # fmt: skip
+        x.batch.prompts,
+        x.batch.group_size,
+        prompt,
+        max(1, round(share * limit)),
+        limit,
+        int(given.get("turns", 2 if several else 1)),
+        rank,
+        bool(own.get("gradient_checkpointing")),
+        x.trainer.micro_batch_tokens,
+        engine.get("max_rows") or 256,
+        engine.get("max_cached_tokens") or 1 << 20,
+        scoring=x.needs_reference + (updates > 1 or x.kl.in_reward or a.critic.active),
+        copies=int(x.needs_reference and not rank),
+        updates=updates,
+        epochs=a.epochs,
+        steps=x.trainer.steps,
+    )
     source = "counted" if counted else "given" if "prompt_tokens" in given else "assumed"
     replies = f"replies of {load.reply} ({share:.0%} of generation.max_new_tokens={limit})"
     return load, f"prompts of {prompt} tokens ({source}), {replies}, {load.turns} a rollout"

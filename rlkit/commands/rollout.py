@@ -140,15 +140,30 @@ def episode_table(rollouts: Sequence[Rollout]) -> str:
     lines = [
         ("episodes", f"{len(rollouts)}"),
         ("steps: mean, min, max", f"{row['tools/turns']:.2f}, {min(steps)}, {max(steps)}"),
-        ("reward: mean, std, min, max", f"{row['reward/mean']:.3f}, {row['reward/std']:.3f}, {low}, {high}"),
+        (
+            "reward: mean, std, min, max",
+            f"{row['reward/mean']:.3f}, {row['reward/std']:.3f}, {low}, {high}",
+        ),
         ("not scored", f"{row['reward/unscored_frac']:.0%}"),
         ("tokens an episode", f"{row['len/mean']:.1f}"),
-        ("tool calls, failures an episode", f"{row['tools/calls']:.2f}, {row['tools/failures']:.2f}"),
+        (
+            "tool calls, failures an episode",
+            f"{row['tools/calls']:.2f}, {row['tools/failures']:.2f}",
+        ),
         ("replies: stop, tool, budget, cut", ", ".join(replies)),
-        *((f"reward of {part}", f"{row[f'part/{part}/reward/mean']:.3f} ({len(own)} episodes)") for part, own in by_part(rollouts).items()),
+        *(
+            (f"reward of {part}", f"{row[f'part/{part}/reward/mean']:.3f} ({len(own)} episodes)")
+            for part, own in by_part(rollouts).items()
+        ),
         *((f"ended: {why}", f"{count}") for why, count in sorted(ended.items())),
-        *((f"{number} step{'s' * (number != 1)}", f"{count:>4} {'▪' * round(40 * count / len(rollouts))}") for number, count in counts),
-    ]  # fmt: skip
+        *(
+            (
+                f"{number} step{'s' * (number != 1)}",
+                f"{count:>4} {'▪' * round(40 * count / len(rollouts))}",
+            )
+            for number, count in counts
+        ),
+    ]
     return "\n".join(f"{name:<34}{value}" for name, value in lines)
 
 

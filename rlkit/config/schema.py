@@ -31,10 +31,16 @@ WANTED = {
 }
 # What an option may suggest to other groups, and of what kind it is; every number is greater than 0.
 SUGGESTED: dict[str, Any] = {
-    **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float), "thinking": bool | None, "max_new_tokens": int | None,
-    **dict.fromkeys(("steps", "micro_batch_tokens", "max_new_tokens_thinking", "turns", "prompts"), int), "embedded": str, "kl": Any,
+    **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float),
+    "thinking": bool | None,
+    "max_new_tokens": int | None,
+    **dict.fromkeys(
+        ("steps", "micro_batch_tokens", "max_new_tokens_thinking", "turns", "prompts"), int
+    ),
+    "embedded": str,
+    "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
-}  # fmt: skip
+}
 # Parts that stand under another one in a config and are no arguments of its function: path → keys. The built part has them as attributes.
 BESIDE = {"task": ("sampler", "reuse")}
 MISSING = "???"

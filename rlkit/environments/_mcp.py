@@ -92,9 +92,17 @@ def mcp(
         str, Tool
     ] = {}  # filled when the tools are listed, which is before any call is parsed
     base = calling(
-        lambda task: known, known, parse_calls, overflow=overflow, system_prompt=system_prompt, max_turns=max_turns, max_calls=max_calls,
-        max_chars=max_chars, timeout=None, deadline=deadline,  # the pool limits a call, and leaves out the start of its server
-    )  # fmt: skip
+        lambda task: known,
+        known,
+        parse_calls,
+        overflow=overflow,
+        system_prompt=system_prompt,
+        max_turns=max_turns,
+        max_calls=max_calls,
+        max_chars=max_chars,
+        timeout=None,
+        deadline=deadline,  # the pool limits a call, and leaves out the start of its server
+    )
 
     named = ", ".join(pool.servers)
 

@@ -49,9 +49,17 @@ def tool_use(
     if not tools:
         raise ConfigError("environment.tools is empty; name a tool, or use environment=single_turn")
     return calling(
-        maker(tools), signatures(tools), parse_calls, overflow=overflow, system_prompt=system_prompt,
-        max_turns=max_turns, max_calls=max_calls, max_chars=max_chars, timeout=timeout, deadline=deadline,
-    )  # fmt: skip
+        maker(tools),
+        signatures(tools),
+        parse_calls,
+        overflow=overflow,
+        system_prompt=system_prompt,
+        max_turns=max_turns,
+        max_calls=max_calls,
+        max_chars=max_chars,
+        timeout=timeout,
+        deadline=deadline,
+    )
 
 
 def calling(

@@ -27,10 +27,20 @@ if TYPE_CHECKING:
 
 # Column → Parquet type. Between `reward` and `advantage` stands a column `reward_NAME` for each component of the reward.
 COLUMNS: dict[str, str] = {
-    "step": "int64", "group": "int64", "sample": "int64", "task_id": "string", "prompt": "string", "completion": "string",
-    "answer": "string", "reward": "float64", "advantage": "float64", "policy_version": "int64", "status": "string", "tokens": "int64",
+    "step": "int64",
+    "group": "int64",
+    "sample": "int64",
+    "task_id": "string",
+    "prompt": "string",
+    "completion": "string",
+    "answer": "string",
+    "reward": "float64",
+    "advantage": "float64",
+    "policy_version": "int64",
+    "status": "string",
+    "tokens": "int64",
     "turns": "int64",
-}  # fmt: skip
+}
 FILE = re.compile(r"steps_(\d+)-(\d+)\.parquet")
 
 
@@ -56,12 +66,22 @@ def completion_row(
     versions = [version for reply in rollout.steps for _, version in reply.versions]
     first: Sequence[Message] = rollout.steps[0].prompt if rollout.steps else rollout.task.messages
     plain = {
-        "step": step, "group": rollout.group, "sample": rollout.sample, "task_id": rollout.task.id, "prompt": _text(first),
-        "completion": _text(rollout.conversation[len(first) :]), "answer": rollout.task.answer, "reward": rollout.total_reward,
-        "advantage": advantage, "policy_version": versions[0] if versions else None,
-        "status": rollout.status if rollout.status == "terminated" else f"truncated: {rollout.truncation}",
-        "tokens": rollout.response_length, "turns": len(rollout.steps),
-    }  # fmt: skip
+        "step": step,
+        "group": rollout.group,
+        "sample": rollout.sample,
+        "task_id": rollout.task.id,
+        "prompt": _text(first),
+        "completion": _text(rollout.conversation[len(first) :]),
+        "answer": rollout.task.answer,
+        "reward": rollout.total_reward,
+        "advantage": advantage,
+        "policy_version": versions[0] if versions else None,
+        "status": rollout.status
+        if rollout.status == "terminated"
+        else f"truncated: {rollout.truncation}",
+        "tokens": rollout.response_length,
+        "turns": len(rollout.steps),
+    }
     return plain | {f"reward_{name}": value for name, value in rollout.rewards.items()}
 
 

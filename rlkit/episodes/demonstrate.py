@@ -46,8 +46,10 @@ def demonstrations(
         steps = demonstrated(policy, task.metadata["messages"], schemas)
         length = steps[-1].prompt_length + len(steps[-1].response_ids)
         if length > policy.context_length:
-            raise DataError(f"row {task.id}: its conversation has {length} tokens, and the model's context is {policy.context_length}; "
-                            "take the row out, or choose a model with a longer context (model.path)")  # fmt: skip
+            raise DataError(
+                f"row {task.id}: its conversation has {length} tokens, and the model's context is {policy.context_length}; "
+                "take the row out, or choose a model with a longer context (model.path)"
+            )
         out.append(
             Rollout(
                 task,

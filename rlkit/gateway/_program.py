@@ -42,9 +42,21 @@ PASSED = (
 LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
 # What a confined program reads and runs: programs and libraries, and what the C library and TLS look at
 SYSTEM = (
-    "/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/ssl", "/etc/hosts", "/etc/nsswitch.conf", "/etc/passwd",
-    "/etc/group", "/etc/localtime", "/etc/os-release", "/etc/mime.types",
-)  # fmt: skip
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/etc/ld.so.cache",
+    "/etc/ssl",
+    "/etc/hosts",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/localtime",
+    "/etc/os-release",
+    "/etc/mime.types",
+)
 SCORE = "reward.txt"  # in the program's folder
 LONGEST_SCORE = 64  # bytes of it
 Score = Literal["file", "exit"]
@@ -315,9 +327,18 @@ async def _executed(
         text = task_text(task)
         own |= {"RLKIT_TASK": text} if len(text) < 1 << 16 else {}
         guard = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", "-B", str(GUARD), cwd=where, env={**own, **variables}, start_new_session=True,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            sys.executable,
+            "-I",
+            "-S",
+            "-B",
+            str(GUARD),
+            cwd=where,
+            env={**own, **variables},
+            start_new_session=True,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
         try:
             assert guard.stdin is not None
             confine = (

@@ -423,11 +423,21 @@ def write_responses(reply: Reply) -> dict[str, Any]:
     counts |= {"total_tokens": sum(counts.values()), "input_tokens_details": {"cached_tokens": 0}}
     cut = reply.step.finish_reason == "length"
     return {
-        "id": f"resp_{reply.number}", "object": "response", "created_at": reply.created, "status": "incomplete" if cut else "completed",
-        "model": "policy", "output": output, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "instructions": None, "metadata": {},
+        "id": f"resp_{reply.number}",
+        "object": "response",
+        "created_at": reply.created,
+        "status": "incomplete" if cut else "completed",
+        "model": "policy",
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": None,
+        "metadata": {},
         "usage": counts | {"output_tokens_details": {"reasoning_tokens": 0}},
-    }  # fmt: skip
+    }
 
 
 def responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
@@ -478,9 +488,15 @@ def write_messages(reply: Reply) -> dict[str, Any]:
         blocks.append({"type": "tool_use", "id": id, "name": name, "input": given})
     why = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}[_finish(reply)]
     return {
-        "id": f"msg_{reply.number}", "type": "message", "role": "assistant", "model": "policy", "content": blocks, "stop_reason": why,
-        "stop_sequence": None, "usage": _usage(reply, "input_tokens", "output_tokens"),
-    }  # fmt: skip
+        "id": f"msg_{reply.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": blocks,
+        "stop_reason": why,
+        "stop_sequence": None,
+        "usage": _usage(reply, "input_tokens", "output_tokens"),
+    }
 
 
 def messages_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:

@@ -87,10 +87,19 @@ def fresh_policy(
         )
         model.load_state_dict(
             kept_start(
-                replies=tuple(replies), alphabet=tuple(alphabet), turns=turns, prompt=prompt, opinions=opinions, width=width, layers=layers,
-                init_std=init_std, steps=steps, rate=rate, seed=seed,
+                replies=tuple(replies),
+                alphabet=tuple(alphabet),
+                turns=turns,
+                prompt=prompt,
+                opinions=opinions,
+                width=width,
+                layers=layers,
+                init_std=init_std,
+                steps=steps,
+                rate=rate,
+                seed=seed,
             )
-        )  # fmt: skip
+        )
         if lora.rank > 0:
             model = add_lora(model, lora)
     return make_policy(model.to(device), character_tokenizer(alphabet))
@@ -137,9 +146,19 @@ def read_weights(path: Path) -> Mapping[str, torch.Tensor]:
 
 @lru_cache(maxsize=4)  # runs that follow one another in a process share their start
 def taught(
-    replies: tuple[str, ...], alphabet: tuple[str, ...], *, turns: int, prompt: int, opinions: float, width: int, layers: int,
-    init_std: float, steps: int, rate: float, seed: int,
-) -> Mapping[str, torch.Tensor]:  # fmt: skip
+    replies: tuple[str, ...],
+    alphabet: tuple[str, ...],
+    *,
+    turns: int,
+    prompt: int,
+    opinions: float,
+    width: int,
+    layers: int,
+    init_std: float,
+    steps: int,
+    rate: float,
+    seed: int,
+) -> Mapping[str, torch.Tensor]:
     """The weights after the lessons. The arguments are those of `fresh_policy`. Callers copy the tensors and do not change them."""
     tokenizer, own = character_tokenizer(alphabet), Opinions(seed, opinions)
     with torch.random.fork_rng(devices=[]):
@@ -198,10 +217,21 @@ def small_model(vocabulary: int, *, width: int, layers: int, init_std: float) ->
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=width // 2, max_position_embeddings=CONTEXT, tie_word_embeddings=False, attention_dropout=0.0,
-        initializer_range=init_std, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=width // 2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        attention_dropout=0.0,
+        initializer_range=init_std,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
     model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = 1
     return model

@@ -72,12 +72,38 @@ CARDS = {
     "h200": gpu("NVIDIA H200 SXM", 141, 4.8, 989, 0.4, "data sheet, 2024"),
     "h100": gpu("NVIDIA H100 SXM", 80, 3.35, 989, 0.4, "data sheet, 2023"),
     "a100": gpu("NVIDIA A100 SXM 80 GB", 80, 2.039, 312, 0.5, "data sheet, 2021"),
-    "4090": gpu("GeForce RTX 4090", 24, 1.008, 165.2, 0.6, "NVIDIA Ada architecture, appendix A, with float32 sums"),
-    "l4": gpu("NVIDIA L4", 24, 0.3, 121, 0.4, "data sheet, 2023; the 242 TFLOP/s there are of sparse matrices"),
+    "4090": gpu(
+        "GeForce RTX 4090",
+        24,
+        1.008,
+        165.2,
+        0.6,
+        "NVIDIA Ada architecture, appendix A, with float32 sums",
+    ),
+    "l4": gpu(
+        "NVIDIA L4",
+        24,
+        0.3,
+        121,
+        0.4,
+        "data sheet, 2023; the 242 TFLOP/s there are of sparse matrices",
+    ),
     # One thread; experiments/benchmarks/roofline.py measures these numbers on any machine.
-    "cpu": Card("one thread of an AMD EPYC", 25e9, 3.2e10, 8.6e10, 9.5e10, 1.1e-5, 6.1e-9, "measured 2026-11-22", 4, 6.8e-8,
-                4.7e-8, 1.8e-3),
-}  # fmt: skip
+    "cpu": Card(
+        "one thread of an AMD EPYC",
+        25e9,
+        3.2e10,
+        8.6e10,
+        9.5e10,
+        1.1e-5,
+        6.1e-9,
+        "measured 2026-11-22",
+        4,
+        6.8e-8,
+        4.7e-8,
+        1.8e-3,
+    ),
+}
 
 
 class Shape(NamedTuple):
@@ -146,10 +172,18 @@ def shape_of(config: Any) -> Shape:
     experts = getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None) or 1
     mlp = getattr(c, "moe_intermediate_size", None) if experts > 1 else None
     return Shape(
-        c.num_hidden_layers, c.hidden_size, heads, getattr(c, "num_key_value_heads", None) or heads,
-        getattr(c, "head_dim", None) or c.hidden_size // heads, mlp or c.intermediate_size, c.vocab_size, bool(c.tie_word_embeddings),
-        experts, getattr(c, "num_experts_per_tok", None) or 1, c.model_type.startswith("qwen3"),
-    )  # fmt: skip
+        c.num_hidden_layers,
+        c.hidden_size,
+        heads,
+        getattr(c, "num_key_value_heads", None) or heads,
+        getattr(c, "head_dim", None) or c.hidden_size // heads,
+        mlp or c.intermediate_size,
+        c.vocab_size,
+        bool(c.tie_word_embeddings),
+        experts,
+        getattr(c, "num_experts_per_tok", None) or 1,
+        c.model_type.startswith("qwen3"),
+    )
 
 
 class Load(NamedTuple):

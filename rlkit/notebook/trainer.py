@@ -329,10 +329,22 @@ class RLTrainer:
 
 
 DEFAULTS: Mapping[str, Any] = {
-    "policy_lr": 1e-5, "value_lr": 1e-4, "gamma": 0.99, "lam": 0.95, "clip_epsilon": 0.2, "vf_coef": 0.5, "max_grad_norm": 0.0,
-    "ppo_epochs": 4, "batch_size": 32, "max_new_tokens": 512, "save_interval": 5, "clip_value": False, "temperature": TEMPERATURE,
-    "seed": 0, "micro_batch_tokens": 16384,
-}  # fmt: skip
+    "policy_lr": 1e-5,
+    "value_lr": 1e-4,
+    "gamma": 0.99,
+    "lam": 0.95,
+    "clip_epsilon": 0.2,
+    "vf_coef": 0.5,
+    "max_grad_norm": 0.0,
+    "ppo_epochs": 4,
+    "batch_size": 32,
+    "max_new_tokens": 512,
+    "save_interval": 5,
+    "clip_value": False,
+    "temperature": TEMPERATURE,
+    "seed": 0,
+    "micro_batch_tokens": 16384,
+}
 SAVED = ("model", "value_head", "policy_optimizer", "value_optimizer")
 INITIAL_PROMPTS = (
     "What is 17 times 24?",

@@ -41,9 +41,14 @@ from rlkit.types import Policy, Task
 WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
 MEASURED = 1e-30  # a coefficient at which the KL is measured and pulls at nothing
 NAMES = {
-    "loss": "loss/total", "reward": "reward/mean", "kl": "kl/estimate", "kl_coef": "kl/coef", "policy_loss": "loss/policy",
-    "value_loss": "value/loss", "grad_norm": "optim/grad_norm",
-}  # fmt: skip
+    "loss": "loss/total",
+    "reward": "reward/mean",
+    "kl": "kl/estimate",
+    "kl_coef": "kl/coef",
+    "policy_loss": "loss/policy",
+    "value_loss": "value/loss",
+    "grad_norm": "optim/grad_norm",
+}
 
 
 class Run(NamedTuple):

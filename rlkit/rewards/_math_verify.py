@@ -142,8 +142,13 @@ def _take() -> subprocess.Popen[str]:
             return _idle.pop()
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(CHILD), json.dumps(sys.path), str(MEMORY)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={}, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={},
+        start_new_session=True,
+    )
     try:
         said = _exchange(child, "", START)
     except TimeoutError:

@@ -84,9 +84,17 @@ def matrix(
 ) -> list[MatrixRun]:
     """All runs, seeds outermost, so that a matrix that is stopped early has whole seeds. `common` goes to every run."""
     return [
-        MatrixRun(task, arm, seed, (f"experiment=bench/{task}", *own, *common, f"seed={seed}"), folder / task / folder_of(arm) / str(seed))
-        for seed in seeds for task in tasks for arm, own in arms.items()
-    ]  # fmt: skip
+        MatrixRun(
+            task,
+            arm,
+            seed,
+            (f"experiment=bench/{task}", *own, *common, f"seed={seed}"),
+            folder / task / folder_of(arm) / str(seed),
+        )
+        for seed in seeds
+        for task in tasks
+        for arm, own in arms.items()
+    ]
 
 
 def folder_of(arm: str) -> str:

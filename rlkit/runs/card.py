@@ -12,11 +12,21 @@ from rlkit.runs import folder as runs
 from rlkit.training.schedules.paths import flat
 
 SHOWN: Mapping[str, str] = {  # row of the card → dotted key of the config
-    "algorithm": "algorithm.name", "task": "task._target_", "data": "task.path", "reward": "reward.name", "KL": "kl.name",
-    "KL coefficient": "kl.coef", "prompts a step": "batch.prompts", "samples a prompt": "batch.group_size",
-    "optimizer": "optimizer._target_", "learning rate": "optimizer.lr", "LoRA rank": "model.lora.rank",
-    "new tokens of a reply": "generation.max_new_tokens", "temperature": "generation.temperature", "seed": "seed",
-}  # fmt: skip
+    "algorithm": "algorithm.name",
+    "task": "task._target_",
+    "data": "task.path",
+    "reward": "reward.name",
+    "KL": "kl.name",
+    "KL coefficient": "kl.coef",
+    "prompts a step": "batch.prompts",
+    "samples a prompt": "batch.group_size",
+    "optimizer": "optimizer._target_",
+    "learning rate": "optimizer.lr",
+    "LoRA rank": "model.lora.rank",
+    "new tokens of a reply": "generation.max_new_tokens",
+    "temperature": "generation.temperature",
+    "seed": "seed",
+}
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 

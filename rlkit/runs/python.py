@@ -131,8 +131,10 @@ def _problems_of(x: Experiment) -> Splits:
     """The problems of a run in this process; prints what is probably not meant."""
     count = x.trainer.devices * x.trainer.nodes
     if count > 1 and ranks.size() == 1:
-        raise ConfigError(f"trainer.devices={x.trainer.devices}, trainer.nodes={x.trainer.nodes}: {count} processes are started by "
-                          "`rlkit train`; from Python, train in one process (trainer__devices=1)")  # fmt: skip
+        raise ConfigError(
+            f"trainer.devices={x.trainer.devices}, trainer.nodes={x.trainer.nodes}: {count} processes are started by "
+            "`rlkit train`; from Python, train in one process (trainer__devices=1)"
+        )
     tasks = load_tasks(x)
     for line in (*warnings(x), *overlaps(tasks)):
         print(f"warning: {line}", flush=True)
@@ -142,8 +144,10 @@ def _problems_of(x: Experiment) -> Splits:
 def _begun(x: Experiment, folder: Path) -> Any:
     """Writes how a run begins to its folder; a block in which this process owns it."""
     if runs.is_run(folder):
-        raise ConfigError(f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
-                          f"rlkit train resume={folder}")  # fmt: skip
+        raise ConfigError(
+            f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
+            f"rlkit train resume={folder}"
+        )
     runs.refuse_leftovers(folder)
     runs.require_writable(folder)
     overrides = None  # parts that are Python objects cannot be composed again

@@ -42,24 +42,93 @@ if TYPE_CHECKING:
 # What stays: stat, access and readlink tell whether a file exists and how large it is. /proc/PID/fd and the like need the right to
 # trace that process, which Landlock refuses.
 ALLOWED = {
-    "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
-    "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
-    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "pread64": (17, 67), "pwrite64": (18, 68),
-    "readv": (19, 65), "writev": (20, 66), "access": (21, None), "pipe": (22, None), "select": (23, None), "sched_yield": (24, 124),
-    "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "pause": (34, None), "nanosleep": (35, 101),
-    "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172), "exit": (60, 93), "uname": (63, 160),
-    "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "getdents": (78, None), "getcwd": (79, 17),
-    "rename": (82, None), "unlink": (87, None), "readlink": (89, None), "umask": (95, 166), "gettimeofday": (96, 169),
-    "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176),
-    "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173), "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137),
-    "sigaltstack": (131, 132), "gettid": (186, 178), "time": (201, None), "futex": (202, 98), "sched_getaffinity": (204, 123),
-    "getdents64": (217, 61), "set_tid_address": (218, 96), "restart_syscall": (219, 128), "clock_gettime": (228, 113),
-    "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94), "newfstatat": (262, 79),
-    "unlinkat": (263, 35), "renameat": (264, 38), "readlinkat": (267, 78), "faccessat": (269, 48), "pselect6": (270, 72),
-    "ppoll": (271, 73), "set_robust_list": (273, 99), "dup3": (292, 24), "pipe2": (293, 59), "getcpu": (309, 168), "renameat2": (316, 276),
-    "getrandom": (318, 278), "membarrier": (324, 283), "statx": (332, 291), "rseq": (334, 293), "close_range": (436, 436),
+    "read": (0, 63),
+    "write": (1, 64),
+    "close": (3, 57),
+    "stat": (4, None),
+    "fstat": (5, 80),
+    "lstat": (6, None),
+    "poll": (7, None),
+    "lseek": (8, 62),
+    "mmap": (9, 222),
+    "mprotect": (10, 226),
+    "munmap": (11, 215),
+    "brk": (12, 214),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "pread64": (17, 67),
+    "pwrite64": (18, 68),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "access": (21, None),
+    "pipe": (22, None),
+    "select": (23, None),
+    "sched_yield": (24, 124),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "dup": (32, 23),
+    "dup2": (33, None),
+    "pause": (34, None),
+    "nanosleep": (35, 101),
+    "getitimer": (36, 102),
+    "alarm": (37, None),
+    "setitimer": (38, 103),
+    "getpid": (39, 172),
+    "exit": (60, 93),
+    "uname": (63, 160),
+    "fsync": (74, 82),
+    "fdatasync": (75, 83),
+    "ftruncate": (77, 46),
+    "getdents": (78, None),
+    "getcwd": (79, 17),
+    "rename": (82, None),
+    "unlink": (87, None),
+    "readlink": (89, None),
+    "umask": (95, 166),
+    "gettimeofday": (96, 169),
+    "getrlimit": (97, 163),
+    "getrusage": (98, 165),
+    "sysinfo": (99, 179),
+    "times": (100, 153),
+    "getuid": (102, 174),
+    "getgid": (104, 176),
+    "geteuid": (107, 175),
+    "getegid": (108, 177),
+    "getppid": (110, 173),
+    "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137),
+    "sigaltstack": (131, 132),
+    "gettid": (186, 178),
+    "time": (201, None),
+    "futex": (202, 98),
+    "sched_getaffinity": (204, 123),
+    "getdents64": (217, 61),
+    "set_tid_address": (218, 96),
+    "restart_syscall": (219, 128),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115),
+    "exit_group": (231, 94),
+    "newfstatat": (262, 79),
+    "unlinkat": (263, 35),
+    "renameat": (264, 38),
+    "readlinkat": (267, 78),
+    "faccessat": (269, 48),
+    "pselect6": (270, 72),
+    "ppoll": (271, 73),
+    "set_robust_list": (273, 99),
+    "dup3": (292, 24),
+    "pipe2": (293, 59),
+    "getcpu": (309, 168),
+    "renameat2": (316, 276),
+    "getrandom": (318, 278),
+    "membarrier": (324, 283),
+    "statx": (332, 291),
+    "rseq": (334, 293),
+    "close_range": (436, 436),
     "faccessat2": (439, 439),
-}  # fmt: skip
+}
 # Allowed for some arguments only; the index of the argument that opens a file's flags
 OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
 FCNTL = {
@@ -272,9 +341,13 @@ def rlimits(job: Mapping[str, Any]) -> None:
 
     megabyte = 1 << 20
     limits = {
-        "RLIMIT_AS": job["memory_mb"] * megabyte, "RLIMIT_CPU": int(job["cpu_s"]) + 2, "RLIMIT_FSIZE": megabyte, "RLIMIT_NOFILE": 64,
-        "RLIMIT_CORE": 0, "RLIMIT_NPROC": None if "seccomp" in job["features"] else 1,
-    }  # fmt: skip
+        "RLIMIT_AS": job["memory_mb"] * megabyte,
+        "RLIMIT_CPU": int(job["cpu_s"]) + 2,
+        "RLIMIT_FSIZE": megabyte,
+        "RLIMIT_NOFILE": 64,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_NPROC": None if "seccomp" in job["features"] else 1,
+    }
     for name, limit in limits.items():
         if limit is None or not hasattr(resource, name):
             continue
@@ -325,15 +398,42 @@ def powerless(libc: Any) -> None:
 # `listen` alone, io_uring, and other processes' memory, limits and priorities. The rest is allowed.
 RUN, OWN = 0x1 | 0x4 | 0x8, 0x77BF  # Landlock: execute and read; all but the making of devices
 FORBIDDEN = {
-    "listen": (50, 201), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "process_madvise": (440, 440), "pidfd_getfd": (438, 438), "io_uring_setup": (425, 425), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428), "move_mount": (429, 429),
-    "fsopen": (430, 430), "unshare": (272, 97), "setns": (308, 268), "init_module": (175, 105), "finit_module": (313, 273),
-    "kexec_load": (246, 104), "open_by_handle_at": (304, 265), "shmat": (30, 196), "setpriority": (141, 140), "ioprio_set": (251, 30),
-    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
-    "migrate_pages": (256, 238), "move_pages": (279, 239),
-}  # fmt: skip
+    "listen": (50, 201),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "process_madvise": (440, 440),
+    "pidfd_getfd": (438, 438),
+    "io_uring_setup": (425, 425),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "kexec_load": (246, 104),
+    "open_by_handle_at": (304, 265),
+    "shmat": (30, 196),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+}
 NEW_NAMESPACE, FASTOPEN = 0x7E020000, 0x20000000
 
 
@@ -350,10 +450,17 @@ def bpf_of_programs(machine: str) -> list[Instruction]:
         (GIVE, 0, 0, ENOSYS),
     ]  # clone3: the C library falls back on clone
     tcp = [
-        argument(0), (EQUAL, 1, 0, 2), (EQUAL, 0, 7, 10),  # IPv4 or IPv6
-        argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 4, 1),  # a stream
-        argument(2), (EQUAL, 1, 0, 0), (EQUAL, 0, 1, 6), (GIVE, 0, 0, ALLOW),  # TCP
-    ]  # fmt: skip
+        argument(0),
+        (EQUAL, 1, 0, 2),
+        (EQUAL, 0, 7, 10),  # IPv4 or IPv6
+        argument(1),
+        (AND, 0, 0, 0xF),
+        (EQUAL, 0, 4, 1),  # a stream
+        argument(2),
+        (EQUAL, 1, 0, 0),
+        (EQUAL, 0, 1, 6),
+        (GIVE, 0, 0, ALLOW),  # TCP
+    ]
     program += only((41, 198)[column], tcp)
     program += only(prlimit, [argument(0), (EQUAL, 0, 1, 0), (GIVE, 0, 0, ALLOW)])  # of oneself
     flags = (

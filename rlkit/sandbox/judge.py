@@ -103,21 +103,39 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     },
 }
 KEYWORDS = {
-    **{name: {"rel_tol", "abs_tol"} if f is isclose else {"rtol", "atol"} for name, f in FUNCTIONS.items() if "close" in name},
-    "sorted": {"reverse"}, "min": {"default"}, "max": {"default"}, "sum": {"start"}, "round": {"ndigits"},
-}  # fmt: skip
+    **{
+        name: {"rel_tol", "abs_tol"} if f is isclose else {"rtol", "atol"}
+        for name, f in FUNCTIONS.items()
+        if "close" in name
+    },
+    "sorted": {"reverse"},
+    "min": {"default"},
+    "max": {"default"},
+    "sum": {"start"},
+    "round": {"ndigits"},
+}
 # These take the items of one argument, whatever it is: of a program's value the child sends the list of its items.
 ITERATE = {"all", "any", "len", "sorted", "set", "frozenset", "list", "tuple", "sum"}
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.Not: lambda value: not truth(value), ast.USub: operator.neg, ast.UAdd: operator.pos,
-}  # fmt: skip
+    ast.Not: lambda value: not truth(value),
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-}  # fmt: skip
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
 def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:

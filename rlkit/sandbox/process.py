@@ -163,8 +163,13 @@ def child_in(
     """A child that works in a folder, and what kills it and all that it may have started; killed at the end of the block."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(CHILD), *arguments],
-        stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=path, env={}, start_new_session=True,
-    )  # fmt: skip
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=path,
+        env={},
+        start_new_session=True,
+    )
 
     def kill() -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -186,10 +191,18 @@ def _job(
     job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
 ) -> dict[str, Any]:
     return {
-        "code": job.code, "calls": list(job.calls), "interactive": job.interactive, "name": "__main__" if job.interactive else "solution",
-        "features": list(features), "cpu_s": sandbox.time_limit, "memory_mb": sandbox.memory_mb, "output_kb": sandbox.output_kb,
-        "disk_mb": DISK_MB, "readable": list(readable()) if "landlock" in features else [], "landlock_abi": landlock_abi,
-    }  # fmt: skip
+        "code": job.code,
+        "calls": list(job.calls),
+        "interactive": job.interactive,
+        "name": "__main__" if job.interactive else "solution",
+        "features": list(features),
+        "cpu_s": sandbox.time_limit,
+        "memory_mb": sandbox.memory_mb,
+        "output_kb": sandbox.output_kb,
+        "disk_mb": DISK_MB,
+        "readable": list(readable()) if "landlock" in features else [],
+        "landlock_abi": landlock_abi,
+    }
 
 
 def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:

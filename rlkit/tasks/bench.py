@@ -123,9 +123,15 @@ def mean_value(tasks: Sequence[Task]) -> Value:
 
 
 def needle(
-    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 12, letters: int = 16,
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int = 4096,
+    placebo: Placebo = "none",
+    problems: int = 12,
+    letters: int = 16,
     depths: int = 3,
-) -> list[Task]:  # fmt: skip
+) -> list[Task]:
     """Exploration: two symbols are to be found. A random reply finds those of problem i with chance 1/letters, half of that, a quarter, …
 
     Args:
@@ -357,9 +363,15 @@ class Chain:
 
 
 def lake(
-    *, split: Split = "train", seed: int = 0, max_samples: int = 4096, placebo: Placebo = "none", problems: int = 8, holes: int = 3,
+    *,
+    split: Split = "train",
+    seed: int = 0,
+    max_samples: int = 4096,
+    placebo: Placebo = "none",
+    problems: int = 8,
+    holes: int = 3,
     length: int = 10,
-) -> list[Task]:  # fmt: skip
+) -> list[Task]:
     """Many turns that cannot be taken back: the game `Lake`.
 
     Args:

@@ -63,9 +63,15 @@ class Sampling(NamedTuple):
 
 @safe("k")
 @ranges(
-    n=(0, None), every=(0, None), samples=(0, None), temperature=(0, None), curve_temperature=(0, None), max_new_tokens=(1, None),
-    stop_at=(0, None), max_time=(0.001, None),
-)  # fmt: skip
+    n=(0, None),
+    every=(0, None),
+    samples=(0, None),
+    temperature=(0, None),
+    curve_temperature=(0, None),
+    max_new_tokens=(1, None),
+    stop_at=(0, None),
+    max_time=(0.001, None),
+)
 class Evaluation(NamedTuple):
     """Evaluation with settings and a verifier of its own: of validation tasks on the way, of test tasks before and after."""
 
@@ -85,9 +91,17 @@ class Evaluation(NamedTuple):
 
 
 @ranges(
-    steps=(1, None), micro_batch_tokens=(1, None), max_grad_norm=(1e-8, None), max_time=(0, None), threads=(1, None),
-    max_nonfinite=(1, None), devices=(1, None), nodes=(1, None), timeout=(0.001, None), max_step_time=(0.001, None),
-)  # fmt: skip
+    steps=(1, None),
+    micro_batch_tokens=(1, None),
+    max_grad_norm=(1e-8, None),
+    max_time=(0, None),
+    threads=(1, None),
+    max_nonfinite=(1, None),
+    devices=(1, None),
+    nodes=(1, None),
+    timeout=(0.001, None),
+    max_step_time=(0.001, None),
+)
 class TrainerSettings(NamedTuple):
     """How long, on what, and in which portions."""
 

@@ -229,8 +229,12 @@ class SamplingProcess:
             out: BinaryIO | None = files.enter_context(log.open("ab")) if log else None
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, json.dumps(sys.path), *map(str, handles)],
-                pass_fds=handles, stdin=setup, stdout=out, stderr=out, start_new_session=True,  # Ctrl-C is the trainer's
-            )  # fmt: skip
+                pass_fds=handles,
+                stdin=setup,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # Ctrl-C is the trainer's
+            )
         threading.Thread(target=self._receive, daemon=True).start()
 
     def send(self, message: Any) -> None:

@@ -100,9 +100,16 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     check_contexts(policy, tasks, x.environment)
     temperature = x.generation.temperature or 1.0
     rollouts = collect(
-        policy, few, engine=x.generation.engine, environment=x.environment, group_size=2, seed=x.seed,
-        **x.generation._replace(temperature=temperature, max_new_tokens=min(x.generation.max_new_tokens, 32)).params,
-    )  # fmt: skip
+        policy,
+        few,
+        engine=x.generation.engine,
+        environment=x.environment,
+        group_size=2,
+        seed=x.seed,
+        **x.generation._replace(
+            temperature=temperature, max_new_tokens=min(x.generation.max_new_tokens, 32)
+        ).params,
+    )
     if not any(rollout.steps for rollout in rollouts):
         raise DataError(
             failures(rollouts)
@@ -123,14 +130,18 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         p.dtype == torch.bfloat16 for p in policy.model.parameters()
     )
     warnings = _compare(
-        logprobs[few_rows][mask[few_rows]] - own, half, "the trainer and the model's own forward",
+        logprobs[few_rows][mask[few_rows]] - own,
+        half,
+        "the trainer and the model's own forward",
         f"the trainer would learn from other probabilities than {type(policy.model).__name__} has. Does its forward change the last "
         "hidden states or the logits in a way that its class does not show, or has it dropout?",
-    )  # fmt: skip
+    )
     warnings += _compare(
-        (logprobs - batch.logprobs_sampler)[mask], half, "sampler and trainer",
+        (logprobs - batch.logprobs_sampler)[mask],
+        half,
+        "sampler and trainer",
         "training would be wrong. Does the engine sample at generation.temperature, and from these weights?",
-    )  # fmt: skip
+    )
     return Agreement(warnings, exact=not half)
 
 

@@ -274,9 +274,18 @@ def test_layers_with_a_window_are_left_to_the_reference(tiny, complete, referenc
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, initializer_range=0.5, max_position_embeddings=64, **WINDOWS[family],
-    )  # fmt: skip
+        family,
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.5,
+        max_position_embeddings=64,
+        **WINDOWS[family],
+    )
     policy = tiny._replace(
         model=AutoModelForCausalLM.from_config(config).eval(),
         eos_token_ids=(49,),
@@ -406,9 +415,16 @@ def small(tiny):
 
     torch.manual_seed(5)
     config = Qwen3Config(
-        vocab_size=768, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        max_position_embeddings=160, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=768,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=160,
+        initializer_range=0.3,
+    )
     return tiny._replace(model=Qwen3ForCausalLM(config).eval(), context_length=160)
 
 
@@ -761,9 +777,16 @@ def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, complete, e
 
     torch.manual_seed(3)
     config = Qwen3Config(
-        vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        max_position_embeddings=16, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=6,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=16,
+        initializer_range=0.2,
+    )
     policy = tiny._replace(
         model=Qwen3ForCausalLM(config).eval(),
         eos_token_ids=(99,),

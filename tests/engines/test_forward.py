@@ -20,9 +20,17 @@ from rlkit.functional import mix
 
 CONTEXTS = [(5, 9, 2, 7), (5, 9, 2, 7), (11, 3), (4, 4, 8, 1, 30, 2)]
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "eos_token_id": 63, "pad_token_id": 62, "tie_word_embeddings": False, "sliding_window": None,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "eos_token_id": 63,
+    "pad_token_id": 62,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+}
 VARIANTS = {
     "as it is": {},
     "a key head for each": {"num_key_value_heads": 4},

@@ -34,9 +34,20 @@ def policy_of(tiny, family="qwen3", **changes):
     """Random weights, norms and biases too, three query heads for each key head."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, vocab_size=WORDS, hidden_size=96, intermediate_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, sliding_window=None, initializer_range=0.1, **changes,
-    )  # fmt: skip
+        family,
+        vocab_size=WORDS,
+        hidden_size=96,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        sliding_window=None,
+        initializer_range=0.1,
+        **changes,
+    )
     if family == "qwen2":
         config.num_attention_heads, config.num_key_value_heads = (
             3,

@@ -22,7 +22,7 @@ from rlkit.episodes.samplers import (
     unsolved_sampler,
     variance_sampler,
     with_outcomes,
-)  # fmt: skip
+)
 from rlkit.episodes.stream import StreamState, take, take_again
 from rlkit.errors import ConfigError, DataError
 from rlkit.types import Rollout, Task

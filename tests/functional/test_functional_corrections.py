@@ -215,9 +215,11 @@ def test_bounds_hold_at_equality() -> None:
     )
     rollouts = (old, sampler, everywhere, one)
     for part in (
-        partial(geometric_mask, low=0.0, high=0.5), partial(geometric_mask, high=0.25, scaled=False),
-        partial(divergence_mask, estimator="k2", bound=1 / 32), partial(divergence_mask, estimator="k2", over="max", bound=1 / 32),
-    ):  # fmt: skip
+        partial(geometric_mask, low=0.0, high=0.5),
+        partial(geometric_mask, high=0.25, scaled=False),
+        partial(divergence_mask, estimator="k2", bound=1 / 32),
+        partial(divergence_mask, estimator="k2", over="max", bound=1 / 32),
+    ):
         assert part(*rollouts).all()
         tighter = {
             name: part.keywords[name] * (1 - 1e-6)

@@ -19,9 +19,20 @@ from rlkit.functional import fill_masked, token_ratio
 
 # Called with quantities by name: all of these modules, and these of a module with helpers besides.
 PARTS = [
-    "advantages", "aggregation", "corrections", "filters", "kl", "normalization", "overlong", "pairs.all_pairs", "pairs.best_worst",
-    "pairs.pairwise", "policy_losses", "ratios", "value_losses",
-]  # fmt: skip
+    "advantages",
+    "aggregation",
+    "corrections",
+    "filters",
+    "kl",
+    "normalization",
+    "overlong",
+    "pairs.all_pairs",
+    "pairs.best_worst",
+    "pairs.pairwise",
+    "policy_losses",
+    "ratios",
+    "value_losses",
+]
 PLAIN = {"statistics"}  # figures on Python numbers: no tensors, imported from their module
 MODULES = {
     m.name: importlib.import_module(f"rlkit.functional.{m.name}")

@@ -596,9 +596,18 @@ def vespo(logprobs, logprobs_sampler, response_mask, rollout_ids, advantages, **
 
 
 def d_vespo(
-    weights, logprobs, logprobs_sampler, response_mask, rollout_ids, advantages,
-    *, k_positive=2.0, lam_positive=3.0, k_negative=3.0, lam_negative=2.0,
-):  # fmt: skip
+    weights,
+    logprobs,
+    logprobs_sampler,
+    response_mask,
+    rollout_ids,
+    advantages,
+    *,
+    k_positive=2.0,
+    lam_positive=3.0,
+    k_negative=3.0,
+    lam_negative=2.0,
+):
     cells, out = cells_of(rollout_ids, response_mask), []
     for ws, row, j in zip(weights, advantages, rollout_ids, strict=True):
         w = min(
@@ -1615,10 +1624,20 @@ FILLED = {
 REWARDS = (0.0, 1.0, 0.5, 0.1, 0.7, -2.0, 3.0, NAN)
 GROUP_IDS = (7, -3, 40, 0)
 TOKENS = {  # per-token quantities and their ranges
-    "logprobs": (-3, 0), "logprobs_old": (-3, 0), "logprobs_ref": (-3, 0), "logprobs_sampler": (-3, 0), "advantages": (-2, 2),
-    "token_rewards": (-1, 1), "values": (-1, 1), "values_old": (-1, 1), "returns": (-1, 1), "entropy_old": (0, 3), "full_kl": (0, 1),
-    "covariance_rank": (0, 1), "old_share": (0, 1),
-}  # fmt: skip
+    "logprobs": (-3, 0),
+    "logprobs_old": (-3, 0),
+    "logprobs_ref": (-3, 0),
+    "logprobs_sampler": (-3, 0),
+    "advantages": (-2, 2),
+    "token_rewards": (-1, 1),
+    "values": (-1, 1),
+    "values_old": (-1, 1),
+    "returns": (-1, 1),
+    "entropy_old": (0, 3),
+    "full_kl": (0, 1),
+    "covariance_rank": (0, 1),
+    "old_share": (0, 1),
+}
 Rollout = tuple[float, bool, list[list[bool]]]  # reward, cut off, the response mask of its rows
 
 

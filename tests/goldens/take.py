@@ -25,14 +25,35 @@ HERE = Path(__file__).resolve().parent
 CONF = HERE.parents[1] / "conf"
 STEPS = 5
 COMMON = [
-    "trainer.threads=1", "trainer.accelerator=cpu", f"trainer.steps={STEPS}", "batch.prompts=4", "batch.group_size=4",
-    "generation.max_new_tokens=32", "evaluation.n=8", "evaluation.every=0", "evaluation.stop_at=null", "logger=none",
-    "++generation.kernel=eager", "++model.kernel=eager",  # compiled code differs in the last bits, and from processor to processor
-]  # fmt: skip
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    f"trainer.steps={STEPS}",
+    "batch.prompts=4",
+    "batch.group_size=4",
+    "generation.max_new_tokens=32",
+    "evaluation.n=8",
+    "evaluation.every=0",
+    "evaluation.stop_at=null",
+    "logger=none",
+    "++generation.kernel=eager",
+    "++model.kernel=eager",  # compiled code differs in the last bits, and from processor to processor
+]
 # Sweeps, whose jobs are runs of the other cases, sft, whose rows are a user's (their order follows their path), and newer presets.
 NEWER = (  # options that came after the goldens
-    "remax", "gpg", "vespo", "vapo", "k3_straight_through", "opd", "gkd", "mopd", "sdft", "sdpo", "opsd", "echo", "rl_sft",
-)  # fmt: skip
+    "remax",
+    "gpg",
+    "vespo",
+    "vapo",
+    "k3_straight_through",
+    "opd",
+    "gkd",
+    "mopd",
+    "sdft",
+    "sdpo",
+    "opsd",
+    "echo",
+    "rl_sft",
+)
 WITHOUT = (
     "kl_ablation",
     "reference_ablation",
@@ -44,9 +65,20 @@ WITHOUT = (
     "lite_ppo_paper",
 )
 CASES: dict[str, list[str]] = {
-    **{f.stem: [f"algorithm={f.stem}"] for f in sorted((CONF / "algorithm").glob("*.yaml")) if f.stem not in ("sft", *NEWER)},
-    **{f"kl_{f.stem}": [f"kl={f.stem}"] for f in sorted((CONF / "kl").glob("*.yaml")) if f.stem not in NEWER},
-    "pass_at_k": ["algorithm=pass_at_k", "algorithm.advantage.k=2"],  # of 4 samples there is one subset of 4
+    **{
+        f.stem: [f"algorithm={f.stem}"]
+        for f in sorted((CONF / "algorithm").glob("*.yaml"))
+        if f.stem not in ("sft", *NEWER)
+    },
+    **{
+        f"kl_{f.stem}": [f"kl={f.stem}"]
+        for f in sorted((CONF / "kl").glob("*.yaml"))
+        if f.stem not in NEWER
+    },
+    "pass_at_k": [
+        "algorithm=pass_at_k",
+        "algorithm.advantage.k=2",
+    ],  # of 4 samples there is one subset of 4
     "kl_in_reward": ["kl=k1", "kl.placement=reward"],
     "kl_adaptive": ["kl/coef=adaptive"],
     **{f"reference_{name}": [f"reference={name}"] for name in ("ema", "periodic", "on_kl")},
@@ -55,13 +87,21 @@ CASES: dict[str, list[str]] = {
     "phases": ["schedule=grpo_to_dapo", "schedule.phases.explore.until=0.4"],
     "refills": ["algorithm/group_filter=mixed", "algorithm.max_refills=2"],
     "drop_oldest": [
-        "task=guess_number", "model=tiny_guess", "environment=guess_number", "environment.max_turns=24", "environment.overflow=drop_oldest",
+        "task=guess_number",
+        "model=tiny_guess",
+        "environment=guess_number",
+        "environment.max_turns=24",
+        "environment.overflow=drop_oldest",
         "task.high=20",
     ],
     "thinking_budget": ["generation.max_thinking_tokens=12"],
     "transformers": ["generation=transformers"],
-    **{f"experiment_{f.stem}": [f"experiment={f.stem}"] for f in sorted((CONF / "experiment").glob("*.yaml")) if f.stem not in WITHOUT},
-}  # fmt: skip
+    **{
+        f"experiment_{f.stem}": [f"experiment={f.stem}"]
+        for f in sorted((CONF / "experiment").glob("*.yaml"))
+        if f.stem not in WITHOUT
+    },
+}
 
 
 def words(name: str) -> list[str]:

@@ -73,16 +73,35 @@ def test_one_training_step_with_lora(random_qwen3):
     import functools
 
     x = Experiment(
-        name="gpu", seed=0, batch=BatchSize(2, 4), task=arithmetic, environment=tool_use(tools={"calculator": calculator}),
-        model=load_policy, generation=Sampling(Transformers(), max_new_tokens=16), reward=length,
-        algorithm=Algorithm("grpo", group_mean, token_ratio, clipped, sequence_mean, keep_all, normalize_group), kl=KL("k3", k3, coef=0.1),
-        reference=frozen(), optimizer=functools.partial(torch.optim.AdamW, lr=1e-4), trainer=TrainerSettings(steps=1),
+        name="gpu",
+        seed=0,
+        batch=BatchSize(2, 4),
+        task=arithmetic,
+        environment=tool_use(tools={"calculator": calculator}),
+        model=load_policy,
+        generation=Sampling(Transformers(), max_new_tokens=16),
+        reward=length,
+        algorithm=Algorithm(
+            "grpo", group_mean, token_ratio, clipped, sequence_mean, keep_all, normalize_group
+        ),
+        kl=KL("k3", k3, coef=0.1),
+        reference=frozen(),
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-4),
+        trainer=TrainerSettings(steps=1),
         evaluation=Evaluation(length, n=0),
-    )  # fmt: skip
+    )
     module = RLModule(x, policy, arithmetic(max_samples=8))
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
-    trainer = L.Trainer(accelerator="gpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                        enable_model_summary=False, log_every_n_steps=1)  # fmt: skip
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
     trainer.fit(module)
     after = dict(policy.model.named_parameters())
     assert module.rl_step == 1 and any(not torch.equal(before[n], after[n]) for n in before)

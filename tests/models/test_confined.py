@@ -94,9 +94,13 @@ def test_a_hostile_template_is_stopped(kind, template, policy):
 
 @pytest.mark.parametrize(
     "text, said",
-    [("{{ ''.__class__.__mro__ }}", "SecurityError"), ("{{ raise_exception('no tools') }}", "no tools"),
-     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"), ("{% if %}", "TemplateSyntaxError")],
-)  # fmt: skip
+    [
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ raise_exception('no tools') }}", "no tools"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% if %}", "TemplateSyntaxError"),
+    ],
+)
 def test_what_a_template_raises_is_said(text, said, template):
     with pytest.raises(TemplateError, match=f"the chat template of '.*' fails: .*{said}"):
         template(text)

@@ -113,9 +113,17 @@ def test_sums_do_not_depend_on_threads():
 def model_of(family):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, sliding_window=None, initializer_range=0.2,
-    )  # fmt: skip
+        family,
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=None,
+        initializer_range=0.2,
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:

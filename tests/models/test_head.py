@@ -53,10 +53,19 @@ def made(family: str, tokenizer, **more):
     import transformers
 
     numbers = {
-        "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 1024, "tie_word_embeddings": False,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     config = transformers.AutoConfig.for_model(
         family, **(numbers | FAMILIES.get(family, {}) | more)
     )

@@ -81,7 +81,11 @@ def test_the_weights_are_those_that_were_measured(tiny, experiment):
     measured = json.loads((BUILD / "accuracy.json").read_text())["greedy"]["accuracy"]
     tasks = experiment.task(split="test", max_samples=100)
     result, _ = greedy_accuracy(
-        tiny, tasks, reward=experiment.evaluation.reward, engine=experiment.generation.engine,
-        environment=experiment.environment, max_new_tokens=64,
-    )  # fmt: skip
+        tiny,
+        tasks,
+        reward=experiment.evaluation.reward,
+        engine=experiment.generation.engine,
+        environment=experiment.environment,
+        max_new_tokens=64,
+    )
     assert abs(result["accuracy"] - measured) < 4 * (0.25 / 100) ** 0.5

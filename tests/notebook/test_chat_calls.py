@@ -219,9 +219,15 @@ def test_rollouts_are_played_scored_and_summed_up(generator):
     assert steps == [0] * 4 + [1] * 4 + [2] * 4  # 0 is the first prompt
     summary = manager.get_rollout_summary()
     assert summary == {
-        "total_rollouts": 4, "avg_steps": 3, "min_steps": 3, "max_steps": 3, "early_terminations": 0, "avg_reward": 13.0,
-        "step_distribution": [3] * 4, "rewards": [13.0] * 4,
-    }  # fmt: skip
+        "total_rollouts": 4,
+        "avg_steps": 3,
+        "min_steps": 3,
+        "max_steps": 3,
+        "early_terminations": 0,
+        "avg_reward": 13.0,
+        "step_distribution": [3] * 4,
+        "rewards": [13.0] * 4,
+    }
     rollout = manager.rollouts[0]
     assert (
         rollout.is_complete

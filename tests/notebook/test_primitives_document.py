@@ -64,9 +64,17 @@ def document(*names):
 
 
 EXAMPLES = [
-    "correctness_reward", "safety_reward", "helpfulness_reward", "vector_reward_fn", "adaptive_algorithm_switch", "adaptive_ref_update",
-    "parse_tool_calls", "execute_tool", "tool_call_stop_condition", "multiturn_tool_reward",
-]  # fmt: skip
+    "correctness_reward",
+    "safety_reward",
+    "helpfulness_reward",
+    "vector_reward_fn",
+    "adaptive_algorithm_switch",
+    "adaptive_ref_update",
+    "parse_tool_calls",
+    "execute_tool",
+    "tool_call_stop_condition",
+    "multiturn_tool_reward",
+]
 
 
 @pytest.fixture
@@ -141,12 +149,15 @@ def test_its_vector_reward_scores_our_rollouts(text, vector, model, tokenizer):
     )
 
 
-@pytest.mark.parametrize("name, given, reward", [
-    ("length_penalty_reward", (), -0.5),
-    ("format_reward", (r"\d+",), 0.0),
-    ("exact_match_reward", (lambda prompt: prompt.upper(), str.strip), 1.0),
-    ("tool_usage_reward", (1,), 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, given, reward",
+    [
+        ("length_penalty_reward", (), -0.5),
+        ("format_reward", (r"\d+",), 0.0),
+        ("exact_match_reward", (lambda prompt: prompt.upper(), str.strip), 1.0),
+        ("tool_usage_reward", (1,), 0.0),
+    ],
+)
 def test_its_rewards_score_our_rollouts_as_ours_do(name, given, reward, model, tokenizer):
     make = document(name)[name]
     for fn in (make(*given), getattr(nb, name)(*given)):
@@ -165,13 +176,16 @@ def test_its_tools_are_tracked_over_the_turns(model, tokenizer):
     """Parser, executor, stop condition and reward of the fourth example; the executor reads the arguments that the parser found."""
     space = document(*EXAMPLES)
     rollout = nb.create_multiturn_rollout(
-        model, tokenizer, "Solve: 15 * 23 + 17",
-        nb.GenerationConfig(), space["multiturn_tool_reward"],
+        model,
+        tokenizer,
+        "Solve: 15 * 23 + 17",
+        nb.GenerationConfig(),
+        space["multiturn_tool_reward"],
         tool_parser=space["parse_tool_calls"],
         tool_executor=space["execute_tool"],
         stop_condition=space["tool_call_stop_condition"],
         generator=saying(tokenizer, CALL, "It is 345, so DONE."),
-    )  # fmt: skip
+    )
     roles = [(m.role, m.content) for m in rollout.conversation.messages]
     assert roles == [
         ("user", "Solve: 15 * 23 + 17"),

@@ -161,11 +161,16 @@ def test_results_of_tools_are_text_as_they_print(model, tokenizer):
 
     seen = []
     found = nb.create_multiturn_rollout(
-        model, tokenizer, "hi", FULL, lambda r: 1.0, generator=generator,
+        model,
+        tokenizer,
+        "hi",
+        FULL,
+        lambda r: 1.0,
+        generator=generator,
         tool_parser=lambda text: [{"name": "f", "arguments": {"x": 1}}] if text == "call" else [],
         tool_executor=lambda call: seen.append(call) or {"a": None},
         stop_condition=lambda conversation: len(conversation.messages) >= 5,
-    )  # fmt: skip
+    )
     assert seen == [{"name": "f", "arguments": {"x": 1}}] * 2
     assert [m.content for m in found.conversation.messages] == [
         "hi",

@@ -13,13 +13,30 @@ from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 
 HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><!-- \u2028 & \ud800 {{7*7}} javascript:'
 ROW = {  # a healthy step
-    "group/frac_zero_std": 0.5, "reward/std": 0.5, "adv/abs_mean": 0.3, "adv/mean": 0.0, "len/truncated_frac": 0.0, "len/mean": 12.0,
-    "parse_fail_frac": 0.0, "reward/task/error_frac": 0.0, "reward/task/timeout_frac": 0.0, "ratio/first_mean": 1.0,
-    "mismatch/logp_abs_mean": 0.001, "optim/skipped_nonfinite": 0, "kl/ref_k3": 0.01, "policy/entropy": 0.5, "tools/calls": 1.0,
+    "group/frac_zero_std": 0.5,
+    "reward/std": 0.5,
+    "adv/abs_mean": 0.3,
+    "adv/mean": 0.0,
+    "len/truncated_frac": 0.0,
+    "len/mean": 12.0,
+    "parse_fail_frac": 0.0,
+    "reward/task/error_frac": 0.0,
+    "reward/task/timeout_frac": 0.0,
+    "ratio/first_mean": 1.0,
+    "mismatch/logp_abs_mean": 0.001,
+    "optim/skipped_nonfinite": 0,
+    "kl/ref_k3": 0.01,
+    "policy/entropy": 0.5,
+    "tools/calls": 1.0,
     "value/loss": None,
-    "perf/step_s": 3.0, "perf/generate_s": 1.0, "perf/reward_s": 0.5, "perf/update_s": 1.0,
-    "perf/update_processor_s": 1.0, "stop_reason/error": 0.0, "schedule/optimizer.lr": 1e-3,
-}  # fmt: skip
+    "perf/step_s": 3.0,
+    "perf/generate_s": 1.0,
+    "perf/reward_s": 0.5,
+    "perf/update_s": 1.0,
+    "perf/update_processor_s": 1.0,
+    "stop_reason/error": 0.0,
+    "schedule/optimizer.lr": 1e-3,
+}
 
 
 def episode(
@@ -96,9 +113,19 @@ def maker(parent: Path):
     """(name, …) → the folder of a run below the parent."""
 
     def make(
-        name: str, *, seed: int = 0, lr: float = 1e-3, steps: int = 4, reward: float = 0.1, change: dict | None = None, switch: int = 0,
-        title: str = "grpo", after: float = 0.9, text: str = "#### 4", samples: int = 3,
-    ) -> Path:  # fmt: skip
+        name: str,
+        *,
+        seed: int = 0,
+        lr: float = 1e-3,
+        steps: int = 4,
+        reward: float = 0.1,
+        change: dict | None = None,
+        switch: int = 0,
+        title: str = "grpo",
+        after: float = 0.9,
+        text: str = "#### 4",
+        samples: int = 3,
+    ) -> Path:
         folder = parent / "runs" / name
         (folder / ".hydra").mkdir(parents=True)
         config = {

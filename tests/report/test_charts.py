@@ -141,8 +141,16 @@ def test_bars_stand_where_not_every_step_was_measured(make_run):
     measured = {"test/accuracy": 0.5, "test/accuracy_low": 0.4, "test/accuracy_high": 0.6}
     (group,) = group_runs([read_run(make_run("a"))])
     (run,) = group.runs
-    rows = [row | (measured if row["step"] in (0, 4) else {}) | {"eval/accuracy": 0.5 + row["step"] / 10, "eval/accuracy_low": 0.4,
-                                                                "eval/accuracy_high": 1.0} for row in run.rows]  # fmt: skip
+    rows = [
+        row
+        | (measured if row["step"] in (0, 4) else {})
+        | {
+            "eval/accuracy": 0.5 + row["step"] / 10,
+            "eval/accuracy_low": 0.4,
+            "eval/accuracy_high": 1.0,
+        }
+        for row in run.rows
+    ]
     every = [group._replace(runs=[run._replace(rows=rows)])]
     sparse = [
         group._replace(runs=[run._replace(rows=[row for row in rows if row["step"] in (0, 2, 4)])])

@@ -37,18 +37,42 @@ run = loaded("run")
 
 # What tells how sure something is: who calls one of these says something that can be false.
 ESTIMATORS = {
-    "paired", "bounded_mean", "seeds_interval", "bootstrap", "tested_together", "seeds_needed", "detectable", "power_of", "holm",
-    "false_discovery", "mean_interval", "wilson", "share_interval", "newcombe", "thirds", "spread_bound", "holm_levels", "improvement",
-}  # fmt: skip
+    "paired",
+    "bounded_mean",
+    "seeds_interval",
+    "bootstrap",
+    "tested_together",
+    "seeds_needed",
+    "detectable",
+    "power_of",
+    "holm",
+    "false_discovery",
+    "mean_interval",
+    "wilson",
+    "share_interval",
+    "newcombe",
+    "thirds",
+    "spread_bound",
+    "holm_levels",
+    "improvement",
+}
 # Function → the promises of what is said with it.
 SPEAKERS = {
     "runs.report.verdicts.verdicts": ("rlkit compare, claim", "rlkit compare, interval"),
-    "runs.report.verdicts.sentence": ("rlkit compare, seeds needed", "rlkit compare, seen", "rlkit compare, enough"),
+    "runs.report.verdicts.sentence": (
+        "rlkit compare, seeds needed",
+        "rlkit compare, seen",
+        "rlkit compare, enough",
+    ),
     "runs.report.verdicts.falls": ("rlkit compare, fall", "rlkit compare, fall's interval"),
     "commands.plan.plan_lines": ("rlkit plan, seeds", "rlkit plan, pilot's spread"),
     "commands.plan.in_power": ("rlkit plan, seen",),
     "runs.bench.pairs": (
-        "rlkit bench, claims", "rlkit bench, equal arms", "rlkit bench, claims' intervals", "rlkit bench, seen", "rlkit bench, placebos",
+        "rlkit bench, claims",
+        "rlkit bench, equal arms",
+        "rlkit bench, claims' intervals",
+        "rlkit bench, seen",
+        "rlkit bench, placebos",
     ),
     "runs.bench.score_interval": ("rlkit bench, scores",),
     "runs.bench.over_tasks_table": ("rlkit bench, IQM",),
@@ -58,7 +82,7 @@ SPEAKERS = {
     "episodes.evaluation._mean_interval": ("report, one run",),
     "episodes.evaluation.curves": ("report, one run",),
     **{f"runs.report.trends.{check.__name__}": ("report, health",) for check in TRENDS},
-}  # fmt: skip
+}
 # The sentences themselves, without what is filled in: a new one has to be written here, beside a promise above.
 WORDS = {
     "runs.report.verdicts.sentence": {

@@ -17,10 +17,14 @@ from rlkit.runs.report.trends import TRENDS, shadows, thirds
 
 STEPS = 60
 HEALTHY = {  # metric → its value at a share of the run
-    "reward/mean": lambda t: 0.2 + 0.6 * t, "policy/entropy": lambda t: 0.5 - 0.2 * t, "kl/ref_k3": lambda t: 0.02 * t,
-    "len/mean": lambda t: 100 + 80 * t, "reward/true/mean": lambda t: 0.2 + 0.5 * t, "eval/accuracy": lambda t: 0.3 + 0.4 * t,
+    "reward/mean": lambda t: 0.2 + 0.6 * t,
+    "policy/entropy": lambda t: 0.5 - 0.2 * t,
+    "kl/ref_k3": lambda t: 0.02 * t,
+    "len/mean": lambda t: 100 + 80 * t,
+    "reward/true/mean": lambda t: 0.2 + 0.5 * t,
+    "eval/accuracy": lambda t: 0.3 + 0.4 * t,
     "group/frac_all_good": lambda t: 0.1,
-}  # fmt: skip
+}
 FLAT = {"reward/mean": lambda t: 0.4}
 SICK = {
     "entropy_collapse": {"policy/entropy": lambda t: 0.5 * math.exp(-6 * t)},

@@ -36,8 +36,13 @@ def arms(make_run):
                 folder = make_run(
                     f"{name}/{seed}", seed=seed, title=name, after=after, **changes.get(name, {})
                 )
-        return group_runs([read_run(folder.parent.parent / name / str(seed)) for name, own in zip(names, columns, strict=False)
-                           for seed in range(len(own))])  # fmt: skip
+        return group_runs(
+            [
+                read_run(folder.parent.parent / name / str(seed))
+                for name, own in zip(names, columns, strict=False)
+                for seed in range(len(own))
+            ]
+        )
 
     return make
 
@@ -112,8 +117,9 @@ def test_a_line_that_ends_below_its_start_is_named(arms):
         + [groups[1]._replace(runs=groups[1].runs[:3])]
     )
     assert [fall.sentence.split("after")[1] for fall in few] == [
-        ", 1 seed; fewer than 10 claim nothing.", " (-0.003, -0.041 to +0.035), 3 seeds; fewer than 10 claim nothing.",
-    ]  # fmt: skip
+        ", 1 seed; fewer than 10 claim nothing.",
+        " (-0.003, -0.041 to +0.035), 3 seeds; fewer than 10 claim nothing.",
+    ]
 
 
 def test_only_common_seeds_are_pairs_and_no_common_seed_is_said(arms, make_run):
@@ -171,8 +177,21 @@ def test_unequal_budgets_are_said_and_can_be_made_equal(arms):
     (note,) = notes(groups)
     assert "in optimiser steps: grpo 4, dapo 8" in note and "at=updates" in note
     curves = {0: 0.1, 2: 0.3, 4: 0.5}
-    measured = [g._replace(runs=[r._replace(rows=[row | ({"eval/accuracy": curves[row["step"]]} if row["step"] in curves else {})
-                                                  for row in r.rows]) for r in g.runs]) for g in groups]  # fmt: skip
+    measured = [
+        g._replace(
+            runs=[
+                r._replace(
+                    rows=[
+                        row
+                        | ({"eval/accuracy": curves[row["step"]]} if row["step"] in curves else {})
+                        for row in r.rows
+                    ]
+                )
+                for r in g.runs
+            ]
+        )
+        for g in groups
+    ]
     assert [set(own.values()) for own in shared_figure(measured, at="updates").values] == [
         {0.5},
         {0.3},
@@ -217,10 +236,17 @@ def test_the_commands_say_it(arms, tmp_path, capsys):
     )
 
 
-@each("words, expected", [
-    ([], "no run"), (["{grpo}"], "found one line"), (["{grpo}", "{dapo}", "pairs=some"], "pairs=all"),
-    (["{grpo}", "{dapo}", "effect=-1"], "above 0"), (["{grpo}", "{dapo}", "figure=x"], "test_reward"), (["{grpo}", "sed=1"], "sed=1"),
-])  # fmt: skip
+@each(
+    "words, expected",
+    [
+        ([], "no run"),
+        (["{grpo}"], "found one line"),
+        (["{grpo}", "{dapo}", "pairs=some"], "pairs=all"),
+        (["{grpo}", "{dapo}", "effect=-1"], "above 0"),
+        (["{grpo}", "{dapo}", "figure=x"], "test_reward"),
+        (["{grpo}", "sed=1"], "sed=1"),
+    ],
+)
 def test_a_comparison_that_is_none_is_refused(words, expected, make_runs, capsys):
     """compare and plan, alike."""
     places = {}

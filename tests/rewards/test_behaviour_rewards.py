@@ -138,10 +138,13 @@ def test_scores_stay_in_their_range_and_every_rollout_has_one(reward, low, high)
     generator = random.Random(0)
     for _ in range(50):
         steps = [
-            step(" ".join(generator.choices("abc", k=generator.randrange(700))), tokens=generator.randrange(700),
-                 calls="".join(generator.choices("ofu", k=generator.randrange(6))))
+            step(
+                " ".join(generator.choices("abc", k=generator.randrange(700))),
+                tokens=generator.randrange(700),
+                calls="".join(generator.choices("ofu", k=generator.randrange(6))),
+            )
             for _ in range(generator.randrange(3))
-        ]  # fmt: skip
+        ]
         assert low <= reward(rollout(*steps)) <= high
 
 

@@ -35,20 +35,32 @@ FAST = Sandbox(time_limit=0.5)
 REPLIES = {
     "right": ("Here:\n```python\ndef f(n):\n  return n + 1\n```\nIt adds one.", "ok", 2),
     "right without a block": ("def f(n): return n + 1", "ok", 2),
-    "the last block counts": ("```python\ndef f(n): return 0\n```\nBetter:\n```python\ndef f(n): return n + 1\n```", "ok", 2),
+    "the last block counts": (
+        "```python\ndef f(n): return 0\n```\nBetter:\n```python\ndef f(n): return n + 1\n```",
+        "ok",
+        2,
+    ),
     "knows the visible case only": ("```python\ndef f(n): return 2\n```", "wrong", 1),
     "another type": ("```python\ndef f(n): return str(n + 1)\n```", "wrong", 0),
     "another name": ("```python\ndef g(n): return n + 1\n```", "wrong", 0),
-    "always equal": ("```python\nclass A:\n  __eq__ = lambda s, o: True\ndef f(n): return A()\n```", "wrong", 0),
+    "always equal": (
+        "```python\nclass A:\n  __eq__ = lambda s, o: True\ndef f(n): return A()\n```",
+        "wrong",
+        0,
+    ),
     "stops at once": ("```python\nimport os\nos._exit(0)\n```", "error", 0),
     "raises": ("```python\nraise ValueError\n```", "error", 0),
     "endless": ("```python\nwhile True: pass\n```", "timeout", 0),
-    "endless in the second": ("```python\ndef f(n):\n  while n == 2: pass\n  return n + 1\n```", "timeout", 1),
+    "endless in the second": (
+        "```python\ndef f(n):\n  while n == 2: pass\n  return n + 1\n```",
+        "timeout",
+        1,
+    ),
     "no Python": ("```python\ndef f(n) return\n```", "unparseable", 0),
     "words": ("I cannot do that.", "unparseable", 0),
     "empty": ("", "unparseable", 0),
     "cannot be compiled": ("```python\nx = '\0'\n```", "error", 0),
-}  # fmt: skip
+}
 
 
 def rollout(content: str, task: Task = TASK, **changes) -> Rollout:
@@ -139,11 +151,15 @@ CHEATS = (
 @pytest.mark.parametrize(
     "test, value",
     [
-        ("assert sorted(f(1)) == [1, 2]", "[2, 1]"), ("assert allclose(f(1), 4.0)", "4.0"),
-        ("assert math.isclose(f(1), 4.0)", "4.0"), ("assert any(f(1)) == True", "[3]"), ("assert len(f(1)) == 2", "'ab'"),
-        ("assert set(f(1)) == {1}", "[1, 1]"), ("assert list(f(1)) == [0, 1]", "(n for n in range(2))"),
+        ("assert sorted(f(1)) == [1, 2]", "[2, 1]"),
+        ("assert allclose(f(1), 4.0)", "4.0"),
+        ("assert math.isclose(f(1), 4.0)", "4.0"),
+        ("assert any(f(1)) == True", "[3]"),
+        ("assert len(f(1)) == 2", "'ab'"),
+        ("assert set(f(1)) == {1}", "[1, 1]"),
+        ("assert list(f(1)) == [0, 1]", "(n for n in range(2))"),
     ],
-)  # fmt: skip
+)
 def test_a_program_that_redefines_the_judge_wins_nothing(test, value):
     task = TASK._replace(metadata={"tests": (test,)})
     cheat = rollout(f"{CHEATS}def f(n): return None", task)

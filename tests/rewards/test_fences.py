@@ -40,7 +40,7 @@ REPLIES = {
     "capitals": (f"```PYTHON\n{P}\n```", P),
     "ipython": (f"```ipython3\n{P}\n```", P),
     "attribute": (f"```{{.python}}\n{P}\n```", P),
-    "attributes": (f"``` {{.python .numberLines startFrom=\"1\"}}\n{P}\n```", P),
+    "attributes": (f'``` {{.python .numberLines startFrom="1"}}\n{P}\n```', P),
     "braces": (f"```{{python}}\n{P}\n```", P),
     "title": (f'```python title="solution.py"\n{P}\n```', P),
     "file after a colon": (f"```python:solution.py\n{P}\n```", P),
@@ -67,14 +67,29 @@ REPLIES = {
     "output after": (f"```python\n{P}\n```\nOutput:\n```\n2\n```", P),
     "output after an unmarked program": (f"```\n{P}\n```\nOutput:\n```\n2\n3\n```", P),
     "marked output after": (f"```python\n{P}\n```\n```output\n2\n```\n```text\n3\n```", P),
-    "console after": (f"```python\n{P}\n```\n```pycon\n>>> f(1)\n2\n```\n```python-repl\n>>> f(2)\n3\n```", P),
+    "console after": (
+        f"```python\n{P}\n```\n```pycon\n>>> f(1)\n2\n```\n```python-repl\n>>> f(2)\n3\n```",
+        P,
+    ),
     "shell after": (f"```python\n{P}\n```\nRun it:\n```sh\npython solution.py\n```", P),
-    "usage after": (f"```python\n{P}\n```\n### Example\n```python\nassert f(1) == 2\nprint(f(1))\n```", P),
-    "usage between": (f"```python\n{WRONG}\n```\n```python\nprint(f(1))\n```\nfixed:\n```python\n{P}\n```\n```python\nprint(f(1))\n```", P),
-    "a better one after": (f"First try:\n```python\n{WRONG}\n```\nThat forgets the 1:\n```python\n{P}\n```", P),
+    "usage after": (
+        f"```python\n{P}\n```\n### Example\n```python\nassert f(1) == 2\nprint(f(1))\n```",
+        P,
+    ),
+    "usage between": (
+        f"```python\n{WRONG}\n```\n```python\nprint(f(1))\n```\nfixed:\n```python\n{P}\n```\n```python\nprint(f(1))\n```",
+        P,
+    ),
+    "a better one after": (
+        f"First try:\n```python\n{WRONG}\n```\nThat forgets the 1:\n```python\n{P}\n```",
+        P,
+    ),
     "an empty one after": (f"```python\n{P}\n```\n```python\n\n```", P),
     "python beats a later unmarked": (f"```python\n{P}\n```\nInstead of\n```\n{WRONG}\n```", P),
-    "a lambda": ("```python\nf = lambda n: n + 1\n```\n```python\nf(1)\n```", "f = lambda n: n + 1"),
+    "a lambda": (
+        "```python\nf = lambda n: n + 1\n```\n```python\nf(1)\n```",
+        "f = lambda n: n + 1",
+    ),
     "closing fence glued": (f"```python\n{P}```\nThis adds one.", P),
     "closing fence glued, at the end": (f"```python\n{P}```", P),
     "closing fence glued after a space": (f"```python\n{P} ```\nDone.", P + " "),
@@ -86,20 +101,32 @@ REPLIES = {
     "prose glued to the closing fence": (f"```python\n{P}\n```This adds one.", P),
     "opening fence behind prose": (f"The function: ```python\n{P}\n```", P),
     "in a list": (f"1. Write it:\n\n   ```python\n{indented(P, '   ')}\n   ```\n\n2. Run it.", P),
-    "in a list, four columns": (f"1. Write it:\n\n    ```python\n{indented(P, '    ')}\n    ```", P),
-    "in a list, eight columns": (f"- Steps:\n    - Write it:\n        ```python\n{indented(P, '        ')}\n        ```", P),
+    "in a list, four columns": (
+        f"1. Write it:\n\n    ```python\n{indented(P, '    ')}\n    ```",
+        P,
+    ),
+    "in a list, eight columns": (
+        f"- Steps:\n    - Write it:\n        ```python\n{indented(P, '        ')}\n        ```",
+        P,
+    ),
     "in a list, tabs": (f"* Write it:\n\t```python\n{indented(P, chr(9))}\n\t```", P),
     "on the line of the list item": (f"- ```python\n{indented(P, '  ')}\n  ```", P),
     "in a list, code at column 0": (f"2. Write it:\n   ```python\n{P}\n   ```", P),
     "in a quotation": ("> ```python\n" + indented(P, "> ") + "\n> ```\n\nDone.", P),
     "code indented in its block": (f"```python\n{indented(P, '    ')}\n```", P),
-    "a comment before indented code": (f"```python\n# adds\n{indented(P, '  ')}\n```", f"# adds\n{P}"),
+    "a comment before indented code": (
+        f"```python\n# adds\n{indented(P, '  ')}\n```",
+        f"# adds\n{P}",
+    ),
     "tags": (f"<answer>\n```python\n{P}\n```\n</answer>", P),
     "a fence in a docstring": (
         '```python\ndef f(n):\n    """Adds.\n\n    ```python\n    f(1)\n    ```\n    """\n    return n + 1\n```',
         'def f(n):\n    """Adds.\n\n    ```python\n    f(1)\n    ```\n    """\n    return n + 1',
     ),
-    "inline code in a comment": (f"```python\n{P}  # not ```f(n + 1)```\n```", f"{P}  # not ```f(n + 1)```"),
+    "inline code in a comment": (
+        f"```python\n{P}  # not ```f(n + 1)```\n```",
+        f"{P}  # not ```f(n + 1)```",
+    ),
     "a fence in a string": (
         f'```python\nBLOCK = f"""```\n{{1}}\n```"""\n{P}\n```',
         f'BLOCK = f"""```\n{{1}}\n```"""\n{P}',
@@ -111,7 +138,7 @@ REPLIES = {
     "form feed in a string": (f"```python\n{strings(chr(0x0C))}\n```", strings(chr(0x0C))),
     "\\x1c in a string": (f"```python\n{strings(chr(0x1C))}\n```", strings(chr(0x1C))),
     "U+0085 in a string": (f"```python\n{strings(chr(0x85))}\n```", strings(chr(0x85))),
-}  # fmt: skip
+}
 
 
 def content(reply: str) -> str:
@@ -153,8 +180,15 @@ def test_a_name_is_defined_at_the_top_level_only():
 def test_references_of_mbpp_keep_what_only_splitlines_takes_for_a_line_end(tmp_path):
     import json
 
-    rows = [{"text": "Add.", "code": f"S = 'a{c}b'\r\ndef f(n):\r\n  return n + 1\r\n", "task_id": i, "test_list": [*TESTS, *TESTS]}
-            for i, c in enumerate("\u2028\x0c\x1c\x85")]  # fmt: skip
+    rows = [
+        {
+            "text": "Add.",
+            "code": f"S = 'a{c}b'\r\ndef f(n):\r\n  return n + 1\r\n",
+            "task_id": i,
+            "test_list": [*TESTS, *TESTS],
+        }
+        for i, c in enumerate("\u2028\x0c\x1c\x85")
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answers = {
         task.id: task.answer

@@ -153,29 +153,66 @@ SPLITS = {
     "abs(f(2) - 4.0) < 1e-06": (["f(2)"], 4.0000001, 4.1),
     "allclose(f(2), 4.0)": (["f(2)"], 4.00001, 4.1),
     "np.allclose(f(2), [[4.0, 1], []], atol=0.1)": (["f(2)"], [[4.05, 1], []], [[4.05, 1]]),
-}  # fmt: skip
+}
 REFUSED = {
-    "says only what a value must not be": ["f(1) != 2", "f(1) is not None", "f(1) not in (1, 2)", "not f(1) == 2"],
+    "says only what a value must not be": [
+        "f(1) != 2",
+        "f(1) is not None",
+        "f(1) not in (1, 2)",
+        "not f(1) == 2",
+    ],
     "judged by the program": [
-        "check(f(2), 4)", "check(f)", "check(f, [(1, 2)])", "check(f(2), 4) == True", "equal(f(2), 4) is True", "f(2).__eq__(4)",
-        "same(f([1]), [2]) == [True]", "operator.eq(f(2), 4)", "operator.sub(f(2), 4) == 0", "np.abs(f(2) - 4).max() == 0",
-        "np.array_equal(f(1), [1])", "eval('f(2) == 4')", "hash(f(2) - 4) == 0", "f(g(2) == 4) == 3", "all(map(f, [1]))",
-        "(lambda a: a == 4)(f(2))", "sorted(f(1), key=g) == [1]", "g(f)(3)", "g(all(a == b for a, b in zip(f(1), [1]))) == 1",
+        "check(f(2), 4)",
+        "check(f)",
+        "check(f, [(1, 2)])",
+        "check(f(2), 4) == True",
+        "equal(f(2), 4) is True",
+        "f(2).__eq__(4)",
+        "same(f([1]), [2]) == [True]",
+        "operator.eq(f(2), 4)",
+        "operator.sub(f(2), 4) == 0",
+        "np.abs(f(2) - 4).max() == 0",
+        "np.array_equal(f(1), [1])",
+        "eval('f(2) == 4')",
+        "hash(f(2) - 4) == 0",
+        "f(g(2) == 4) == 3",
+        "all(map(f, [1]))",
+        "(lambda a: a == 4)(f(2))",
+        "sorted(f(1), key=g) == [1]",
+        "g(f)(3)",
+        "g(all(a == b for a, b in zip(f(1), [1]))) == 1",
     ],
     "both sides are the program's": [
-        "f(1) == g(2)", "math.isclose(f(1), g(1))", "all(a == b for a, b in zip(f(1), g(1)))", "f(1) == open('x')", "f(2) == f(2)",
-        "f(1) == approx(4)", "all(a == b for a, b in zip(*f(1)))",
+        "f(1) == g(2)",
+        "math.isclose(f(1), g(1))",
+        "all(a == b for a, b in zip(f(1), g(1)))",
+        "f(1) == open('x')",
+        "f(2) == f(2)",
+        "f(1) == approx(4)",
+        "all(a == b for a, b in zip(*f(1)))",
     ],
     "loops and functions of items": [
-        "all(f(x) for x in [2, 3])", "[f(x) for x in range(3)] == [1, 1, 1]", "all(a == b for a, b in zip(f(1), [1, 2]))",
-        "sorted(f(1), key=lambda p: p[1]) == []", "sorted(map(sorted, f(1))) == [[1, 2]]", "', '.join(f(1)) == 'a, b'",
+        "all(f(x) for x in [2, 3])",
+        "[f(x) for x in range(3)] == [1, 1, 1]",
+        "all(a == b for a, b in zip(f(1), [1, 2]))",
+        "sorted(f(1), key=lambda p: p[1]) == []",
+        "sorted(map(sorted, f(1))) == [[1, 2]]",
+        "', '.join(f(1)) == 'a, b'",
     ],
     "no expectation": [
-        "f(1) == x", "1 == 1", "True", "f(1) == float('x')", "f(1) == set([[1]])", "math.isclose(f(1), 1, places=2)", "f(1) == list(99)",
-        "'%d' % f(1) == '3'", "f(1) == range(10**9)", "f(1) == 2 ** 10 ** 9",
+        "f(1) == x",
+        "1 == 1",
+        "True",
+        "f(1) == float('x')",
+        "f(1) == set([[1]])",
+        "math.isclose(f(1), 1, places=2)",
+        "f(1) == list(99)",
+        "'%d' % f(1) == '3'",
+        "f(1) == range(10**9)",
+        "f(1) == 2 ** 10 ** 9",
     ],
     "no assert": ["f(", "(" * 1000, "", "f(1) == 1; assert f(2) == 2"],
-}  # fmt: skip
+}
 
 
 @each("test", SPLITS)
@@ -225,14 +262,56 @@ def test_no_expectation_reaches_the_child():
 
 
 SPECIAL = [
-    10**400, -(10**400), 2**64, 0, 1, -1, True, False, None, 0.0, -0.0, 5e-324, 1e308, math.nan, math.inf, -math.inf, 1j,
+    10**400,
+    -(10**400),
+    2**64,
+    0,
+    1,
+    -1,
+    True,
+    False,
+    None,
+    0.0,
+    -0.0,
+    5e-324,
+    1e308,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1j,
     complex(math.nan, math.inf),
-    "", "a", "\ud800", "\x00", "9" * 5000, b"", b"\xff", [], (), set(), frozenset(), {}, [math.nan], (10**400, math.nan), {math.nan: 1},
-    {1, "a", None}, frozenset({frozenset()}), {(): [{}]}, [1, "a", None], [[1, 2], [3]], [10**400, 0.5], ["a", "\ud800"],
-    {"a": 1}, [(1, 2)],
-    [True, False], list(range(3000)), Opaque("A"), [Opaque("A"), 1], (Opaque("A"), Opaque("B")),
-    functools.reduce(lambda inner, _: [inner], range(60), 7), {1: {2: {3: (4, [5])}}},
-]  # fmt: skip
+    "",
+    "a",
+    "\ud800",
+    "\x00",
+    "9" * 5000,
+    b"",
+    b"\xff",
+    [],
+    (),
+    set(),
+    frozenset(),
+    {},
+    [math.nan],
+    (10**400, math.nan),
+    {math.nan: 1},
+    {1, "a", None},
+    frozenset({frozenset()}),
+    {(): [{}]},
+    [1, "a", None],
+    [[1, 2], [3]],
+    [10**400, 0.5],
+    ["a", "\ud800"],
+    {"a": 1},
+    [(1, 2)],
+    [True, False],
+    list(range(3000)),
+    Opaque("A"),
+    [Opaque("A"), 1],
+    (Opaque("A"), Opaque("B")),
+    functools.reduce(lambda inner, _: [inner], range(60), 7),
+    {1: {2: {3: (4, [5])}}},
+]
 
 
 def answers(check: Check, value: object) -> list[Result]:
@@ -310,9 +389,13 @@ def test_a_hostile_value_cannot_hold_up_the_verdict():
     """A power, a rounding, a range and a repetition have a bound."""
     start = time.process_time()
     for test, value in [
-        ("2 ** f(1) == 0", 10**9), ("round(1, f(1)) == 0", -(10**9)), ("[0] * f(1) == []", 10**12), ("f(1) ** 9 ** 9 == 0", 10**400),
-        ("sorted(f(1) * 10**6) == []", [1] * 5000), ("len(range(f(1))) == 0", 10**15),
-    ]:  # fmt: skip
+        ("2 ** f(1) == 0", 10**9),
+        ("round(1, f(1)) == 0", -(10**9)),
+        ("[0] * f(1) == []", 10**12),
+        ("f(1) ** 9 ** 9 == 0", 10**400),
+        ("sorted(f(1) * 10**6) == []", [1] * 5000),
+        ("len(range(f(1))) == 0", 10**15),
+    ]:
         with contextlib.suppress(Unsplittable):
             assert not passes(split(f"assert {test}"), Result(value))
     assert time.process_time() - start < 5
@@ -321,14 +404,32 @@ def test_a_hostile_value_cannot_hold_up_the_verdict():
 @each(
     "value, expected, equal",
     [
-        (1, 1, True), (2.0, 2, True), (True, 1, False), (0, False, False), ([1], (1,), False), ((1,), (1,), True), ("1", 1, False),
-        ([True], [1], False), ({1, 2}, {2, 1}, True), ({True}, {1}, False), ({1}, frozenset({1}), True), ({"a": 1}, {"a": 1.0}, True),
-        ({1: 2}, {True: 2}, False), ({(1,)}, {(True,)}, False), ({frozenset({1})}, {frozenset({True})}, False),
+        (1, 1, True),
+        (2.0, 2, True),
+        (True, 1, False),
+        (0, False, False),
+        ([1], (1,), False),
+        ((1,), (1,), True),
+        ("1", 1, False),
+        ([True], [1], False),
+        ({1, 2}, {2, 1}, True),
+        ({True}, {1}, False),
+        ({1}, frozenset({1}), True),
+        ({"a": 1}, {"a": 1.0}, True),
+        ({1: 2}, {True: 2}, False),
+        ({(1,)}, {(True,)}, False),
+        ({frozenset({1})}, {frozenset({True})}, False),
         ({(1,): 2}, {(True,): 2}, False),
-        ({"a": 1}, {"b": 1}, False), (math.nan, math.nan, False), (None, None, True), (None, False, False),
-        (Opaque("A"), ("A",), False), (b"a", "a", False), ([], [[]], False), ([1, 2], [1], False),
+        ({"a": 1}, {"b": 1}, False),
+        (math.nan, math.nan, False),
+        (None, None, True),
+        (None, False, False),
+        (Opaque("A"), ("A",), False),
+        (b"a", "a", False),
+        ([], [[]], False),
+        ([1, 2], [1], False),
     ],
-)  # fmt: skip
+)
 def test_equality_is_strict_about_types(value, expected, equal):
     assert same(value, expected) is equal
 

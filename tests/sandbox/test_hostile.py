@@ -268,9 +268,13 @@ def around(tmp_path_factory):
     installed = {p: sorted(os.listdir(p))[:50] for p in paths if os.path.isdir(p)}
     victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     names = {
-        "SECRET_FILE": str(secret), "OUTSIDE": str(home / "outside.txt"), "LIBRARY": str(library), "INSTALLED": installed,
-        "PARENT": os.getpid(), "VICTIM": victim.pid,
-    }  # fmt: skip
+        "SECRET_FILE": str(secret),
+        "OUTSIDE": str(home / "outside.txt"),
+        "LIBRARY": str(library),
+        "INSTALLED": installed,
+        "PARENT": os.getpid(),
+        "VICTIM": victim.pid,
+    }
 
     def harm() -> list[str]:
         return [
@@ -336,8 +340,13 @@ def ended(request, around):
     after = children(), count_threads()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     return {
-        "outcomes": outcomes, "before": before, "after": after, "grown": grown, "harm": harm(), "seconds": time.monotonic() - start,
-    }  # fmt: skip
+        "outcomes": outcomes,
+        "before": before,
+        "after": after,
+        "grown": grown,
+        "harm": harm(),
+        "seconds": time.monotonic() - start,
+    }
 
 
 def test_there_are_programs_enough():

@@ -27,46 +27,148 @@ from rlkit.sandbox.process import run_with
 PROGRAMS = {
     "arithmetic": ("def f(a, b): return a + b", "f(1, 2)", 3),
     "text": ("def f(s): return s[::-1]", "f('añ\\ud800')", "\ud800ña"),
-    "nested values": ("", "[1, (2.5, None), {'a': {1, 2}, 3: frozenset({b'x'})}, True, 1j, -0.5]",
-                      [1, (2.5, None), {"a": {1, 2}, 3: frozenset({b"x"})}, True, 1j, -0.5]),
+    "nested values": (
+        "",
+        "[1, (2.5, None), {'a': {1, 2}, 3: frozenset({b'x'})}, True, 1j, -0.5]",
+        [1, (2.5, None), {"a": {1, 2}, 3: frozenset({b"x"})}, True, 1j, -0.5],
+    ),
     "large numbers": ("", "-(10 ** 3000)", -(10**3000)),
-    "subclasses": ("from collections import *\nd = defaultdict(list, a=[1])\n"
-        "P = namedtuple('P', 'x y')", "(d, Counter('aab'), P(1, 2), OrderedDict())",
-                   ({"a": [1]}, {"a": 2, "b": 1}, (1, 2), {})),
+    "subclasses": (
+        "from collections import *\nd = defaultdict(list, a=[1])\nP = namedtuple('P', 'x y')",
+        "(d, Counter('aab'), P(1, 2), OrderedDict())",
+        ({"a": [1]}, {"a": 2, "b": 1}, (1, 2), {}),
+    ),
     "infinity": ("", "[float('inf'), -float('inf')]", [float("inf"), -float("inf")]),
-    "class and recursion": ("class N:\n  def __init__(s, n): s.n = n\n"
-        "def f(n): return N(1).n if n < 1 else n * f(n - 1)", "f(20)", 2432902008176640000),
-    "dataclass": ("from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int = 1\n", "P(2).x", 2),
+    "class and recursion": (
+        "class N:\n  def __init__(s, n): s.n = n\n"
+        "def f(n): return N(1).n if n < 1 else n * f(n - 1)",
+        "f(20)",
+        2432902008176640000,
+    ),
+    "dataclass": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int = 1\n",
+        "P(2).x",
+        2,
+    ),
     "pickle": ("import pickle\nclass P: x = 1\n", "pickle.loads(pickle.dumps(P())).x", 1),
-    "small file": ("with open('a.txt', 'w') as f: f.write('hello')", "open('a.txt').read()", "hello"),
-    "temporary file": ("import tempfile\nwith tempfile.TemporaryFile('w+', dir='.') as f:\n  f.write('a')\n  f.seek(0)\n"
-        "  x = f.read()", "x", "a"),
-    "a data base in a file": ("import sqlite3\nc = sqlite3.connect('a.db')\nc.execute('create table t (x)')\n"
-        "c.execute('insert into t values (7)')\nc.commit()", "c.execute('select x from t').fetchall()", [(7,)]),
-    "locks and flags of a file": ("import fcntl, os\nf = open('a', 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\n"
-        "fcntl.fcntl(f, fcntl.F_SETFL, fcntl.fcntl(f, fcntl.F_GETFL) | os.O_APPEND)", "os.dup(f.fileno()) > 0", True),
-    "files renamed and removed": ("import os\nopen('a', 'w').close()\nos.rename('a', 'b')\nx = os.listdir('.')\n"
-        "os.remove('b')", "(x, os.listdir('.'))",
-                                  (["b"], [])),
-    "threads": ("import threading\nx = []\nt = threading.Thread(target=x.append, args=(1,))\nt.start()\nt.join()", "x", [1]),
-    "pool of threads": ("from concurrent.futures import ThreadPoolExecutor as P\n"
-        "with P(2) as p: x = list(p.map(str, [1, 2]))", "x", ["1", "2"]),
-    "caught recursion": ("def f():\n  try: return f()\n  except RecursionError: return 'deep'", "f()", "deep"),
+    "small file": (
+        "with open('a.txt', 'w') as f: f.write('hello')",
+        "open('a.txt').read()",
+        "hello",
+    ),
+    "temporary file": (
+        "import tempfile\nwith tempfile.TemporaryFile('w+', dir='.') as f:\n  f.write('a')\n  f.seek(0)\n"
+        "  x = f.read()",
+        "x",
+        "a",
+    ),
+    "a data base in a file": (
+        "import sqlite3\nc = sqlite3.connect('a.db')\nc.execute('create table t (x)')\n"
+        "c.execute('insert into t values (7)')\nc.commit()",
+        "c.execute('select x from t').fetchall()",
+        [(7,)],
+    ),
+    "locks and flags of a file": (
+        "import fcntl, os\nf = open('a', 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\n"
+        "fcntl.fcntl(f, fcntl.F_SETFL, fcntl.fcntl(f, fcntl.F_GETFL) | os.O_APPEND)",
+        "os.dup(f.fileno()) > 0",
+        True,
+    ),
+    "files renamed and removed": (
+        "import os\nopen('a', 'w').close()\nos.rename('a', 'b')\nx = os.listdir('.')\n"
+        "os.remove('b')",
+        "(x, os.listdir('.'))",
+        (["b"], []),
+    ),
+    "threads": (
+        "import threading\nx = []\nt = threading.Thread(target=x.append, args=(1,))\nt.start()\nt.join()",
+        "x",
+        [1],
+    ),
+    "pool of threads": (
+        "from concurrent.futures import ThreadPoolExecutor as P\n"
+        "with P(2) as p: x = list(p.map(str, [1, 2]))",
+        "x",
+        ["1", "2"],
+    ),
+    "caught recursion": (
+        "def f():\n  try: return f()\n  except RecursionError: return 'deep'",
+        "f()",
+        "deep",
+    ),
     "generator": ("def f(): yield from range(3)", "list(f())", [0, 1, 2]),
     "prints, too": ("print('hello')", "1", 1),
     "module name": ("", "__name__", "solution"),
-    "random, time, date": ("import random, time, datetime, uuid\n"
-        "random.seed(1)", "0 < time.time() and random.random() < 1 and len(str(uuid.uuid4()))", 36),
+    "random, time, date": (
+        "import random, time, datetime, uuid\nrandom.seed(1)",
+        "0 < time.time() and random.random() < 1 and len(str(uuid.uuid4()))",
+        36,
+    ),
     "an error in a call is that call's": ("", "1 / 0", None),
-}  # fmt: skip
+}
 STDLIB = [
-    "abc", "array", "ast", "base64", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "csv", "ctypes",
-    "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "html", "inspect", "io",
-    "itertools", "json", "logging", "math", "numbers", "operator", "os", "pathlib", "pickle", "pprint", "queue", "random", "re",
-    "secrets", "shlex", "sqlite3", "statistics", "string", "struct", "sys", "tempfile", "textwrap", "threading", "time", "timeit",
-    "traceback", "types", "typing", "unicodedata", "unittest", "urllib.parse", "uuid", "warnings", "weakref", "xml.etree.ElementTree",
-    "zlib", "zoneinfo",
-]  # fmt: skip
+    "abc",
+    "array",
+    "ast",
+    "base64",
+    "bisect",
+    "calendar",
+    "cmath",
+    "collections",
+    "contextlib",
+    "copy",
+    "csv",
+    "ctypes",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "difflib",
+    "enum",
+    "fractions",
+    "functools",
+    "hashlib",
+    "heapq",
+    "html",
+    "inspect",
+    "io",
+    "itertools",
+    "json",
+    "logging",
+    "math",
+    "numbers",
+    "operator",
+    "os",
+    "pathlib",
+    "pickle",
+    "pprint",
+    "queue",
+    "random",
+    "re",
+    "secrets",
+    "shlex",
+    "sqlite3",
+    "statistics",
+    "string",
+    "struct",
+    "sys",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "time",
+    "timeit",
+    "traceback",
+    "types",
+    "typing",
+    "unicodedata",
+    "unittest",
+    "urllib.parse",
+    "uuid",
+    "warnings",
+    "weakref",
+    "xml.etree.ElementTree",
+    "zlib",
+    "zoneinfo",
+]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

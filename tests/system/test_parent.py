@@ -34,9 +34,10 @@ KINDS = {
     ),
     "what a server of another package has started": (
         "import subprocess; from rlkit.system.parent import guarded\n"
-        "process = subprocess.Popen(guarded(['sh', '-c', f'cat {pipe} & wait']), start_new_session=True)\n" + WAIT
+        "process = subprocess.Popen(guarded(['sh', '-c', f'cat {pipe} & wait']), start_new_session=True)\n"
+        + WAIT
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("code", cases(KINDS.values(), [KINDS["a server of another package"]]))

@@ -90,9 +90,23 @@ def test_an_expression_is_evaluated(text, stub):
 
 
 HOSTILE = (
-    "__import__('os').getpid()", "open('/etc/passwd').read()", "x.real", "x. real", "(lambda: 1)()", "[i for i in (1, 2)]", "print(1)",
-    "9**9**9", "(((9)**99)**99)**99", "'a'*1000000", "[0]*1000000", "3*[0]", "(print)(1)", "x:=1", "1+" * 300 + "1", "exit ()",
-)  # fmt: skip
+    "__import__('os').getpid()",
+    "open('/etc/passwd').read()",
+    "x.real",
+    "x. real",
+    "(lambda: 1)()",
+    "[i for i in (1, 2)]",
+    "print(1)",
+    "9**9**9",
+    "(((9)**99)**99)**99",
+    "'a'*1000000",
+    "[0]*1000000",
+    "3*[0]",
+    "(print)(1)",
+    "x:=1",
+    "1+" * 300 + "1",
+    "exit ()",
+)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -96,8 +96,10 @@ def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
         gold, empty = (_answered(task, text) for text in (task.answer, ""))
         scores = [r.reward for r in score_rollouts([gold, empty], reward)]
         if scores[0] is None or scores[0] < 1:
-            raise DataError(f"row {task.id}: the gold answer '{task.answer[:80]}' scores {scores[0]} with reward '{task.reward}', not 1; "
-                            "mend the row's answer, or name a reward that can score it")  # fmt: skip
+            raise DataError(
+                f"row {task.id}: the gold answer '{task.answer[:80]}' scores {scores[0]} with reward '{task.reward}', not 1; "
+                "mend the row's answer, or name a reward that can score it"
+            )
         if scores[1] is not None and scores[1] >= 1:
             raise DataError(
                 f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it must not count as right"

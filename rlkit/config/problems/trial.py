@@ -54,14 +54,29 @@ def dry_run(x: Experiment) -> None:
     rewards = (torch.arange(n) % size == 0).float()
     values = torch.zeros(n, width).requires_grad_()
     batch = Batch(
-        ids=ids, attention_mask=torch.ones_like(mask), response_mask=mask, rollout_ids=torch.arange(n),
-        step_ids=torch.zeros_like(ids), rewards=rewards, group_ids=torch.arange(n) // size,
-        truncated=torch.zeros(n, dtype=torch.bool), lengths=mask.sum(1), reply_lengths=mask.sum(1), greedy_rewards=torch.zeros(n),
-        token_rewards=torch.zeros(n, width).index_fill(1, torch.tensor([width - 1]), 1.0) * rewards[:, None],
-        logprobs_sampler=fixed, logprobs_old=fixed, entropy_old=entropy.detach(), logprobs_ref=fixed - 0.1,
-        full_kl=torch.full_like(fixed, 0.1), values=values.detach(), versions=torch.zeros_like(ids),
-        components={name: rewards.clone() for name in x.reward.terms}, metadata=tuple({} for _ in range(n)),
-    )  # fmt: skip
+        ids=ids,
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        rollout_ids=torch.arange(n),
+        step_ids=torch.zeros_like(ids),
+        rewards=rewards,
+        group_ids=torch.arange(n) // size,
+        truncated=torch.zeros(n, dtype=torch.bool),
+        lengths=mask.sum(1),
+        reply_lengths=mask.sum(1),
+        greedy_rewards=torch.zeros(n),
+        token_rewards=torch.zeros(n, width).index_fill(1, torch.tensor([width - 1]), 1.0)
+        * rewards[:, None],
+        logprobs_sampler=fixed,
+        logprobs_old=fixed,
+        entropy_old=entropy.detach(),
+        logprobs_ref=fixed - 0.1,
+        full_kl=torch.full_like(fixed, 0.1),
+        values=values.detach(),
+        versions=torch.zeros_like(ids),
+        components={name: rewards.clone() for name in x.reward.terms},
+        metadata=tuple({} for _ in range(n)),
+    )
     try:
         batch = place_old(filter_rollouts(batch, x.algorithm), x.algorithm, step=1)
         batch = token_scale(estimate_advantages(batch, x.algorithm, x.kl), x.algorithm)

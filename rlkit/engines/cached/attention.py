@@ -89,11 +89,14 @@ def attend(
     mask = attention_mask if width == 1 or groups == 1 else attention_mask.repeat(1, 1, groups, 1)
     outs = [
         nn_functional.scaled_dot_product_attention(
-            grouped[start:stop], key[start:stop, :, :length], value[start:stop, :, :length],
-            attn_mask=mask[start:stop, ..., :length], scale=scaling,
+            grouped[start:stop],
+            key[start:stop, :, :length],
+            value[start:stop, :, :length],
+            attn_mask=mask[start:stop, ..., :length],
+            scale=scaling,
         )
         for start, stop, length in PARTS.get() or [(0, rows, key.shape[2])]
-    ]  # fmt: skip
+    ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.view(rows, heads, width, size).transpose(1, 2).contiguous(), None
 

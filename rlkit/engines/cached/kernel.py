@@ -80,10 +80,16 @@ class Kernel:
         self.run, self.trunk = compiled(), trunk
         config, layers = trunk.trunk.config, [layer.module for layer in trunk.layers]
         self.step = StepArguments(
-            layers=len(layers), hidden=config.hidden_size, inner=config.intermediate_size, heads=config.num_attention_heads,
-            key_heads=config.num_key_value_heads, size=layers[0].self_attn.head_dim, vocabulary=len(head.weight),
-            eps=trunk.trunk.norm.variance_epsilon, embedding=trunk.trunk.embed_tokens.weight.data_ptr(),
-        )  # fmt: skip
+            layers=len(layers),
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_attention_heads,
+            key_heads=config.num_key_value_heads,
+            size=layers[0].self_attn.head_dim,
+            vocabulary=len(head.weight),
+            eps=trunk.trunk.norm.variance_epsilon,
+            embedding=trunk.trunk.embed_tokens.weight.data_ptr(),
+        )
         final = trunk.derive(partial(tiled, trunk.trunk.norm, head.module))
         made = [_layer(trunk, layer.module, layer.scale) for layer in trunk.layers]
         self.step.head = final.data_ptr()

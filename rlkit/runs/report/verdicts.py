@@ -33,8 +33,12 @@ LAST = 10  # RL steps at the end of a run whose training reward is compared
 UNEVEN = 0.02  # relative difference of two budgets that is named
 Unit = Literal["steps", "updates", "samples", "tokens", "seconds"]
 UNITS: Mapping[str, str] = {
-    "steps": "RL steps", "updates": "optimiser steps", "samples": "sampled rollouts", "tokens": "tokens trained on", "seconds": "seconds",
-}  # fmt: skip
+    "steps": "RL steps",
+    "updates": "optimiser steps",
+    "samples": "sampled rollouts",
+    "tokens": "tokens trained on",
+    "seconds": "seconds",
+}
 PROBLEMS = (
     "task.",
     "evaluation.",

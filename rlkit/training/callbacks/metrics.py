@@ -17,8 +17,15 @@ from rlkit.training.metrics import with_own
 from rlkit.training.schedules.paths import flat
 
 FINAL = (  # by which runs are compared
-    "test/accuracy", "test/reward", "eval/accuracy", "eval/reward", "reward/mean", "kl/ref_k3", "policy/entropy", "len/mean",
-)  # fmt: skip
+    "test/accuracy",
+    "test/reward",
+    "eval/accuracy",
+    "eval/reward",
+    "reward/mean",
+    "kl/ref_k3",
+    "policy/entropy",
+    "len/mean",
+)
 
 
 class Ownership(L.Callback):
