@@ -1,4 +1,5 @@
-"""The site: `sphinx-build -W docs site`. Built offline; nothing in it is loaded from elsewhere, and nothing counts its readers."""
+"""The site: `sphinx-build -W docs site`. Built offline; nothing in it is loaded from elsewhere, and
+nothing counts its readers."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ html_show_sourcelink = False
 
 
 def adapted(app: object, name: str, source: list[str]) -> None:
-    """Links to files of the checkout become downloads, and those to its folders plain text, since a site has none."""
+    """Links to files of the checkout become downloads, and those to its folders plain text, since a
+    site has none."""
     page = (DOCS / name).parent
 
     def link(found: re.Match[str]) -> str:

@@ -1,6 +1,8 @@
-"""Writes docs/config/GROUP.md, extension_points.md and metrics.md from the code and the comments of conf/: python docs/generate.py
+"""Writes docs/config/GROUP.md, extension_points.md and metrics.md from the code and the comments of
+conf/: python docs/generate.py
 
-Do not edit those pages by hand. tests/test_docs.py fails if they differ from the output of this script.
+Do not edit those pages by hand. tests/test_docs.py fails if they differ from the output of this
+script.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def pages() -> dict[Path, str]:
     return out
 
 
-# ---------------------------------------------------------------------------------------------------- config groups
+# ------------------------------------------------------------------------------------ config groups
 
 
 class Key(NamedTuple):
@@ -44,7 +46,8 @@ class Key(NamedTuple):
 
 
 def read_option(file: Path) -> tuple[str, list[str], list[Key]]:
-    """An option's first comment, its choices of other options, and its keys, each with the comment above it."""
+    """An option's first comment, its choices of other options, and its keys, each with the comment
+    above it."""
     title: list[str] = []
     comment: list[str] = []
     choices: list[str] = []
@@ -76,7 +79,8 @@ def read_option(file: Path) -> tuple[str, list[str], list[Key]]:
 
 
 def takes(keys: list[Key], key: Key) -> str:
-    """The type of a key according to the signature; an empty string if no function of this file names the key."""
+    """The type of a key according to the signature; an empty string if no function of this file
+    names the key."""
     parent, _, name = key.path.rpartition(".")
     target = next(
         (k.value for k in keys if k.path == (f"{parent}._target_" if parent else "_target_")), None
@@ -96,7 +100,8 @@ def takes(keys: list[Key], key: Key) -> str:
 
 
 def group_page(group: Path) -> str:
-    """The page of a group. For each option it lists the functions called and the keys with default and meaning."""
+    """The page of a group. For each option it lists the functions called and the keys with default
+    and meaning."""
     files = sorted(group.rglob("*.yaml"), key=lambda f: (len(f.parts), f.as_posix()))
     lines = [MARK, "", f"# `{group.name}`", "", "| option | what it is |", "|---|---|"]
     lines += [f"| `{chosen(group, f)}` | {cell(read_option(f)[0])} |" for f in files]
@@ -119,7 +124,8 @@ def group_page(group: Path) -> str:
 
 
 def inherited(file: Path, choices: list[str]) -> list[Key]:
-    """The keys of the options that an option builds on. Their comments give the meaning of keys without one."""
+    """The keys of the options that an option builds on. Their comments give the meaning of keys
+    without one."""
     named = [
         choice for choice in choices if ":" not in choice
     ]  # an option in a folder of its group names others from the group on
@@ -166,7 +172,7 @@ def index(groups: list[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ------------------------------------------------------------------------------------------------- extension points
+# --------------------------------------------------------------------------------- extension points
 
 # Named tuple → its path in a config. NAME is chosen by the user.
 PLACES = {
@@ -212,7 +218,8 @@ def protocols() -> dict[str, type]:
 
 
 def points() -> list[Point]:
-    """Every field of the configs' named tuples and every parameter of a shipped part that accepts a function."""
+    """Every field of the configs' named tuples and every parameter of a shipped part that accepts a
+    function."""
     out: dict[str, Point] = {}
     for name, place in PLACES.items():
         owner: Any = resolve(name)
@@ -482,7 +489,7 @@ def shipped(protocol: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-# ---------------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 
 READING = """
 Every number that a run writes to `metrics.jsonl`: what it means and its unit, what a healthy run shows, and

@@ -1,6 +1,8 @@
-"""The default run of `rlkit train` as a loop of one page: GRPO on word problems with a calculator, every stage in sight.
+"""The default run of `rlkit train` as a loop of one page: GRPO on word problems with a calculator,
+every stage in sight.
 
-    python examples/loop.py          # offline, on two cores of a CPU: test accuracy 0.48 → above 0.95 in half a minute
+    python examples/loop.py          # offline, on two cores of a CPU: test accuracy 0.48 → above
+                                     0.95 in half a minute
 
 Each stage is a plain function. Change one, and you have an algorithm of your own.
 """
@@ -40,7 +42,8 @@ def logprobs_of(model, batch):
 
 
 def prepared(rollouts):
-    """Scored rollouts as tensors, with what stays fixed during the updates: advantages, and log-probs of old policy and reference."""
+    """Scored rollouts as tensors, with what stays fixed during the updates: advantages, and
+    log-probs of old policy and reference."""
     batch = rlkit.assemble(rollouts, pad_token_id=policy.pad_token_id)
     advantages = F.group_mean(
         batch.rewards, batch.group_ids
@@ -55,7 +58,8 @@ def prepared(rollouts):
 
 
 def loss_of(batch):
-    """The clipped surrogate and the KL to the reference, each token weighted so that every rollout counts alike."""
+    """The clipped surrogate and the KL to the reference, each token weighted so that every rollout
+    counts alike."""
     logprobs = logprobs_of(policy.model, batch)
     ratio = F.token_ratio(logprobs, batch.logprobs_old, batch.response_mask)
     per_token = F.clipped(ratio, batch.advantages, clip_low=CLIP, clip_high=CLIP) + KL * F.k3(

@@ -1,4 +1,5 @@
-"""The run of loop.py in a few lines: the options of the command line, with a part of your own wherever you want one.
+"""The run of loop.py in a few lines: the options of the command line, with a part of your own
+wherever you want one.
 
 python examples/train.py
 """

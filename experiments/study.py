@@ -1,10 +1,12 @@
-"""Answers a question by runs: the variants of a study on several seeds, a CSV row a run, intervals, a table, a plot.
+"""Answers a question by runs: the variants of a study on several seeds, a CSV row a run, intervals,
+a table, a plot.
 
     python experiments/study.py experiments/kl [--seeds 0 1 2] [--only none 'k3, 0.2'] [--jobs 2]
 
-A study is a folder with a study.yaml: `title`, `variants` (name: overrides of `rlkit train`; the others are compared with the first),
-`once` (names of those that only the first seed runs). Every run is `rlkit train` on one torch thread in an empty folder; runs that
-results.csv holds already are not repeated. Seeds are shared by the variants, so that a difference is one within pairs.
+A study is a folder with a study.yaml: `title`, `variants` (name: overrides of `rlkit train`; the
+others are compared with the first), `once` (names of those that only the first seed runs). Every
+run is `rlkit train` on one torch thread in an empty folder; runs that results.csv holds already are
+not repeated. Seeds are shared by the variants, so that a difference is one within pairs.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ Row = dict[str, str]
 def trained(
     overrides: Sequence[str],
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
-    """`rlkit train` in an empty folder, on one thread: its summary, its rows, and the seconds of the process and of its processors.
+    """`rlkit train` in an empty folder, on one thread: its summary, its rows, and the seconds of
+    the process and of its processors.
 
     Raises:
       RuntimeError: the command failed; with the last lines that it wrote.
@@ -111,24 +114,28 @@ def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
 
 
 def mean_height(curve: Mapping[int, float]) -> float:
-    """Mean validation accuracy over the run's steps: the area under the curve (trapezia), divided by its width."""
+    """Mean validation accuracy over the run's steps: the area under the curve (trapezia), divided
+    by its width."""
     points = sorted(curve.items())
     area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points))
     return area / (points[-1][0] - points[0][0])
 
 
 def interval(values: Sequence[float], resolution: float = 0.0) -> tuple[float, float]:
-    """Mean, and half the width of the 95 % interval that Student's t gives it; NaN for fewer than three values.
+    """Mean, and half the width of the 95 % interval that Student's t gives it; NaN for fewer than
+    three values.
 
     Args:
-      resolution: the smallest step of a figure: equal differences of a coarse score are not certain.
+      resolution: the smallest step of a figure: equal differences of a coarse score are not
+        certain.
     """
     found = comparing.paired([0.0] * len(values), values, resolution=resolution)
     return found.mean, found.high - found.mean
 
 
 def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[float, float]:
-    """Mean difference of a variant from the baseline over the seeds that both have, and half the width of its 95 % interval."""
+    """Mean difference of a variant from the baseline over the seeds that both have, and half the
+    width of its 95 % interval."""
     values = {
         key: {row["seed"]: float(row[column]) for row in rows if row["variant"] == key}
         for key in (name, baseline)
@@ -141,7 +148,8 @@ def paired(rows: Sequence[Row], name: str, baseline: str, column: str) -> tuple[
 
 
 def table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """A line a variant: means and ranges over its seeds, and the difference from the first variant."""
+    """A line a variant: means and ranges over its seeds, and the difference from the first
+    variant."""
     lines = [
         "| variant | final test accuracy: mean (lowest – highest) | difference, 95 % "
         "| validation accuracy, mean over the run | difference, 95 % | final KL, nats | CPU s |",
@@ -177,7 +185,8 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> None:
-    """Left: validation accuracy over the run, the mean of the seeds. Right: test accuracy at the end, a dot and its interval a seed."""
+    """Left: validation accuracy over the run, the mean of the seeds. Right: test accuracy at the
+    end, a dot and its interval a seed."""
     import matplotlib
 
     matplotlib.use("Agg")

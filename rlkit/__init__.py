@@ -3,8 +3,9 @@
     x = rlkit.experiment("algorithm=dapo", "kl=none", reward=my_reward, trainer__steps=10)
     run = rlkit.train(x)
 
-Single parts are in namespaces: `rlkit.functional.k3`, `rlkit.rewards.numeric`, `rlkit.references.ema`. Nothing is imported before it
-is asked for. The notebooks' functions (`rlkit.notebook`) can be imported from here too, and are not listed.
+Single parts are in namespaces: `rlkit.functional.k3`, `rlkit.rewards.numeric`,
+`rlkit.references.ema`. Nothing is imported before it is asked for. The notebooks' functions
+(`rlkit.notebook`) can be imported from here too, and are not listed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Where the parts of an algorithm meet: a batch becomes advantages, weights and one loss.
 
-A part is a plain function; its positional parameters are quantities of `rlkit.types.QUANTITIES`, given by name. So a user's own
-loss asks for what it needs in its signature, and nothing here changes. `part` is the one place that calls them.
+A part is a plain function; its positional parameters are quantities of `rlkit.types.QUANTITIES`,
+given by name. So a user's own loss asks for what it needs in its signature, and nothing here
+changes. `part` is the one place that calls them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from rlkit.types import (
     unpacked,
 )
 
-# Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row dimension.
+# Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row
+# dimension.
 PER_ROLLOUT = (
     "rewards",
     "group_ids",
@@ -59,7 +61,8 @@ PER_ROLLOUT = (
 class Critic(NamedTuple):
     """What predicts returns. No loss means no critic, and none is built.
 
-    `head` reads the last hidden states of the policy's own trunk; `separate` has a trunk of its own, a copy of the policy at the start.
+    `head` reads the last hidden states of the policy's own trunk; `separate` has a trunk of its
+    own, a copy of the policy at the start.
     """
 
     name: str = "none"
@@ -79,15 +82,18 @@ class Critic(NamedTuple):
 @safe("loss", "parts")
 @ranges(coef=(0, None))
 class Stream(NamedTuple):
-    """One per-token signal that is added to the loss: coef · Σ weights · loss per token, weights of its own over a mask of its own.
+    """One per-token signal that is added to the loss: coef · Σ weights · loss per token, weights of
+    its own over a mask of its own.
 
     mask             the tokens of
-    sampled          a teacher: everything that was sampled, also what the group filter or the overlong rule take out of the reward's
-    observations     imitation: what tools answered, without the template around it
+    sampled          a teacher: everything that was sampled, also what the group filter or the
+                     overlong rule take out of the reward's observations     imitation: what tools
+                     answered, without the template around it
     demonstrations   imitation: the replies of the conversations in the rows of the step's prompts
 
-    The reward's mask and weights are those of the algorithm, so only its `coef` and `parts` are set. With `parts`, a stream sees the
-    prompts of these parts of a mixture alone, and its weights sum to 1 over them.
+    The reward's mask and weights are those of the algorithm, so only its `coef` and `parts` are
+    set. With `parts`, a stream sees the prompts of these parts of a mixture alone, and its weights
+    sum to 1 over them.
     """
 
     coef: float | Controller = 1.0
@@ -97,7 +103,8 @@ class Stream(NamedTuple):
     parts: Sequence[str] | None = None  # of a mixture; None: all, and any task
 
     def of(self, part: str) -> bool:
-        """Whether prompts of this part of a mixture belong to it; that of a mixture within a mixture has both names, as a/b."""
+        """Whether prompts of this part of a mixture belong to it; that of a mixture within a
+        mixture has both names, as a/b."""
         return self.parts is None or any(
             part == own or part.startswith(f"{own}/") for own in self.parts
         )
@@ -143,7 +150,8 @@ class Algorithm(NamedTuple):
 
     @property
     def reward_coef(self) -> float:
-        """The weight of the policy loss: 1 without streams, 0 where there are some and the reward is not among them."""
+        """The weight of the policy loss: 1 without streams, 0 where there are some and the reward
+        is not among them."""
         own = self.streams.get("reward", Stream(0.0 if self.streams else 1.0))
         return number(own.coef)
 
@@ -157,7 +165,8 @@ class Algorithm(NamedTuple):
 @safe("name")
 @ranges(coef=(0, None))
 class KL(NamedTuple):
-    """The penalty that keeps the policy near the reference. `coef` 0 or no estimator means none, and no reference pass.
+    """The penalty that keeps the policy near the reference. `coef` 0 or no estimator means none,
+    and no reference pass.
 
     placement            what is added
     loss                 coef · KL_t to the loss of each token
@@ -194,7 +203,8 @@ class KL(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def inputs(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The quantities that a part asks for: its parameters that can be positional and have no default."""
+    """The quantities that a part asks for: its parameters that can be positional and have no
+    default."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(
         p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
@@ -207,12 +217,14 @@ def asks(function: Callable[..., Any] | None, name: str) -> bool:
 
 
 def call(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """What a part gives for the quantities that its signature names, without its metrics and as it is: `part` checks it."""
+    """What a part gives for the quantities that its signature names, without its metrics and as it
+    is: `part` checks it."""
     return unpacked(applied(function, quantities))[0]
 
 
 def applied(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
-    """What a function gives for the quantities that it names. Metadata and the mapping of components are copies of its own.
+    """What a function gives for the quantities that it names. Metadata and the mapping of
+    components are copies of its own.
 
     Raises: PartError where it changes a tensor in place, since other parts read the same one.
     """
@@ -247,7 +259,8 @@ def _tensors(given: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     ]
 
 
-# Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in words what it gives, the tensors).
+# Part, as in the names of its metrics: (where it stands in the config, the Protocol that says in
+# words what it gives, the tensors).
 PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
     "group_filter": ("algorithm.group_filter", GroupFilterFn, ("[N] bool",)),
     "overlong": ("algorithm.overlong", OverlongFn, ("[N]", "[N] bool")),
@@ -266,12 +279,15 @@ PARTS: Mapping[str, tuple[str, Any, tuple[str, ...]]] = {
 def part(
     name: str, function: Callable[..., Any], given: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """What a part gives for the quantities that it asks for, and its metrics as NAME/METRIC: [], [N] or [B, T], without gradient.
+    """What a part gives for the quantities that it asks for, and its metrics as NAME/METRIC: [],
+    [N] or [B, T], without gradient.
 
     Args:
       name: of PARTS.
-      given: at least `ids` and `rewards`, whose shapes and device decide what is right, and what the part asks for.
-    Raises: PartError naming the part where a quantity is not there yet, or what it gives is not what its Protocol says.
+      given: at least `ids` and `rewards`, whose shapes and device decide what is right, and what
+        the part asks for.
+    Raises: PartError naming the part where a quantity is not there yet, or what it gives is not
+      what its Protocol says.
     """
     (path, protocol, wanted), asked = PARTS[name], inputs(function)
 
@@ -336,7 +352,8 @@ def part(
 
 
 def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device) -> str:
-    """What is wrong with a tensor that should be as PARTS has it, in words; nothing where it is right."""
+    """What is wrong with a tensor that should be as PARTS has it, in words; nothing where it is
+    right."""
     if not isinstance(value, Tensor):
         return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"
     if all(value.shape != shape for size, shape in sizes.items() if size in spec):
@@ -351,7 +368,8 @@ def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch
 
 
 def counted(value: Tensor, batch: Batch) -> Tensor:
-    """The entries of a term or a metric that count, [M]: of trained tokens, of rollouts with a trained token, or a number for each token.
+    """The entries of a term or a metric that count, [M]: of trained tokens, of rollouts with a
+    trained token, or a number for each token.
 
     So sums and counts of parts of a batch add up to those of the whole, however it is split.
     """
@@ -372,7 +390,8 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> dict[str, Tensor]:
-    """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares (`policy_losses.Clip`); nothing where it has none."""
+    """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares
+    (`policy_losses.Clip`); nothing where it has none."""
     clip = getattr(getattr(loss, "func", loss), "clip", None)
     if clip is None:
         return {}
@@ -392,15 +411,15 @@ def quantities(batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in batch._asdict().items() if value is not None}
 
 
-# -------------------------------------------------------------------------- before the update, without gradient
+# -------------------------------------------------------------- before the update, without gradient
 
 
 def filter_rollouts(batch: Batch, algorithm: Algorithm) -> Batch:
     """The batch with the rollouts that are trained on, and the rewards that the advantage sees.
 
-    The group filter reads the raw rewards; then the overlong rule may change rewards (and with them the token rewards, at the
-    last sampled token) and take rollouts out. What is taken out leaves `response_mask` and stays in `sampled_mask`; its reward still
-    counts in baselines.
+    The group filter reads the raw rewards; then the overlong rule may change rewards (and with them
+    the token rewards, at the last sampled token) and take rollouts out. What is taken out leaves
+    `response_mask` and stays in `sampled_mask`; its reward still counts in baselines.
     """
     with torch.no_grad():
         given = quantities(batch)
@@ -424,12 +443,15 @@ def last_tokens(batch: Batch) -> Tensor:
 
 
 def place_old(batch: Batch, algorithm: Algorithm, *, step: int) -> Batch:
-    """The batch with `old_share`, where the ratio's old policy needs no pass before the update (`algorithm.old`).
+    """The batch with `old_share`, where the ratio's old policy needs no pass before the update
+    (`algorithm.old`).
 
     trainer      the policy before the update, by a pass of the trainer: no `old_share`
-    sampler      what sampled, in its own log-probs: share 0. The ratio is π / μ, and a clip sees how old a sample is
-    loglinear    between both, by versions (`rlkit.functional.interpolated_old`): share (d - 1) / d, where the policy in training makes
-                 version step + 1, d versions behind which a token was sampled
+    sampler      what sampled, in its own log-probs: share 0. The ratio is π / μ, and a clip sees
+                 how old a sample is
+    loglinear    between both, by versions (`rlkit.functional.interpolated_old`): share (d - 1) / d,
+                 where the policy in training makes version step + 1, d versions behind which a
+                 token was sampled
 
     Args:
       step: RL steps done.
@@ -444,7 +466,8 @@ def place_old(batch: Batch, algorithm: Algorithm, *, step: int) -> Batch:
 
 
 def token_scale(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch with the factor on each token's policy loss: off-policy correction × token filter, which may ask for advantages.
+    """The batch with the factor on each token's policy loss: off-policy correction × token filter,
+    which may ask for advantages.
 
     A correction to an old policy that moves with the current one is left to `surrogate`.
     """
@@ -461,13 +484,16 @@ def token_scale(batch: Batch, algorithm: Algorithm) -> Batch:
 
 
 def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none")) -> Batch:  # noqa: B008  (immutable)
-    """The batch with advantages [B, T], and returns where there is a critic; zero outside the response mask.
+    """The batch with advantages [B, T], and returns where there is a critic; zero outside the
+    response mask.
 
-    advantage → normalisation → minus the KL to come, where the KL stands in the reward. An advantage that asks for
-    `token_rewards` gets the KL in them instead, and with `kl.in_baseline` every advantage gets it in its rewards: in those of all
-    rollouts, since also the ones that are not trained on count in the baseline. Computed once over the whole update batch, without
+    advantage → normalisation → minus the KL to come, where the KL stands in the reward. An
+    advantage that asks for `token_rewards` gets the KL in them instead, and with `kl.in_baseline`
+    every advantage gets it in its rewards: in those of all rollouts, since also the ones that are
+    not trained on count in the baseline. Computed once over the whole update batch, without
     gradient.
-    Raises: PartError where the advantage has neither shape [N] nor [B, T], or a critic gets no returns.
+    Raises: PartError where the advantage has neither shape [N] nor [B, T], or a critic gets no
+    returns.
     """
     with torch.no_grad():
         mask = batch.response_mask
@@ -514,12 +540,14 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
 
 
 def whole(batch: Batch) -> Batch:
-    """The batch with every sampled token in its response_mask, those of rollouts that are not trained on too."""
+    """The batch with every sampled token in its response_mask, those of rollouts that are not
+    trained on too."""
     return batch if batch.sampled_mask is None else batch._replace(response_mask=batch.sampled_mask)
 
 
 def penalize(batch: Batch, kl: KL) -> Tensor:
-    """What the KL takes off the reward of each token [B, T], at the policy before the update; zeros where it is not in the reward."""
+    """What the KL takes off the reward of each token [B, T], at the policy before the update; zeros
+    where it is not in the reward."""
     if not kl.in_reward:
         return torch.zeros_like(batch.token_rewards)
     mask = batch.response_mask
@@ -537,33 +565,38 @@ def penalize(batch: Batch, kl: KL) -> Tensor:
 
 
 def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
-    """Sum over a token and all trained tokens of its rollout after it [B, T]: tools and users are passed over."""
+    """Sum over a token and all trained tokens of its rollout after it [B, T]: tools and users are
+    passed over."""
     positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
     later = F.to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
     return F.from_episodes(later, positions, mask, values)
 
 
 def loss_weights(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch with each token's share of the loss, and no other metrics than its own. Once per optimiser step, on all of its rows."""
+    """The batch with each token's share of the loss, and no other metrics than its own. Once per
+    optimiser step, on all of its rows."""
     with torch.no_grad():
         weights, metrics = part("aggregation", algorithm.aggregation, quantities(batch))
         return batch._replace(weights=weights, metrics=metrics)
 
 
-# ------------------------------------------------------------------------------------------------------ the loss
+# ----------------------------------------------------------------------------------------- the loss
 
 
 def surrogate(
     batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef · KL - entropy_coef · entropy).
+    """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef ·
+    KL - entropy_coef · entropy).
 
     Sums over rows, never means.
 
     Args:
-      batch: with advantages, weights, old log-probs and, where `kl` stands in the loss, reference log-probs.
+      batch: with advantages, weights, old log-probs and, where `kl` stands in the loss, reference
+        log-probs.
       scores: of the policy being trained.
-    Returns: the loss, and the terms that the metrics are made of, detached: [B, T] per token, and what parts measure as PART/NAME.
+    Returns: the loss, and the terms that the metrics are made of, detached: [B, T] per token, and
+      what parts measure as PART/NAME.
     """
     mask = batch.response_mask
     given = quantities(batch) | {
@@ -616,7 +649,8 @@ def surrogate(
 def value_surrogate(
     batch: Batch, scores: TokenLogprobs, critic: Critic
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its terms, detached."""
+    """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its
+    terms, detached."""
     mask = batch.response_mask
     given = quantities(batch) | {
         "values": F.fill_masked(F.full_precision(_required(scores.values, "values")), mask, 0.0),
@@ -632,7 +666,8 @@ def value_surrogate(
 
 
 def number(coefficient: float | Controller) -> float:
-    """A coefficient in an experiment of a step, where every controller has become a number (rlkit.training.schedules.at)."""
+    """A coefficient in an experiment of a step, where every controller has become a number
+    (rlkit.training.schedules.at)."""
     if isinstance(coefficient, Controller):
         raise TypeError(
             "a controller is no number; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)"
@@ -647,7 +682,8 @@ def _required(value: Any, name: str) -> Any:
 
 
 def select(batch: Batch, rows: Tensor) -> Batch:
-    """Some rows of a batch, cut to their longest. Quantities of the rollouts [N], and what is no tensor, stay whole."""
+    """Some rows of a batch, cut to their longest. Quantities of the rollouts [N], and what is no
+    tensor, stay whole."""
     width = int(batch.attention_mask[rows].sum(1).max())
     fields: dict[str, Any] = {
         name: value
@@ -666,7 +702,8 @@ def select(batch: Batch, rows: Tensor) -> Batch:
 
 
 def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
-    """Row numbers of every update: `epochs` passes over all rollouts, each split at random into `minibatches` parts of whole rollouts."""
+    """Row numbers of every update: `epochs` passes over all rollouts, each split at random into
+    `minibatches` parts of whole rollouts."""
     generator, owners = torch.Generator().manual_seed(seed % (1 << 63)), batch.rollout_ids.cpu()
     orders = [
         torch.randperm(len(batch.rewards), generator=generator) for _ in range(algorithm.epochs)
@@ -692,11 +729,14 @@ def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch
 
 
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
-    """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side by side.
+    """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side
+    by side.
 
-    Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its tokens; so a micro-batch is always
-    at least one rollout, even if its rows alone exceed `max_tokens`. A row counts up to its last trained token; what it shares
-    with others (`rlkit.models.packing`) counts each time. Rows without a trained token are left out: they add nothing to any sum.
+    Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its
+    tokens; so a micro-batch is always at least one rollout, even if its rows alone exceed
+    `max_tokens`. A row counts up to its last trained token; what it shares with others
+    (`rlkit.models.packing`) counts each time. Rows without a trained token are left out: they add
+    nothing to any sum.
     """
     lengths = (
         (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device))

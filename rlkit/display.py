@@ -1,4 +1,5 @@
-"""How a rollout and a run look at a prompt and in a notebook: short, as plain text and as HTML without scripts or anything to load."""
+"""How a rollout and a run look at a prompt and in a notebook: short, as plain text and as HTML
+without scripts or anything to load."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ STYLE = "border:1px solid rgba(128,128,128,.4);border-radius:4px;padding:.4em .8
 CELL = "text-align:left;vertical-align:top;padding:.1em .8em .1em 0"
 
 
-# ---------------------------------------------------------------------------------------------------------- a rollout
+# ---------------------------------------------------------------------------------------- a rollout
 
 
 def heading(rollout: Any) -> str:
@@ -97,7 +98,7 @@ def rollout_html(rollout: Any) -> str:
     return f'<div style="{STYLE}"><b>{escape(heading(rollout))}</b><table>{rows}</table></div>'
 
 
-# --------------------------------------------------------------------------------------------------------------- a run
+# -------------------------------------------------------------------------------------------- a run
 
 
 def figure(value: Any) -> str:
@@ -106,7 +107,8 @@ def figure(value: Any) -> str:
 
 
 def steps_table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Heading and rows of the figures that a run has; those in the middle left out where there are many."""
+    """Heading and rows of the figures that a run has; those in the middle left out where there are
+    many."""
     columns = [name for name in COLUMNS if any(name in row for row in metrics)]
     rows = [
         [figure(row.get("step")), *(figure(row.get(name)) for name in columns)] for row in metrics

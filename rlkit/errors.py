@@ -1,7 +1,9 @@
-"""The errors that rlkit raises. All but Interrupted derive from RLKitError and from the matching standard error.
+"""The errors that rlkit raises. All but Interrupted derive from RLKitError and from the matching
+standard error.
 
-A `Refusal` is a mistake in the user's input: a config, a file or a row. The command line prints its message without a traceback and
-exits with status 2. The other errors have causes outside the config and the data.
+A `Refusal` is a mistake in the user's input: a config, a file or a row. The command line prints its
+message without a traceback and exits with status 2. The other errors have causes outside the config
+and the data.
 """
 
 import contextlib
@@ -43,11 +45,13 @@ class TemplateError(Refusal):
 
 
 class PartError(Refusal):
-    """A function named in a config returned a wrong value, or asked for a quantity that does not exist."""
+    """A function named in a config returned a wrong value, or asked for a quantity that does not
+    exist."""
 
 
 class SelfCheckError(RLKitError, AssertionError):
-    """A check at start-up failed for this model and tokenizer. Training would give wrong results."""
+    """A check at start-up failed for this model and tokenizer. Training would give wrong
+    results."""
 
 
 class EngineError(RLKitError, RuntimeError):
@@ -59,15 +63,18 @@ class EnvironmentFailed(RLKitError, RuntimeError):
 
 
 class EpisodeOver(RLKitError):
-    """An episode is over before its first reply, as for a player who has no turn. A session's first prompt raises it."""
+    """An episode is over before its first reply, as for a player who has no turn. A session's first
+    prompt raises it."""
 
 
 class Hung(RLKitError, TimeoutError):
-    """A call of the user's did not end at its limit. Its episode fails; the message names the function and the limit."""
+    """A call of the user's did not end at its limit. Its episode fails; the message names the
+    function and the limit."""
 
 
 class RequestRefused(RLKitError):
-    """A request to the gateway that gets no reply; the program reads the sentence, with status 400."""
+    """A request to the gateway that gets no reply; the program reads the sentence, with status
+    400."""
 
 
 class NonFinite(RLKitError, ArithmeticError):
@@ -75,7 +82,8 @@ class NonFinite(RLKitError, ArithmeticError):
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end. The current step is complete, and the checkpoint callback saves."""
+    """A signal asked the run to end. The current step is complete, and the checkpoint callback
+    saves."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -83,7 +91,8 @@ class Interrupted(BaseException):
 
     @property
     def status(self) -> int:
-        """The exit status that shells and schedulers expect: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
+        """The exit status that shells and schedulers expect: 143 for SIGTERM, 130 for SIGINT, 129
+        for SIGHUP."""
         return 128 + self.signum
 
 
@@ -116,7 +125,8 @@ def written(function: Callable[..., Any]) -> str:
 
 
 def defined_at(function: Any) -> str:
-    """The name of a function, method or class and where it is defined: "my_tools.Shelf.put (/home/me/my_tools.py:7)"."""
+    """The name of a function, method or class and where it is defined: "my_tools.Shelf.put
+    (/home/me/my_tools.py:7)"."""
     while isinstance(function, functools.partial):
         function = function.func
     try:
@@ -154,10 +164,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def distribution() -> Distribution | None:
-    """The installed distribution that contains this package; None if only the source is on the path.
+    """The installed distribution that contains this package; None if only the source is on the
+    path.
 
-    It is found by its command instead of its name. On the public package index the name `rlkit` belongs to another project, which
-    may be installed in the same environment.
+    It is found by its command instead of its name. On the public package index the name `rlkit`
+    belongs to another project, which may be installed in the same environment.
     """
     return next(
         (
@@ -175,7 +186,8 @@ def distribution() -> Distribution | None:
 def place(error: BaseException) -> str:
     """FILE:LINE at which an error was raised.
 
-    This is the innermost frame of the user's own code, or the innermost frame of all if there is none.
+    This is the innermost frame of the user's own code, or the innermost frame of all if there is
+    none.
     """
     frames = traceback.extract_tb(error.__traceback__)
     others = (
@@ -194,7 +206,8 @@ def place(error: BaseException) -> str:
 
 
 def not_yaml(error: Any, file: str) -> str:
-    """FILE:LINE and what a YAML parser expected there. `file` is named where the parser does not know it."""
+    """FILE:LINE and what a YAML parser expected there. `file` is named where the parser does not
+    know it."""
     mark = error.problem_mark or error.context_mark
     named = mark.name if mark and not mark.name.startswith("<") else file
     where = f"{named}:{mark.line + 1}" if mark else named
@@ -202,7 +215,8 @@ def not_yaml(error: Any, file: str) -> str:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra. In a checkout it installs the checkout, otherwise the distribution by its name."""
+    """The command that installs an extra. In a checkout it installs the checkout, otherwise the
+    distribution by its name."""
     root = Path(__file__).resolve().parent.parent
     if (root / "pyproject.toml").is_file():
         here = "" if root == Path.cwd() else f"cd {root} && "
@@ -216,7 +230,8 @@ def install(extra: str) -> str:
 
 
 def announce(error: BaseException) -> None:
-    """Print an error that ends a step, before anything else is waited for. `say` does not print the same lines again."""
+    """Print an error that ends a step, before anything else is waited for. `say` does not print the
+    same lines again."""
     if not isinstance(error, Exception) or hasattr(error, "announced"):
         return
     said = (
@@ -241,5 +256,6 @@ def say(error: BaseException, lines: Iterable[str]) -> None:
 
 
 def visible(text: str, kept: str = "") -> str:
-    """Control characters (terminal escapes among them) are shown, not obeyed; for text that a model or a file may have written."""
+    """Control characters (terminal escapes among them) are shown, not obeyed; for text that a model
+    or a file may have written."""
     return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

@@ -1,4 +1,5 @@
-"""Means, accuracies and their intervals: Student's t, Wilson's interval, and means of figures that have bounds."""
+"""Means, accuracies and their intervals: Student's t, Wilson's interval, and means of figures that
+have bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Sequence
 
 Z95 = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 LEVEL = 0.95  # of every interval that names none
-FEWEST = 3  # runs for an interval: Student's t of one degree of freedom is 12.7, and its interval says nothing
+# runs for an interval: Student's t of one degree of freedom is 12.7, and its interval says nothing
+FEWEST = 3
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:
@@ -37,10 +39,12 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
 
 
 def share_interval(successes: float, n: float) -> tuple[float, float]:
-    """95 % interval of a proportion that holds near 0 and 1 too: `wilson`, widened where at most three are on one side.
+    """95 % interval of a proportion that holds near 0 and 1 too: `wilson`, widened where at most
+    three are on one side.
 
-    With few failures Wilson's interval is too short towards 1 (it holds 0.995 in 0.84 to 0.91 of the
-    draws of 35). There the bound is Poisson's exact one: λ/n with P(Poisson(λ) ≥ failures) = 2.5 %.
+    With few failures Wilson's interval is too short towards 1 (it holds 0.995 in 0.84 to 0.91 of
+    the draws of 35). There the bound is Poisson's exact one: λ/n with P(Poisson(λ) ≥ failures) =
+    2.5 %.
     Source: Brown, Cai and DasGupta 2001, Statistical Science 16, section 4.1.1.
 
     >>> (
@@ -60,7 +64,8 @@ def share_interval(successes: float, n: float) -> tuple[float, float]:
 
 
 def _fewest_expected(count: float) -> float:
-    """The λ of which P(Poisson(λ) ≥ count) = 2.5 %, for a count > 0 that need not be whole: the incomplete gamma function by its series."""
+    """The λ of which P(Poisson(λ) ≥ count) = 2.5 %, for a count > 0 that need not be whole: the
+    incomplete gamma function by its series."""
     low, high = 0.0, count
     for _ in range(60):
         middle = (low + high) / 2
@@ -94,7 +99,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def independent(weights: Sequence[float]) -> float:
-    """How many equally weighted values have a mean as uncertain as one with these weights: (Σw)² / Σw².
+    """How many equally weighted values have a mean as uncertain as one with these weights: (Σw)² /
+    Σw².
 
     300 rows of 42 distinct problems, each as often as the others, are 42.
     Source: Kish 1965, Survey Sampling, 11.7.
@@ -108,7 +114,8 @@ def independent(weights: Sequence[float]) -> float:
 def mean_interval(
     values: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[float, float, float]:
-    """Mean over distinct problems and its 95 % interval, within the bounds of the values and of 0 … 1.
+    """Mean over distinct problems and its 95 % interval, within the bounds of the values and of 0 …
+    1.
 
     `bounded_interval` with the range [min(0, lowest), max(1, highest)]. A problem may fall
     anywhere in it, so the binomial variance is what chance gives: of zeros and ones this is
@@ -187,14 +194,15 @@ def bounded_interval(
     return min(ends[0], mean), max(ends[1], mean)
 
 
-# ------------------------------------------------------------------------------------------------------ Student's t
+# -------------------------------------------------------------------------------------- Student's t
 
 
 def student_cdf(t: float, freedom: int) -> float:
     """P(T ≤ t) of Student's t with a whole number of degrees of freedom ≥ 1, exact.
 
-    With θ = atan(t / √ν), P(|T| ≤ t) is, for even ν, sin θ (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + … up to cos^(ν-2)), and for odd ν
-    2/π (θ + sin θ (cos θ + 2/3 cos³θ + … up to cos^(ν-2))). Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+    With θ = atan(t / √ν), P(|T| ≤ t) is, for even ν, sin θ (1 + 1/2 cos²θ + 1·3/(2·4) cos⁴θ + … up
+    to cos^(ν-2)), and for odd ν 2/π (θ + sin θ (cos θ + 2/3 cos³θ + … up to cos^(ν-2))). Source:
+    Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
 
     >>> round(student_cdf(2.262157, 9), 6)
     0.975

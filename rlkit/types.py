@@ -1,9 +1,11 @@
-"""Every contract of rlkit on one page: the data that flows, and the functions that may be swapped. Read this first.
+"""Every contract of rlkit on one page: the data that flows, and the functions that may be swapped.
+Read this first.
 
     Task ──▶ Environment ──▶ Rollout ──▶ Batch ──▶ Algorithm ──▶ optimiser ──▶ Reference update
 
-Shape letters, used everywhere: N rollouts (prompts × group size), B rows (sequences; a rollout may fill several),
-T positions of a padded row, V vocabulary. A mask is True where a token counts. All `[B, T]` tensors are aligned with `ids`:
+Shape letters, used everywhere: N rollouts (prompts × group size), B rows (sequences; a rollout may
+fill several), T positions of a padded row, V vocabulary. A mask is True where a token counts. All
+`[B, T]` tensors are aligned with `ids`:
 entry t of a log-prob belongs to token t given the tokens before it.
 """
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:  # this page costs nothing to import
     Value = TypeVar("Value")
     OrMeasured: TypeAlias = "Value | tuple[Value, Metrics]"  # alone, or with metrics
 
-# ------------------------------------------------------------------------------------------------ conversations
+# ------------------------------------------------------------------------------------ conversations
 
 
 class Message(TypedDict, total=False):
@@ -54,7 +56,8 @@ Messages = Sequence[Message]
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy asked for. `error` says why the text is not a call; then `arguments` is empty."""
+    """A call that the policy asked for. `error` says why the text is not a call; then `arguments`
+    is empty."""
 
     id: str
     name: str
@@ -63,7 +66,8 @@ class ToolCall(NamedTuple):
 
 
 class ToolResult(NamedTuple):
-    """What the call gave. `content` is what the policy reads; `ok` is False for every kind of failure."""
+    """What the call gave. `content` is what the policy reads; `ok` is False for every kind of
+    failure."""
 
     id: str
     name: str
@@ -73,7 +77,8 @@ class ToolResult(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One row of a dataset. It names its reward and its environment, so that a mixture scores each row its own way."""
+    """One row of a dataset. It names its reward and its environment, so that a mixture scores each
+    row its own way."""
 
     id: str
     messages: tuple[Message, ...]
@@ -84,7 +89,8 @@ class Task(NamedTuple):
     part: str = ""  # of a mixture, which of its tasks the row is from
 
 
-# Evaluations on the way of a run use validation problems; test problems are for the figures before and after it, and decide nothing.
+# Evaluations on the way of a run use validation problems; test problems are for the figures before
+# and after it, and decide nothing.
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
@@ -97,24 +103,28 @@ class Splits(NamedTuple):
     test: Sequence[Task] = ()
 
 
-# ----------------------------------------------------------------------------------------------------- episodes
+# ----------------------------------------------------------------------------------------- episodes
 
 Status = Literal["terminated", "truncated"]
-# How a reply ended, the first that holds: cut off by a limit of tokens; its thinking was closed by the budget and it ended by itself;
-# it ended with tool calls, readable or not; it ended by itself. There is no "error": an engine that fails ends the run, and a call
-# that cannot be read is answered.
+# How a reply ended, the first that holds: cut off by a limit of tokens; its thinking was closed by
+# the budget and it ended by itself; it ended with tool calls, readable or not; it ended by itself.
+# There is no "error": an engine that fails ends the run, and a call that cannot be read is
+# answered.
 FinishReason = Literal["length", "budget", "tool", "stop"]
 THINK_TAGS = ("<think>", "</think>")
 
 
 class SamplingParams(NamedTuple):
-    """How a completion is sampled, and when an episode that waited for something outside joins the decoding again.
+    """How a completion is sampled, and when an episode that waited for something outside joins the
+    decoding again.
 
-    An answer of the environment that needs no waiting joins the next round of decoding. One that waits (a tool in a thread, a request
-    over the network) joins
-      rounds   exactly `admission_rounds` decoded tokens after the reply; the decoder waits for one that is late. A run repeats itself.
-      barrier  before anything else is decoded. A run repeats itself, slowly.
-      free     as soon as it is there. The fastest; which rows share a batch, and so the last bits, depend on the clock.
+    An answer of the environment that needs no waiting joins the next round of decoding. One that
+    waits (a tool in a thread, a request over the network) joins
+      rounds   exactly `admission_rounds` decoded tokens after the reply; the decoder waits for one
+               that is late. A run repeats itself. barrier  before anything else is decoded. A run
+               repeats itself, slowly.
+      free     as soon as it is there. The fastest; which rows share a batch, and so the last bits,
+               depend on the clock.
     """
 
     max_new_tokens: int = 256  # of one completion, > 0
@@ -131,10 +141,12 @@ class SamplingParams(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """One reply: the token ids as sampled (end-of-turn token included) and their log-probs after temperature.
+    """One reply: the token ids as sampled (end-of-turn token included) and their log-probs after
+    temperature.
 
-    Where a thinking budget closed the thinking, the engine itself wrote the tokens at the positions `forced`: they are part of what
-    the policy reads, and nothing is learned from them. Their log-probs are 0: the engine had no choice.
+    Where a thinking budget closed the thinking, the engine itself wrote the tokens at the positions
+    `forced`: they are part of what the policy reads, and nothing is learned from them. Their
+    log-probs are 0: the engine had no choice.
     """
 
     token_ids: tuple[int, ...]
@@ -147,7 +159,8 @@ class Generation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One turn of an episode: what was said to the policy, what it sampled, and what its tool calls gave."""
+    """One turn of an episode: what was said to the policy, what it sampled, and what its tool calls
+    gave."""
 
     prompt: tuple[Message, ...]  # the messages new in this turn
     prompt_ids: tuple[
@@ -167,11 +180,15 @@ class Step(NamedTuple):
     forced: tuple[
         int, ...
     ] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
-    dropped: int = 0  # exchanges (a reply and what was said to it) at the episode's start that the context no longer holds
+    # exchanges (a reply and what was said to it) at the episode's start that the context no longer
+    # holds
+    dropped: int = 0
     versions: tuple[
         tuple[int, int], ...
     ] = ()  # spans: first position in response_ids, RL steps that the weights had done
-    kept: int = 0  # tokens at the context's start that are those of the step before, its context and its reply; see Rollout.context
+    # tokens at the context's start that are those of the step before, its context and its reply;
+    # see Rollout.context
+    kept: int = 0
 
     @property
     def prompt_length(self) -> int:
@@ -185,12 +202,15 @@ class Step(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A whole episode. `reward` is None where it cannot be scored; `status` keeps terminated and truncated apart."""
+    """A whole episode. `reward` is None where it cannot be scored; `status` keeps terminated and
+    truncated apart."""
 
     task: Task
     steps: tuple[Step, ...]
     status: Status = "terminated"
-    truncation: str = ""  # why it was truncated: length, context, steps, deadline, environment (a limit of its own) or error (it failed)
+    # why it was truncated: length, context, steps, deadline, environment (a limit of its own) or
+    # error (it failed)
+    truncation: str = ""
     group: int = 0  # position of the prompt in the batch: rollouts of one group share it
     sample: int = 0  # which of the group's samples this is
     reward: float | None = None
@@ -211,14 +231,16 @@ class Rollout(NamedTuple):
         return rollout_html(self)
 
     def add(self, step: Step) -> Rollout:
-        """The episode with one more turn. Of a context that is given whole, only what differs from the step before is stored."""
+        """The episode with one more turn. Of a context that is given whole, only what differs from
+        the step before is stored."""
         if self.steps and not step.kept:
             kept = agreement(self.context(-1) + self.steps[-1].response_ids, step.prompt_ids)
             step = step._replace(prompt_ids=step.prompt_ids[kept:], kept=kept)
         return self._replace(steps=(*self.steps, step))
 
     def context(self, index: int) -> tuple[int, ...]:
-        """All token ids that the reply of a step was sampled from. Raises: IndexError where there is no such step."""
+        """All token ids that the reply of a step was sampled from. Raises: IndexError where there
+        is no such step."""
         *earlier, step = self.steps[: range(len(self.steps))[index] + 1]
         ids: list[int] = []
         for before in earlier:
@@ -227,7 +249,8 @@ class Rollout(NamedTuple):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the episode's session was like at its end, as plain values; empty where it does not say."""
+        """What the episode's session was like at its end, as plain values; empty where it does not
+        say."""
         return self.metadata.get("state", {})
 
     @property
@@ -251,14 +274,16 @@ class Rollout(NamedTuple):
 
     @property
     def conversation(self) -> list[Message]:
-        """The episode as chat messages, thinking included, calls structured, results with the call's id."""
+        """The episode as chat messages, thinking included, calls structured, results with the
+        call's id."""
         return self.history(len(self.steps), thinking=True)
 
     def history(self, steps: int, *, thinking: bool, dropped: int = 0) -> list[Message]:
         """The messages of the first `steps` steps, with or without the policy's thinking.
 
-        Results of a step's calls belong to that step here; in the token stream they are part of the next prompt. With `dropped`,
-        the first so many exchanges are left out, a reply and what was said to it each; the first prompt stays.
+        Results of a step's calls belong to that step here; in the token stream they are part of the
+        next prompt. With `dropped`, the first so many exchanges are left out, a reply and what was
+        said to it each; the first prompt stays.
         """
         messages: list[Message] = [*self.steps[0].prompt] if self.steps[:steps] else []
         for index, step in enumerate(self.steps[dropped:steps], dropped):
@@ -293,7 +318,7 @@ def agreement(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ tensors
+# ------------------------------------------------------------------------------------------ tensors
 
 
 class Batch(NamedTuple):
@@ -308,11 +333,14 @@ class Batch(NamedTuple):
     group_ids: Tensor  # [N] int64
     truncated: Tensor  # [N] bool, cut off by a limit instead of ended
     lengths: Tensor  # [N] int64, sampled tokens of a rollout, trained on or not
-    token_rewards: Tensor  # [B, T] float, a step's reward at its last sampled token, the episode's at the last of all
+    # [B, T] float, a step's reward at its last sampled token, the episode's at the last of all
+    token_rewards: Tensor
     logprobs_sampler: Tensor  # [B, T] by the engine that sampled
     logprobs_old: Tensor | None = None  # [B, T] by the trainer, before the update
     old_share: Tensor | None = (
-        None  # [B, T] in 0 … 1, where "old" lies between sampler (0) and policy (1); None: it is logprobs_old
+        # [B, T] in 0 … 1, where "old" lies between sampler (0) and policy (1); None: it is
+        # logprobs_old
+        None
     )
     entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer, before the update
     logprobs_ref: Tensor | None = None  # [B, T] by the reference
@@ -330,19 +358,26 @@ class Batch(NamedTuple):
     )
     reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
     greedy_rewards: Tensor | None = (
-        None  # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was played
+        # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was
+        # played
+        None
     )
     sampled_mask: Tensor | None = (
-        None  # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
+        # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
+        None
     )
     versions: Tensor | None = (
-        None  # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+        # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+        None
     )
     covariance_rank: Tensor | None = (
-        None  # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
+        # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
+        None
     )
     observed_mask: Tensor | None = (
-        None  # [B, T] bool, what tools answered, without the template around it; None: no stream asks for it
+        # [B, T] bool, what tools answered, without the template around it; None: no stream asks for
+        # it
+        None
     )
     components: Mapping[str, Tensor] | None = (
         None  # reward component → [N] float, nan where it cannot be scored
@@ -351,12 +386,14 @@ class Batch(NamedTuple):
         None  # of each of the N rollouts: its task's, and its own on top
     )
     metrics: dict[str, Tensor] | None = (
-        None  # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
+        # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
+        None
     )
 
 
 class TokenLogprobs(NamedTuple):
-    """What the model being trained says of the sampled tokens; everything [B, T], 0 outside the response mask."""
+    """What the model being trained says of the sampled tokens; everything [B, T], 0 outside the
+    response mask."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -364,10 +401,12 @@ class TokenLogprobs(NamedTuple):
     full_kl: Tensor | None = None  # to the reference, where the KL is exact
 
 
-# -------------------------------------------------------------------------------------------- extension points
+# --------------------------------------------------------------------------------- extension points
 #
-# Stateless parts are functions. Their positional parameters are quantities, passed by name; their keyword-only
-# parameters are hyperparameters, and the config sets those. A part may ask for any of these quantities:
+# Stateless parts are functions. Their positional parameters are quantities, passed by name; their
+# keyword-only
+# parameters are hyperparameters, and the config sets those. A part may ask for any of these
+# quantities:
 
 QUANTITIES: Mapping[str, str] = {
     "rewards": "[N] task reward, nan where it cannot be scored",
@@ -399,8 +438,9 @@ QUANTITIES: Mapping[str, str] = {
 }
 
 
-# What a part may declare of itself, for the checks before a run (rlkit.config.problems). These lists are closed: a word that stands in
-# neither is refused where it is written. A part without declarations assumes nothing and guarantees nothing.
+# What a part may declare of itself, for the checks before a run (rlkit.config.problems). These
+# lists are closed: a word that stands in neither is refused where it is written. A part without
+# declarations assumes nothing and guarantees nothing.
 
 Guarantee = Literal["binary", "non_negative", "raw"]
 GUARANTEES: Mapping[str, str] = {
@@ -433,26 +473,29 @@ Part = TypeVar("Part", bound=Callable[..., Any])
 
 
 def assumes(*words: Assumption) -> Callable[[Part], Part]:
-    """Declares what a part relies on: `@assumes("binary_rewards")`. A composition that breaks it is refused before the run."""
+    """Declares what a part relies on: `@assumes("binary_rewards")`. A composition that breaks it is
+    refused before the run."""
     return _declared("assumes", words, ASSUMPTIONS, {})
 
 
 def gives(*words: Guarantee, **where: Any) -> Callable[[Part], Part]:
     """Declares what the scores of a reward function are: `@gives("binary", correct=1, wrong=0)`.
 
-    With `where`, only while its hyperparameters have these values. Several of these decorators add up; `@gives()` says that
-    none of the words holds.
+    With `where`, only while its hyperparameters have these values. Several of these decorators add
+    up; `@gives()` says that none of the words holds.
     """
     return _declared("gives", words, GUARANTEES, where)
 
 
 def keeps(*words: Guarantee) -> Callable[[Part], Part]:
-    """Declares which words still hold of rewards that a part has changed: an aggregator (of what all components give), an overlong rule."""
+    """Declares which words still hold of rewards that a part has changed: an aggregator (of what
+    all components give), an overlong rule."""
     return _declared("keeps", words, GUARANTEES, {})
 
 
 def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
-    """Declares where the gradient of a part is exactly 0: `@vanishes("without_advantages", penalty=0)`.
+    """Declares where the gradient of a part is exactly 0: `@vanishes("without_advantages",
+    penalty=0)`.
 
     An update of such parts alone is skipped; a part without the declaration is never skipped. With
     `where`, it holds only while the part's hyperparameters have these values. A wrapper made with
@@ -462,16 +505,19 @@ def vanishes(*words: Vanishing, **where: Any) -> Callable[[Part], Part]:
 
 
 def stateful(part: Part) -> Part:
-    """Declares that what a function gives depends on its earlier calls: a reward that counts, an environment that remembers episodes.
+    """Declares that what a function gives depends on its earlier calls: a reward that counts, an
+    environment that remembers episodes.
 
-    With asynchrony=overlap a second process makes its calls, with a state of its own, so the composition is refused before the run.
+    With asynchrony=overlap a second process makes its calls, with a state of its own, so the
+    composition is refused before the run.
     """
     setattr(part, "__stateful__", True)  # noqa: B010  a class can be marked too
     return part
 
 
 def is_stateful(part: Any) -> bool:
-    """Whether a part is marked `@stateful`: a function, also in a partial or a wrapper, a class, its instance or its method."""
+    """Whether a part is marked `@stateful`: a function, also in a partial or a wrapper, a class,
+    its instance or its method."""
     while isinstance(part, functools.partial):
         part = part.func
     plain = inspect.unwrap(part) if callable(part) else part
@@ -482,7 +528,8 @@ def is_stateful(part: Any) -> bool:
 
 
 def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
-    """Declares the smallest and the largest value of a part's numbers, None where there is no limit: `@ranges(rank=(0, None))`.
+    """Declares the smallest and the largest value of a part's numbers, None where there is no
+    limit: `@ranges(rank=(0, None))`.
 
     A config that leaves a range is refused before the run.
     """
@@ -507,12 +554,14 @@ REACHES = {
     "variable": "an environment variable",
     "outside": "what the sandbox keeps out",
     "processor": "the processor without a limit",
-    "calls": "any function that the policy calls",  # a function there is called with arguments of the policy's
+    # a function there is called with arguments of the policy's
+    "calls": "any function that the policy calls",
 }
 
 
 def reaches(**what: str) -> Callable[[Part], Part]:
-    """Declares what parameters of a part can reach by their value: `@reaches(command="program", cache="path")`.
+    """Declares what parameters of a part can reach by their value: `@reaches(command="program",
+    cache="path")`.
 
     A folder from a stranger may not set them without trust=true. The words are those of `REACHES`.
     """
@@ -524,9 +573,11 @@ def reaches(**what: str) -> Callable[[Part], Part]:
 
 
 def safe(*names: str) -> Callable[[Part], Part]:
-    """Declares parameters of a part by whose value nothing can be reached: `@safe("name", "tags")`. A folder from a stranger may set them.
+    """Declares parameters of a part by whose value nothing can be reached: `@safe("name", "tags")`.
+    A folder from a stranger may set them.
 
-    Numbers, booleans, Literals and parts are safe by their type. A text, a sequence, a mapping and a function need this word.
+    Numbers, booleans, Literals and parts are safe by their type. A text, a sequence, a mapping and
+    a function need this word.
     """
     return _with_verdicts("safe", dict.fromkeys(names, ""))
 
@@ -545,7 +596,8 @@ def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]
 
 
 class Clip(NamedTuple):
-    """Which tokens the clip of a loss touches: functions of the loss's own quantities and numbers → [B, T] bool. None: no token.
+    """Which tokens the clip of a loss touches: functions of the loss's own quantities and numbers →
+    [B, T] bool. None: no token.
 
     held     the token has an advantage, and its own log-prob gets no gradient
     capped   the token's weight is bounded, and its gradient stays
@@ -558,10 +610,12 @@ class Clip(NamedTuple):
 def clips(
     *, held: Callable[..., Tensor] | None = None, capped: Callable[..., Tensor] | None = None
 ) -> Callable[[Any], Any]:
-    """Declares what the clip of a policy loss does to a token, for the metrics clip/*: `loss.clip` is a `Clip`.
+    """Declares what the clip of a policy loss does to a token, for the metrics clip/*: `loss.clip`
+    is a `Clip`.
 
     Args:
-      held, capped: functions that take quantities by name, as the loss does, and all of its keyword-only numbers.
+      held, capped: functions that take quantities by name, as the loss does, and all of its
+        keyword-only numbers.
 
     >>> import torch
     >>> @clips(held=lambda ratio, *, width: ratio > 1 + width)
@@ -604,7 +658,8 @@ def _copied(part: Any, name: str) -> bool:
 def declarations(
     part: Any, kind: Literal["assumes", "gives", "keeps", "vanishes"]
 ) -> frozenset[str] | None:
-    """The words that a part declares, with its hyperparameters as they are bound; None where it declares nothing of that kind.
+    """The words that a part declares, with its hyperparameters as they are bound; None where it
+    declares nothing of that kind.
 
     A `functools.partial` declares what it wraps declares. So does a wrapper made with
     `functools.wraps`, except for `vanishes`.
@@ -635,15 +690,17 @@ def declarations(
 
 
 class Estimate(NamedTuple):
-    """What an advantage gives that uses a critic: advantages, and the returns that the critic learns from; both [B, T]."""
+    """What an advantage gives that uses a critic: advantages, and the returns that the critic
+    learns from; both [B, T]."""
 
     advantages: Tensor
     returns: Tensor
 
 
-# What mypy checks of a part: what it returns, with and without metrics (`PolicyLossFn[...]`), for the shipped ones in rlkit.functional and
-# rlkit.rewards. Which quantities it takes is for itself to choose, and Python has no type for "some of these names"; so composition
-# checks that each of them exists, a dry run on fake data that it is there when the part is called, and every call the shape,
+# What mypy checks of a part: what it returns, with and without metrics (`PolicyLossFn[...]`), for
+# the shipped ones in rlkit.functional and rlkit.rewards. Which quantities it takes is for itself to
+# choose, and Python has no type for "some of these names"; so composition checks that each of them
+# exists, a dry run on fake data that it is there when the part is called, and every call the shape,
 # the kind of numbers and the device of what it returns (`rlkit.algorithm.part`).
 Q = ParamSpec("Q")
 Metrics = Mapping[
@@ -652,23 +709,26 @@ Metrics = Mapping[
 
 
 class Measured(NamedTuple):
-    """A value with metrics, which stand as PART/NAME in the step's row; a plain pair says the same, but for a reference's update."""
+    """A value with metrics, which stand as PART/NAME in the step's row; a plain pair says the same,
+    but for a reference's update."""
 
     value: Any
     metrics: Metrics
 
 
 def unpacked(given: Any) -> tuple[Any, Metrics]:
-    """What a part gave, and its metrics: those of a pair whose second entry is a mapping, else none."""
+    """What a part gave, and its metrics: those of a pair whose second entry is a mapping, else
+    none."""
     pair = type(given) in (tuple, Measured) and len(given) == 2 and isinstance(given[1], Mapping)
     return (given[0], given[1]) if pair else (given, {})
 
 
 class AdvantageFn(Protocol[Q]):
-    """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]; with a critic an Estimate.
+    """(quantities of the whole update batch) → [N], one number a rollout, or [B, T]; with a critic
+    an Estimate.
 
-    What asks for `token_rewards` is at the level of tokens: a KL in the reward is part of them. For all others it is
-    subtracted from the normalised advantage.
+    What asks for `token_rewards` is at the level of tokens: a KL in the reward is part of them. For
+    all others it is subtracted from the normalised advantage.
     """
 
     def __call__(
@@ -677,7 +737,8 @@ class AdvantageFn(Protocol[Q]):
 
 
 class OverlongFn(Protocol[Q]):
-    """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N] bool: trained on)."""
+    """(rewards [N], lengths [N], truncated [N], …) → (rewards [N] as the advantage sees them, [N]
+    bool: trained on)."""
 
     def __call__(
         self, *quantities: Q.args, **numbers: Q.kwargs
@@ -699,22 +760,26 @@ class TokenFilterFn(Protocol[Q]):
 class PerTokenFn(Protocol[Q]):
     """(quantities) → [B, T], alone or with metrics: what the functions below have in common.
 
-    mypy checks what a shipped part returns, composition that the quantities it names exist, every call what it gave.
+    mypy checks what a shipped part returns, composition that the quantities it names exist, every
+    call what it gave.
     """
 
     def __call__(self, *quantities: Q.args, **numbers: Q.kwargs) -> OrMeasured[PerToken]: ...
 
 
 class NormalizationFn(PerTokenFn[Q], Protocol[Q]):
-    """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response mask are ignored."""
+    """(advantages [B, T], …) → advantages [B, T] on another scale. Entries outside the response
+    mask are ignored."""
 
 
 class CorrectionFn(PerTokenFn[Q], Protocol[Q]):
-    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss [B, T], a constant."""
+    """(logprobs_old, logprobs_sampler, response_mask, …) → factor ≥ 0 on each token's policy loss
+    [B, T], a constant."""
 
 
 class RatioFn(PerTokenFn[Q], Protocol[Q]):
-    """(logprobs, logprobs_old, response_mask, …) → policy over old policy [B, T]; carries the gradient."""
+    """(logprobs, logprobs_old, response_mask, …) → policy over old policy [B, T]; carries the
+    gradient."""
 
 
 class PolicyLossFn(PerTokenFn[Q], Protocol[Q]):
@@ -730,14 +795,16 @@ class KLFn(PerTokenFn[Q], Protocol[Q]):
 
 
 class AggregationFn(PerTokenFn[Q], Protocol[Q]):
-    """(response_mask, rollout_ids, …) → weight of each token [B, T]; they sum to 1 over an update batch.
+    """(response_mask, rollout_ids, …) → weight of each token [B, T]; they sum to 1 over an update
+    batch.
 
     The loss is Σ weights × loss per token, so any split into micro-batches gives the same gradient.
     """
 
 
 class RewardFn(Protocol[Q]):
-    """(rollout) → score, or None where it cannot be scored; alone or with metrics. Marked `batched`, it takes and returns a list."""
+    """(rollout) → score, or None where it cannot be scored; alone or with metrics. Marked
+    `batched`, it takes and returns a list."""
 
     def __call__(
         self, rollout: Rollout, /, *none: Q.args, **numbers: Q.kwargs
@@ -745,7 +812,8 @@ class RewardFn(Protocol[Q]):
 
 
 class AggregatorFn(Protocol[Q]):
-    """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component → weight) → a list of rewards."""
+    """(component → score, component → weight) → reward. Marked `batched`: (rollouts, component →
+    weight) → a list of rewards."""
 
     def __call__(
         self, given: Any, weights: Mapping[str, float], /, *_: Q.args, **__: Q.kwargs
@@ -753,7 +821,8 @@ class AggregatorFn(Protocol[Q]):
 
 
 class ToolParser(Protocol):
-    """(content, without thinking) → (content without the calls, calls). Text that fails to parse is a call with an error.
+    """(content, without thinking) → (content without the calls, calls). Text that fails to parse is
+    a call with an error.
 
     One with a keyword `tools` is given name → function of its environment.
     """
@@ -765,7 +834,8 @@ Tool = Callable[..., Any]  # plain or async; `bounded = True` on one that always
 
 
 class ToolExecutor(Protocol):
-    """(call, name → function) → result, plain or async. Whatever goes wrong is a result that is not ok; only interruptions are raised."""
+    """(call, name → function) → result, plain or async. Whatever goes wrong is a result that is not
+    ok; only interruptions are raised."""
 
     def __call__(
         self, call: ToolCall, tools: Mapping[str, Tool], /
@@ -773,10 +843,12 @@ class ToolExecutor(Protocol):
 
 
 class Session(Protocol):
-    """One episode's side of the conversation: opened for it, closed exactly once, however it ends. Methods may be plain or async.
+    """One episode's side of the conversation: opened for it, closed exactly once, however it ends.
+    Methods may be plain or async.
 
-    A session may also have `state()` → plain values by name: what it is like at the end, before it closes. A reward reads them as
-    `rollout.state`. One that does not come in a context manager may have `close()`.
+    A session may also have `state()` → plain values by name: what it is like at the end, before it
+    closes. A reward reads them as `rollout.state`. One that does not come in a context manager may
+    have `close()`.
     """
 
     @property
@@ -785,19 +857,23 @@ class Session(Protocol):
         ...
 
     def first_prompt(self) -> Messages | Awaitable[Messages]:
-        """The messages that the episode begins with. It may raise rlkit.errors.EpisodeOver: there is nothing to reply to."""
+        """The messages that the episode begins with. It may raise rlkit.errors.EpisodeOver: there
+        is nothing to reply to."""
         ...
 
     def answer(self, rollout: Rollout) -> Any:
-        """What follows the last reply: (rollout, next messages), or an awaitable of it. Messages of None end the episode.
+        """What follows the last reply: (rollout, next messages), or an awaitable of it. Messages of
+        None end the episode.
 
-        The rollout comes back with what the reply led to: tool results, a reward of its step, a truncation, metadata.
+        The rollout comes back with what the reply led to: tool results, a reward of its step, a
+        truncation, metadata.
         """
         ...
 
 
 class Ask(Protocol):
-    """What a program's episode is given: a whole conversation → the policy's reply, sampled and recorded. Several may wait at once."""
+    """What a program's episode is given: a whole conversation → the policy's reply, sampled and
+    recorded. Several may wait at once."""
 
     async def __call__(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
@@ -805,9 +881,11 @@ class Ask(Protocol):
         """The reply to a conversation that extends a recorded one, or that starts a row of its own.
 
         Args:
-          messages: from the first to the last; replies of the policy as they came back. tools: their schemas.
+          messages: from the first to the last; replies of the policy as they came back. tools:
+            their schemas.
           limit: tokens of the reply, where fewer than the run's.
-        Raises: RequestRefused where the episode is at its limit of replies, or the context leaves no room.
+        Raises: RequestRefused where the episode is at its limit of replies, or the context leaves
+          no room.
         """
         ...
 
@@ -821,7 +899,8 @@ class Ended(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What the policy talks to: functions from which each episode's session is made, or `session` itself; and how the history is kept.
+    """What the policy talks to: functions from which each episode's session is made, or `session`
+    itself; and how the history is kept.
 
     The functions may be plain or async. Without any, the task's messages get one reply.
     """
@@ -845,31 +924,36 @@ class Environment(NamedTuple):
     execute: ToolExecutor | None = (
         None  # answers a call; None: rlkit.environments.execute with its own limits
     )
-    # Seconds that an episode may spend in its session, all together; then it is truncated. A method that awaits is cancelled, and
-    # abandoned 10 s later if it swallows that. A plain one that blocks cannot be cancelled: the episode is truncated once it returns.
+    # Seconds that an episode may spend in its session, all together; then it is truncated. A method
+    # that awaits is cancelled, and abandoned 10 s later if it swallows that. A plain one that
+    # blocks cannot be cancelled: the episode is truncated once it returns.
     deadline: float | None = None
-    # (task, players) → what several samples of a task share, with `player(number)` → Session or a context manager of one. They wait for
-    # each other in their sessions.
+    # (task, players) → what several samples of a task share, with `player(number)` → Session or a
+    # context manager of one. They wait for each other in their sessions.
     table: Callable[[Task, int], Any] | None = None
-    players: int = 2  # samples that share a table: 2, who take turns; or 0, all samples of the task, who act together
+    # samples that share a table: 2, who take turns; or 0, all samples of the task, who act together
+    players: int = 2
     opponent: str | None = (
         None  # path of the model that plays against the policy; None: the policy plays both
     )
-    # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a session (rlkit.gateway.program)
+    # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a
+    # session (rlkit.gateway.program)
     program: Callable[[Task, Ask], Awaitable[Ended]] | None = None
     strict_thinking: bool = (
         True  # of a program: a reply that comes back without its thinking is another history
     )
-    # A context manager around each episode, from before its session is opened. It may wait until others are over; then it calls what it is
-    # given first, so that no other episode waits for this one's first reply (rlkit.system.loops.AtMost).
+    # A context manager around each episode, from before its session is opened. It may wait until
+    # others are over; then it calls what it is given first, so that no other episode waits for this
+    # one's first reply (rlkit.system.loops.AtMost).
     at_once: Callable[[Callable[[], None]], AbstractAsyncContextManager[None]] | None = None
 
 
 class Engine(Protocol):
     """What samples completions, as a service: any number of them at once, each awaited on its own.
 
-    Randomness comes from the seed alone, never from what else is sampled at the same time. `key` names the episode: what an engine
-    keeps of its earlier turns, such as a key-value cache, it may use for the next one, until `release`.
+    Randomness comes from the seed alone, never from what else is sampled at the same time. `key`
+    names the episode: what an engine keeps of its earlier turns, such as a key-value cache, it may
+    use for the next one, until `release`.
     """
 
     busy_s: float  # seconds spent on sampling so far
@@ -885,7 +969,8 @@ class Engine(Protocol):
         ...
 
     async def load(self, weights: Policy, version: int) -> None:
-        """From now on, sample from this policy's weights as they are. `version` is the number of completed RL steps.
+        """From now on, sample from this policy's weights as they are. `version` is the number of
+        completed RL steps.
 
         An engine in this process uses the weights in place; others copy what has moved.
         """
@@ -904,7 +989,8 @@ class Thinking(NamedTuple):
     decode: Callable[[Sequence[int]], str]  # ids → their text
 
     def opened(self, context: Sequence[int]) -> bool:
-        """Whether a context ends in the opening tag, as some templates make it: then the reply begins inside a thinking block."""
+        """Whether a context ends in the opening tag, as some templates make it: then the reply
+        begins inside a thinking block."""
         tail = list(context[-16:])  # a tag spelled letter by letter, and white space
         if self.ids is None:
             return self.decode(tail).rstrip().endswith(THINK_TAGS[0])
@@ -924,9 +1010,11 @@ class Policy(NamedTuple):
 
 
 class Controller(NamedTuple):
-    """A number that follows what the run measures: explicit state, made by `init` and moved by `update` after every RL step.
+    """A number that follows what the run measures: explicit state, made by `init` and moved by
+    `update` after every RL step.
 
-    The state is plain numbers; `state["value"]` is the number in force. It goes into the checkpoint under the number's path.
+    The state is plain numbers; `state["value"]` is the number in force. It goes into the checkpoint
+    under the number's path.
     """
 
     init: Callable[[], dict[str, float]]
@@ -938,15 +1026,16 @@ class Controller(NamedTuple):
 class Reference(NamedTuple):
     """How the reference policy is kept: explicit state, made by `init` and moved by `update`.
 
-    `model(state, policy_model)` is a context manager that gives the model to score with. `save` gives what a checkpoint has to
-    hold, as plain types and tensors (nothing, where `init` makes it again); `load` takes it back into a fresh state.
+    `model(state, policy_model)` is a context manager that gives the model to score with. `save`
+    gives what a checkpoint has to hold, as plain types and tensors (nothing, where `init` makes it
+    again); `load` takes it back into a fresh state.
     """
 
     name: str
     init: Callable[..., Any]  # (policy_model, *, step: RL steps done) → state
-    update: Callable[
-        ..., Any
-    ]  # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state, or it Measured
+    # (state, policy_model, *, step: RL steps done, kl: the step's mean, maybe nan) → state, or it
+    # Measured
+    update: Callable[..., Any]
     model: Callable[[Any, torch.nn.Module], Any]
     save: Callable[[Any], dict[str, Any]]
     load: Callable[

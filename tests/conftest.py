@@ -26,7 +26,8 @@ _STATE = tempfile.TemporaryDirectory(
 )  # where runs of the tests are noted as their own
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
-# The same examples in each run, so that a failure belongs to the change at hand; `--hypothesis-profile=random` searches among others.
+# The same examples in each run, so that a failure belongs to the change at hand;
+# `--hypothesis-profile=random` searches among others.
 settings.register_profile("random", settings.default)
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
@@ -34,18 +35,22 @@ settings.load_profile("same")
 os.fsync = lambda handle: (
     None
 )  # no test cuts the power; each run would wait for the disk some forty times
-gc.disable()  # while files are imported: what they make stays, and looking through it again and again is a third of the time
+# while files are imported: what they make stays, and looking through it again and again is a third
+# of the time
+gc.disable()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
-    """`--doctest-modules` is for the package: a test file is not compiled and imported a second time to look for examples in it."""
+    """`--doctest-modules` is for the package: a test file is not compiled and imported a second
+    time to look for examples in it."""
     found = yield
     return [file for file in found if not isinstance(file, DoctestModule)]
 
 
 def pytest_collection_finish():
-    """No collection of garbage goes through the half a million objects of the imports again, and few go through all others."""
+    """No collection of garbage goes through the half a million objects of the imports again, and
+    few go through all others."""
     gc.freeze()
     gc.set_threshold(50_000, 10, 50)
     gc.enable()
@@ -53,10 +58,12 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def composing():
-    """Hydra composes the same in less than half the time: what it does for each of fifty files of options, hundreds of times, is done once.
+    """Hydra composes the same in less than half the time: what it does for each of fifty files of
+    options, hundreds of times, is done once.
 
-    A file is read once, and each composition gets a copy. The map for `${…}` in defaults is made where there is one. After the merges,
-    not after each of them, every node is told its parent. Gives a function that switches this off and on.
+    A file is read once, and each composition gets a copy. The map for `${…}` in defaults is made
+    where there is one. After the merges, not after each of them, every node is told its parent.
+    Gives a function that switches this off and on.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -139,7 +146,8 @@ def experiment():
 
 
 class Weather:
-    """Waiting for something outside, without time: what is waited for comes in an order, and after turns of the loop, that `seed` says."""
+    """Waiting for something outside, without time: what is waited for comes in an order, and after
+    turns of the loop, that `seed` says."""
 
     def __init__(self, seed):
         self.rng, self.coming, self.task = random.Random(seed), [], None
@@ -166,9 +174,11 @@ def weather():
 
 @pytest.fixture(scope="session")
 def complete():
-    """(engine, policy, prompts, seeds, follow, **params) → the last completion of each prompt, all prompts sampled side by side.
+    """(engine, policy, prompts, seeds, follow, **params) → the last completion of each prompt, all
+    prompts sampled side by side.
 
-    `follow(index, reply)` gives the next prompt of the same episode and its seed, or None; without it each has one completion.
+    `follow(index, reply)` gives the next prompt of the same episode and its seed, or None; without
+    it each has one completion.
     """
     from rlkit.system.loops import run, together
     from rlkit.types import SamplingParams
@@ -212,7 +222,8 @@ def reference():
 
 @pytest.fixture(scope="session")
 def same():
-    """(a, b) → whether nested containers of tensors and numbers are equal, bit for bit; nan equals nan."""
+    """(a, b) → whether nested containers of tensors and numbers are equal, bit for bit; nan equals
+    nan."""
     import torch
 
     def equal(a, b) -> bool:
@@ -243,10 +254,11 @@ def timeless():
 
 @pytest.fixture(scope="session")
 def forked():
-    """Starts `rlkit WORDS` in a fork of this process, which has torch and Lightning imported already: (words, log, before=…) → process id.
+    """Starts `rlkit WORDS` in a fork of this process, which has torch and Lightning imported
+    already: (words, log, before=…) → process id.
 
-    `before` is called in the child first, and `call` in place of rlkit, with the words. Its exit status is that of
-    `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
+    `before` is called in the child first, and `call` in place of rlkit, with the words. Its exit
+    status is that of `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
     """
     import lightning  # noqa: F401
     import peft  # noqa: F401
@@ -273,9 +285,9 @@ def forked():
             return child
         status = 99
         try:
-            torch.set_num_threads(
-                1
-            )  # makes the child's own pool before threads that load the model do so at once, and one finds none
+            # makes the child's own pool before threads that load the model do so at once, and one
+            # finds none
+            torch.set_num_threads(1)
             for stream in (1, 2):
                 os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
             sys.stdout, sys.stderr = (

@@ -1,8 +1,9 @@
 """Which options meet which laws, and how much of each table the fast tests run.
 
-A law is a test that holds for every option of a table, or for every combination of several tables. `pytest` alone runs each law with
-representatives: a few cases in which every option of every table occurs at least once. The other cases are marked `slow`, so that
-`pytest -m slow` runs the rest of the product, and no case runs in both.
+A law is a test that holds for every option of a table, or for every combination of several tables.
+`pytest` alone runs each law with representatives: a few cases in which every option of every table
+occurs at least once. The other cases are marked `slow`, so that `pytest -m slow` runs the rest of
+the product, and no case runs in both.
 A new option is added to its table here; a test fails if a shipped option is in no table.
 """
 
@@ -30,12 +31,14 @@ def cases(
     *,
     unpack: bool = False,
 ) -> list[Any]:
-    """Every case of a table, for `pytest.mark.parametrize`; all but the representatives are marked slow.
+    """Every case of a table, for `pytest.mark.parametrize`; all but the representatives are marked
+    slow.
 
     Args:
       table: values, or `pytest.param(…)` where a case has an id or marks of its own.
-      fast: the representatives: how many, spread evenly over the table with its first and its last case among them; or the values
-        themselves; or a function of a value. A value that the table lacks is an error, since its law would lose its representative.
+      fast: the representatives: how many, spread evenly over the table with its first and its last
+        case among them; or the values themselves; or a function of a value. A value that the table
+        lacks is an error, since its law would lose its representative.
       unpack: each value is a tuple with one value for each of several names.
     Returns: the same cases in the same order.
     """
@@ -60,16 +63,19 @@ def cases(
 
 
 def count_threads() -> int:
-    """Threads of this process without the watcher (rlkit.system.waiting), which ends by itself soon after the last wait."""
+    """Threads of this process without the watcher (rlkit.system.waiting), which ends by itself soon
+    after the last wait."""
     return sum(thread.name != "rlkit watcher" for thread in threading.enumerate())
 
 
 def each(
     names: str | tuple[str, ...], table: Iterable[Any], *, ids: Any = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As `pytest.mark.parametrize`, all cases in one test: for large tables of cheap cases, where a test for each costs more than it does.
+    """As `pytest.mark.parametrize`, all cases in one test: for large tables of cheap cases, where a
+    test for each costs more than it does.
 
-    The first case that fails ends the test and is named. No fixture of a single test (tmp_path, monkeypatch) is made again for a case.
+    The first case that fails ends the test and is named. No fixture of a single test (tmp_path,
+    monkeypatch) is made again for a case.
     """
     keys = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = list(table)
@@ -102,7 +108,8 @@ def each(
 def examples(
     *strategies: Any, fast: int, slow: int, **more: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As hypothesis' `given`: so many examples with the fast tests, and so many with the slow ones. `more` goes to hypothesis' settings."""
+    """As hypothesis' `given`: so many examples with the fast tests, and so many with the slow ones.
+    `more` goes to hypothesis' settings."""
 
     def loop(test: Callable[..., None]) -> Callable[..., None]:
         runs = {
@@ -126,7 +133,8 @@ def product(*tables: Iterable[Any]) -> list[tuple]:
 
 
 def diagonal(*tables: Collection[Any]) -> list[tuple]:
-    """The fewest combinations in which every option of every table occurs: the tables side by side, shorter ones repeated."""
+    """The fewest combinations in which every option of every table occurs: the tables side by side,
+    shorter ones repeated."""
     longest = max(map(len, tables))
     return list(
         zip(*(itertools.islice(itertools.cycle(table), longest) for table in tables), strict=True)
@@ -138,7 +146,7 @@ def combinations(*tables: Collection[Any]) -> list[Any]:
     return cases(product(*tables), diagonal(*tables))
 
 
-# ------------------------------------------------------------------------------------------ functions of rlkit.functional
+# -------------------------------------------------------------------- functions of rlkit.functional
 
 POLICY_LOSSES: dict[str, Callable[..., Any]] = {
     "cispo": f.cispo,
@@ -174,7 +182,7 @@ AGGREGATIONS: dict[str, Callable[..., Any]] = {
     "prompt_mean": f.prompt_mean,
 }
 
-# ------------------------------------------------------------------------------------------ slots of an algorithm, by option
+# ----------------------------------------------------------------- slots of an algorithm, by option
 
 SLOTS: dict[str, dict[str, Any]] = {
     "advantage": {
@@ -247,7 +255,7 @@ SLOTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# ------------------------------------------------------------------------------------------ overrides, from the files of conf/
+# --------------------------------------------------------------- overrides, from the files of conf/
 
 
 def options(group: str) -> list[str]:
@@ -280,7 +288,8 @@ OTHERS = [
     ("algorithm=ppo", "kl=k1", "kl.placement=reward_sequence"),
     ("algorithm=reinforce_pp", "kl=k1", "kl.placement=reward"),
 ]
-# One of each kind: a critic, pairs, demonstrations, each ratio; then a KL of each placement, one exact and one refused.
+# One of each kind: a critic, pairs, demonstrations, each ratio; then a KL of each placement, one
+# exact and one refused.
 KINDS_OF_ALGORITHM = [(f"algorithm={name}",) for name in ("grpo", "gspo", "pairwise", "ppo", "sft")]
 KINDS_OF_KL = [
     ("kl=k3", "kl.placement=loss"),

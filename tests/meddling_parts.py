@@ -1,4 +1,5 @@
-"""Parts that leave the folder of the run, named by configs: the sampling process imports them too. AWAY: where they go."""
+"""Parts that leave the folder of the run, named by configs: the sampling process imports them too.
+AWAY: where they go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parts for the laws of asynchrony=overlap, named by configs: the sampling process imports them too."""
+"""Parts for the laws of asynchrony=overlap, named by configs: the sampling process imports them
+too."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ CLOCK = random.SystemRandom()  # no seed decides how long anything takes
 
 
 def slowed(*, seconds: float, straggler: int = 1, **settings):
-    """tool_use whose sessions take a random time to open and to answer; about one in ten takes `straggler` times as long."""
+    """tool_use whose sessions take a random time to open and to answer; about one in ten takes
+    `straggler` times as long."""
     base = tool_use(**settings)
 
     @asynccontextmanager

@@ -1,4 +1,5 @@
-"""Parts of a user that measure something themselves: a reward, a loss, and a callback that logs in every hook it can."""
+"""Parts of a user that measure something themselves: a reward, a loss, and a callback that logs in
+every hook it can."""
 
 from __future__ import annotations
 

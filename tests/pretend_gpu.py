@@ -1,24 +1,30 @@
-"""A pretend GPU: CPU tensors that say they are on cuda:0 and behave at the borders as CUDA tensors do.
+"""A pretend GPU: CPU tensors that say they are on cuda:0 and behave at the borders as CUDA tensors
+do.
 
     with PretendGPU() as gpu:
         x = torch.ones(3, device="cuda"); x.device     # cuda:0
         x + torch.ones(3)                              # torch's own error about two devices
-        x.sum().item()                                 # works, and is counted: gpu.syncs["_local_scalar_dense", call site]
+        x.sum().item()                                 # works, and is counted:
+                                                       gpu.syncs["_local_scalar_dense", call site]
     print(gpu.report())
 
 It needs a torch build without CUDA. It checks three things.
 
-- Devices: two devices in one operation (CPU tensors of no dimension excepted, as in torch), indices on the other device, `.numpy()`.
-- Host reads: item, tolist, cpu, bool, nonzero, indexing by a boolean mask, and blocking copies to the device are counted by the innermost
-  call site inside rlkit. They raise under torch.cuda.set_sync_debug_mode("error") and inside a capture.
-- Captures: torch.cuda.CUDAGraph records operations without carrying out what writes in place. Its replay does them again over the same
-  buffers.
+- Devices: two devices in one operation (CPU tensors of no dimension excepted, as in torch), indices
+  on the other device, `.numpy()`.
+- Host reads: item, tolist, cpu, bool, nonzero, indexing by a boolean mask, and blocking copies to
+  the device are counted by the innermost call site inside rlkit. They raise under
+  torch.cuda.set_sync_debug_mode("error") and inside a capture.
+- Captures: torch.cuda.CUDAGraph records operations without carrying out what writes in place. Its
+  replay does them again over the same buffers.
 
-For every attention call it records the kernel that torch's CUDA rules would choose (`gpu.attention`); the MATH kernel computes it.
+For every attention call it records the kernel that torch's CUDA rules would choose
+(`gpu.attention`); the MATH kernel computes it.
 
-It says nothing about speed, about memory (but `oom_at` raises torch.OutOfMemoryError at the n-th large allocation), about reuse of memory
-inside graphs, about the numerics of kernels, or about several streams and devices. Autocast uses the CPU's lists of operations, and a
-tensor subclass takes the single-tensor path of optimizers, so fused ones are not seen.
+It says nothing about speed, about memory (but `oom_at` raises torch.OutOfMemoryError at the n-th
+large allocation), about reuse of memory inside graphs, about the numerics of kernels, or about
+several streams and devices. Autocast uses the CPU's lists of operations, and a tensor subclass
+takes the single-tensor path of optimizers, so fused ones are not seen.
 """
 
 from __future__ import annotations
@@ -113,7 +119,8 @@ class Pretend(torch.Tensor):
             memo[id(self)] = new
         return memo[id(self)]
 
-    # C++ believes that it is on the CPU, so that autograd needs no CUDA queue; Python is told otherwise.
+    # C++ believes that it is on the CPU, so that autograd needs no CUDA queue; Python is told
+    # otherwise.
     device = property(lambda self: CUDA)
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
@@ -256,7 +263,7 @@ class PretendGPU(TorchDispatchMode):
         self.stack = contextlib.ExitStack()
         self.largest: list[tuple[int, str, str]] = []
 
-    # ------------------------------------------------------------------------------------------------ switching it on
+    # ------------------------------------------------------------------------------ switching it on
 
     def __enter__(self) -> Any:
         PretendGPU.active = self
@@ -273,10 +280,11 @@ class PretendGPU(TorchDispatchMode):
     def below(self) -> Any:
         return _disable_current_modes()
 
-    # --------------------------------------------------------------------------------------------------- operations
+    # ----------------------------------------------------------------------------------- operations
 
     def site(self) -> str:
-        """The innermost line of rlkit that is running, and the library that it called, where there is one."""
+        """The innermost line of rlkit that is running, and the library that it called, where there
+        is one."""
         frame: Any = sys._getframe(1)
         library = ""
         while frame is not None:
@@ -304,7 +312,8 @@ class PretendGPU(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One operation: its devices are checked, host reads are counted, and the CPU carries it out."""
+        """One operation: its devices are checked, host reads are counted, and the CPU carries it
+        out."""
         flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
         pretend = [x for x in flat if isinstance(x, Pretend)]
         asked = kwargs.get("device")
@@ -359,7 +368,8 @@ class PretendGPU(TorchDispatchMode):
             self.copies(name, args, kwargs)
 
     def written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operation in place gives where it is recorded and not carried out: the tensors that it writes."""
+        """What an operation in place gives where it is recorded and not carried out: the tensors
+        that it writes."""
         out = [
             a
             for a, s in zip(args, func._schema.arguments, strict=False)
@@ -405,7 +415,8 @@ class PretendGPU(TorchDispatchMode):
     def devices(
         self, func: Any, name: str, args: Any, pretend: list[Any], plain: list[Any], device: Any
     ) -> bool:
-        """Raises torch's error where an operation mixes devices; whether what comes out is on CUDA."""
+        """Raises torch's error where an operation mixes devices; whether what comes out is on
+        CUDA."""
         if device is not None:
             return torch.device(device).type == "cuda"
         if name in MIXED:
@@ -470,7 +481,7 @@ class PretendGPU(TorchDispatchMode):
         elif to and not from_cuda and blocking and isinstance(source, torch.Tensor):
             self.sync("to device")
 
-    # ------------------------------------------------------------------------------------------------------ attention
+    # ------------------------------------------------------------------------------------ attention
 
     def choose(
         self,
@@ -484,7 +495,8 @@ class PretendGPU(TorchDispatchMode):
         scale: Any = None,
         enable_gqa: bool = False,
     ) -> None:
-        """Record the kernel that torch 2.13 would choose on Hopper or Ada (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+        """Record the kernel that torch 2.13 would choose on Hopper or Ada
+        (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
         dtype = (
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled() else query.dtype
         )  # attention is on the list that is cast
@@ -559,7 +571,8 @@ def segments_by_rows(
     scale: Any,
     enable_gqa: bool,
 ) -> Any:
-    """What flash attention computes for segments of many lengths: the queries of each are at the end of its keys."""
+    """What flash attention computes for segments of many lengths: the queries of each are at the
+    end of its keys."""
     assert window_size == (-1, 0) and enable_gqa, "only causal, grouped attention is asked for"
     parts = []
     for q0, q1, k0, k1 in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):

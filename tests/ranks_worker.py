@@ -1,7 +1,8 @@
-"""A rank of tests/test_ranks.py: trains runs, one after the other, and keeps every gradient as it is before clipping.
+"""A rank of tests/test_ranks.py: trains runs, one after the other, and keeps every gradient as it
+is before clipping.
 
-The runs stand in ROOT/runs.json, as a list of (folder, overrides, source); ROOT/FOLDER.status is their end. A run with a source goes on
-from the first step of that folder's run.
+The runs stand in ROOT/runs.json, as a list of (folder, overrides, source); ROOT/FOLDER.status is
+their end. A run with a source goes on from the first step of that folder's run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from rlkit.types import Policy
 
 @functools.wraps(load_policy)
 def double(**settings: Any) -> Policy:
-    """A policy in float64, where sums in another order differ by nothing that an optimiser could make large."""
+    """A policy in float64, where sums in another order differ by nothing that an optimiser could
+    make large."""
     policy = load_policy(**settings)
     policy.model.double()
     return policy

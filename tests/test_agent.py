@@ -1,4 +1,5 @@
-"""Conversations with tools and without training: run_agent, the notebooks' tool functions, and `rlkit agent`."""
+"""Conversations with tools and without training: run_agent, the notebooks' tool functions, and
+`rlkit agent`."""
 
 from __future__ import annotations
 
@@ -55,11 +56,12 @@ def run(tiny, *texts, tools=(calculator, get_weather), cut=(), messages=QUESTION
     return run_agent(messages, tools, policy=tiny, engine=scripted(*texts, cut=cut), **more)
 
 
-# ------------------------------------------------------------------------------------------------------- run_agent
+# ---------------------------------------------------------------------------------------- run_agent
 
 
 def test_a_conversation_is_messages_answer_calls_and_turns(tiny):
-    """Two calls in one reply, one of which fails; ids are unique and stand on the results; thinking is apart."""
+    """Two calls in one reply, one of which fails; ids are unique and stand on the results; thinking
+    is apart."""
     said = f"<think>both</think>Let me see.\n{call('calculator', expression='15 * 27 + 100')}{call('get_weather', city='Rome')}"
     result = run(tiny, said, call("calculator", expression="1"), "505")
     assert (result.final_response, result.turns, result.rollout.status) == ("505", 3, "terminated")
@@ -114,7 +116,8 @@ def test_a_conversation_goes_on_where_another_ended(tiny):
     ids=["turn limit", "cut by length", "stop condition"],
 )
 def test_what_is_cut_off_is_no_final_answer(tiny, settings, truncation, turns):
-    """The slips: a made-up reply at the turn limit, and a call cut off by the length limit taken for an answer."""
+    """The slips: a made-up reply at the turn limit, and a call cut off by the length limit taken
+    for an answer."""
     said = [
         f"I think 1. {call('calculator', expression='1')}",
         f"I think 2. {call('calculator', expression='2')[:30]}",
@@ -175,7 +178,8 @@ def test_an_executor_runs_every_call_that_can_be_read(tiny):
 
 
 def test_a_parser_of_ones_own_gives_a_list(tiny):
-    """Dicts or ToolCalls; the content is left out then, since it still holds the calls. A parser of the core does as well."""
+    """Dicts or ToolCalls; the content is left out then, since it still holds the calls. A parser of
+    the core does as well."""
 
     def tool_parser(text):
         if "CALL" not in text:
@@ -254,7 +258,7 @@ def test_refused_with_what_is_wrong(tiny, given, words):
         )
 
 
-# --------------------------------------------------------------------------------------------------- calls as dicts
+# ----------------------------------------------------------------------------------- calls as dicts
 
 
 def test_calls_of_a_reply_are_those_outside_its_thinking():
@@ -298,7 +302,7 @@ def test_whatever_a_call_does_wrong_is_text(given, text):
     assert text in execute_tool_call(given, {"calculator": calculator})
 
 
-# ------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +362,8 @@ def test_a_question_is_told_from_an_override():
 
 
 def test_a_question_is_answered_by_a_run(tmp_path, monkeypatch, capsys):
-    """The model of the run's config, with the weights of its newest checkpoint; nothing is written."""
+    """The model of the run's config, with the weights of its newest checkpoint; nothing is
+    written."""
     import rlkit.commands.evaluate
 
     seen = []
@@ -401,7 +406,8 @@ def test_wrong_command_lines(words, expected, capsys):
 
 
 def test_a_question_may_be_longer_than_the_name_of_a_file():
-    """A word is looked up as a folder first; the file system raises on a name of more than 255 bytes."""
+    """A word is looked up as a folder first; the file system raises on a name of more than 255
+    bytes."""
     question = "How many apples? " * 40
     parsed = parse([question, "tools=[calculator]"], texts=True)
     assert (parsed.texts, parsed.overrides) == ((question,), ["tools=[calculator]"])

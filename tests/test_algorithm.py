@@ -1,4 +1,5 @@
-"""Where the parts meet: quantities by name, one weighting an update, and no trace of how an update was cut into portions."""
+"""Where the parts meet: quantities by name, one weighting an update, and no trace of how an update
+was cut into portions."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
 
 
 def make_batch(seed: int = 0) -> Batch:
-    """12 rows of 9 rollouts of 3 prompts, of different lengths; log-ratios of order 1, so that the clip binds on some tokens."""
+    """12 rows of 9 rollouts of 3 prompts, of different lengths; log-ratios of order 1, so that the
+    clip binds on some tokens."""
     generator = torch.Generator().manual_seed(seed)
     b, t = len(ROLLOUTS), 9
     lengths = torch.randint(3, t + 1, (b,), generator=generator)
@@ -121,7 +123,8 @@ def estimated(batch: Batch, a: Algorithm, kl: KL = KLS["none"]) -> Batch:
 
 
 def scored(batch: Batch) -> torch.Tensor:
-    """The sampled tokens of rollouts with a reward: what cannot be scored has advantage 0, whatever an estimator says."""
+    """The sampled tokens of rollouts with a reward: what cannot be scored has advantage 0, whatever
+    an estimator says."""
     return batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
 
 
@@ -160,7 +163,7 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-# --------------------------------------------------------------------------------------------- parts by name
+# ------------------------------------------------------------------------------------ parts by name
 
 
 def test_a_part_gets_what_its_signature_names_whatever_the_order():
@@ -188,7 +191,8 @@ def test_a_quantity_that_is_not_there_is_named():
 
 
 def test_every_promised_quantity_reaches_a_loss():
-    """types.QUANTITIES is the contract: a loss that asks for all of them gets all of them, but for what is the critic's own."""
+    """types.QUANTITIES is the contract: a loss that asks for all of them gets all of them, but for
+    what is the critic's own."""
     promised = set(QUANTITIES) - {"values_old"}
     source = f"def everything({', '.join(promised)}):\n    seen.update(locals())\n    return -advantages * logprobs"
     seen: dict = {}
@@ -212,7 +216,7 @@ def test_lengths_are_the_sampled_tokens_of_all_rows_of_a_rollout():
     assert quantities(batch)["lengths"].tolist() == want and want[8] == 0
 
 
-# ------------------------------------------------------------------------------------------------- advantages
+# --------------------------------------------------------------------------------------- advantages
 
 
 def test_one_number_a_rollout_reaches_every_trained_token_of_all_its_rows():
@@ -251,7 +255,8 @@ def test_the_group_filter_masks_whole_prompts():
 
 
 def test_baselines_see_the_rollouts_that_the_filter_drops():
-    """Filtering is of the update, not of the statistics: the advantage is the same, masked or not."""
+    """Filtering is of the update, not of the statistics: the advantage is the same, masked or
+    not."""
     kept = estimated(
         make_batch(), algorithm(advantage=lambda rewards: rewards.nan_to_num() - rewards.nanmean())
     )
@@ -280,11 +285,12 @@ def test_advantages_and_weights_carry_no_gradient():
     assert not got.advantages.requires_grad and not got.weights.requires_grad
 
 
-# ------------------------------------------------------------------------------------------------------ loss
+# --------------------------------------------------------------------------------------------- loss
 
 
 def test_the_loss_by_hand():
-    """Two tokens, token_mean: ½(−A₁r₁) + ½(−A₂r₂) + coef·½(k3₁ + k3₂), at ratio 1: −½(1 − 2) + 0.3·½·(e^½ − ½ − 1)."""
+    """Two tokens, token_mean: ½(−A₁r₁) + ½(−A₂r₂) + coef·½(k3₁ + k3₂), at ratio 1: −½(1 − 2) +
+    0.3·½·(e^½ − ½ − 1)."""
     log = torch.tensor([[0.0, -1.0, -1.0]], dtype=torch.float64)
     mask = torch.tensor([[False, True, True]])
     batch = Batch(
@@ -313,7 +319,8 @@ def test_the_loss_by_hand():
 
 
 def test_without_old_log_probs_the_policy_is_its_own_old():
-    """One minibatch, one epoch: ratio 1 everywhere, and the gradient that of given old log-probs with the same values."""
+    """One minibatch, one epoch: ratio 1 everywhere, and the gradient that of given old log-probs
+    with the same values."""
     a = algorithm()
     batch = prepared(a)
     logprobs = policy_logprobs(batch)
@@ -348,7 +355,8 @@ def test_an_inactive_kl_needs_no_reference_and_adds_nothing():
 
 @pytest.mark.parametrize("names", TABLE, ids="-".join)
 def test_garbage_under_the_mask_changes_no_bit(names):
-    """nan and inf in padding, prompt and tool tokens reach neither the loss nor a gradient (0 × nan is nan)."""
+    """nan and inf in padding, prompt and tool tokens reach neither the loss nor a gradient (0 × nan
+    is nan)."""
     a, kl = algorithm(AGGREGATIONS[names[0]], POLICY_LOSSES[names[1]]), KLS[names[2]]
     batch = prepared(a)
     logprobs, mask = policy_logprobs(batch), batch.response_mask
@@ -364,7 +372,8 @@ def test_garbage_under_the_mask_changes_no_bit(names):
 
 @pytest.mark.parametrize("dirty", ["logprobs", "logprobs_old", "logprobs_ref", "entropy"])
 def test_a_users_own_part_is_safe_from_garbage_without_clamping(dirty):
-    """Shipped parts clamp, which hides nan; a plain exp has 0 × inf in its gradient unless its input is filled before."""
+    """Shipped parts clamp, which hides nan; a plain exp has 0 × inf in its gradient unless its
+    input is filled before."""
 
     def loss(logprobs, logprobs_old, entropy, advantages):
         return -advantages * (logprobs - logprobs_old + entropy).exp()
@@ -390,7 +399,8 @@ def test_a_users_own_part_is_safe_from_garbage_without_clamping(dirty):
 
 
 def test_garbage_in_token_advantages_is_masked_where_they_are_made():
-    """A return computed over whole rows has anything outside the replies; 0 × nan must not come of it."""
+    """A return computed over whole rows has anything outside the replies; 0 × nan must not come of
+    it."""
     batch = make_batch()
     a = algorithm(
         advantage=lambda response_mask: (
@@ -421,7 +431,7 @@ def test_only_the_policy_gets_a_gradient(names):
     assert not any(term.requires_grad for term in terms.values())
 
 
-# ------------------------------------------------------------------------------------------------- portions
+# ----------------------------------------------------------------------------------------- portions
 
 
 @pytest.mark.parametrize("budget", [1, 9, 20, 10**6])
@@ -445,7 +455,8 @@ def needed(batch):
 
 @pytest.mark.parametrize("budget", [1, 9, 20, 45, 10**6])
 def test_rows_of_a_group_stand_side_by_side_and_fill_the_budget(budget):
-    """One row a rollout: what is packed together shares its prompt, and no portion ends before it is full."""
+    """One row a rollout: what is packed together shares its prompt, and no portion ends before it
+    is full."""
     batch = make_batch()
     batch = batch._replace(rollout_ids=torch.arange(12), group_ids=torch.arange(12) % 3)
     lengths, portions = needed(batch), list(micro_batches(batch, budget))
@@ -473,7 +484,8 @@ SEQUENCE_PARTS = {
 @each("aggregation", AGGREGATIONS)
 @each("part", SEQUENCE_PARTS)
 def test_no_budget_changes_what_is_made_of_whole_rollouts(part, aggregation):
-    """Three rows of a rollout are one sequence: its ratio is the same whatever the budget, down to one row's length."""
+    """Three rows of a rollout are one sequence: its ratio is the same whatever the budget, down to
+    one row's length."""
     a = algorithm(AGGREGATIONS[aggregation], **SEQUENCE_PARTS[part])
     batch = prepared(a)
     logprobs = policy_logprobs(batch)
@@ -514,7 +526,8 @@ def test_selected_rows_lose_padding_only():
 
 @pytest.mark.parametrize("names", TABLE, ids="-".join)
 def test_no_split_changes_loss_or_gradient(names):
-    """Micro-batches only sum: weights are fixed on the whole update, so budgets, orders of rows and padding leave no trace."""
+    """Micro-batches only sum: weights are fixed on the whole update, so budgets, orders of rows and
+    padding leave no trace."""
     a, kl = algorithm(AGGREGATIONS[names[0]], POLICY_LOSSES[names[1]]), KLS[names[2]]
     batch, tolerance = prepared(a), 1e-10  # float64 sums in another order
     logprobs = policy_logprobs(batch)
@@ -566,7 +579,8 @@ def test_neither_padding_nor_the_order_of_rows_changes_the_gradient(names):
     "quantity", [n for n, text in QUANTITIES.items() if text.startswith("[N]")]
 )
 def test_a_loss_may_ask_for_any_figure_of_a_rollout_and_no_split_changes_it(quantity):
-    """Figures per rollout must be those of the whole update also where a micro-batch holds only some rows of a rollout."""
+    """Figures per rollout must be those of the whole update also where a micro-batch holds only
+    some rows of a rollout."""
 
     def loss(logprobs, advantages, rollout_ids, **given):
         figure = given[quantity].double().nan_to_num()[rollout_ids][:, None]
@@ -588,7 +602,7 @@ def test_a_loss_may_ask_for_any_figure_of_a_rollout_and_no_split_changes_it(quan
     assert distance(got, gradient) < 1e-10  # float64 sums in another order
 
 
-# ---------------------------------------------------------------------------------------------- minibatches
+# -------------------------------------------------------------------------------------- minibatches
 
 
 def members(part: Batch) -> set[int]:
@@ -611,7 +625,8 @@ def test_minibatches_cover_every_rollout_once_an_epoch_and_split_none(count):
 
 
 def test_each_minibatch_is_weighted_by_itself():
-    """An optimiser step's weights sum to 1 over its own rows; shares of the whole batch would shrink every step."""
+    """An optimiser step's weights sum to 1 over its own rows; shares of the whole batch would
+    shrink every step."""
     a = algorithm(minibatches=3)
     for part in minibatches(estimated(make_batch(), a), a, seed=0):
         assert float(part.weights.double().sum()) == pytest.approx(1.0, abs=1e-6)  # float32 weights
@@ -647,7 +662,8 @@ def test_advantages_are_not_estimated_again_in_a_minibatch():
 
 
 def test_a_minibatch_of_rollouts_without_rows_does_not_end_the_run():
-    """A prompt that does not fit gives an episode without steps, so without rows; with one rollout a part, a part is empty."""
+    """A prompt that does not fit gives an episode without steps, so without rows; with one rollout
+    a part, a part is empty."""
     a = algorithm(minibatches=9)
     batch = estimated(make_batch(), a)
     parts = [part for part in minibatches(batch, a, seed=0) if len(part.ids)]
@@ -660,7 +676,7 @@ def test_as_many_parts_as_asked_for_where_they_do_not_divide_evenly():
     assert len(list(minibatches(estimated(make_batch(), a), a, seed=0))) == 4
 
 
-# -------------------------------------------------------------------------------------------------------------- pairs
+# -------------------------------------------------------------------------------------------- pairs
 
 
 @pytest.mark.parametrize("group_filter", [keep_all, mixed_groups])
@@ -668,7 +684,8 @@ def test_as_many_parts_as_asked_for_where_they_do_not_divide_evenly():
 def test_the_update_of_pairwise_is_the_gradient_of_the_preference_loss(
     length_normalise, group_filter
 ):
-    """Through every stage, at the old policy (ratio 1), with rollouts of several rows, one unscored and one without a row."""
+    """Through every stage, at the old policy (ratio 1), with rollouts of several rows, one unscored
+    and one without a row."""
     numbers = {"beta": 0.7, "length_normalise": length_normalise}
     preference = functools.partial(pairwise, **numbers)
     a = algorithm(
@@ -689,18 +706,20 @@ def test_the_update_of_pairwise_is_the_gradient_of_the_preference_loss(
     assert (gradient - expected).norm() <= 1e-7 * expected.norm()  # the weights are float32
 
 
-# ------------------------------------------------------------------------------------------------- tokens and a critic
+# ------------------------------------------------------------------------------ tokens and a critic
 
 
 def at_the_end(batch: Batch) -> Batch:
-    """The same batch with each scored rollout's reward at its last trained token, as `assemble` places it."""
+    """The same batch with each scored rollout's reward at its last trained token, as `assemble`
+    places it."""
     return batch._replace(
         token_rewards=batch.rewards.nan_to_num(0.0)[batch.rollout_ids][:, None] * last_tokens(batch)
     )
 
 
 def test_a_kl_in_the_reward_is_the_same_taken_from_tokens_or_subtracted_afterwards():
-    """Undiscounted and without baseline: the return to go of reward minus KL is the reward minus the KL to come."""
+    """Undiscounted and without baseline: the return to go of reward minus KL is the reward minus
+    the KL to come."""
     kl = KL("k3", k3, placement="reward", coef=0.3)
     batch = at_the_end(make_batch())
     tokens = estimated(batch, algorithm(advantage=reward_to_go), kl).advantages
@@ -712,7 +731,8 @@ def test_a_kl_in_the_reward_is_the_same_taken_from_tokens_or_subtracted_afterwar
 
 @pytest.mark.parametrize("advantage", [gae, turn_gae])
 def test_an_estimate_gives_the_critic_its_returns(advantage):
-    """Without decay they are the return to go, whatever the critic says; the advantages are whitened, the returns are not."""
+    """Without decay they are the return to go, whatever the critic says; the advantages are
+    whitened, the returns are not."""
     batch = at_the_end(make_batch())
     values = torch.randn(
         batch.ids.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64

@@ -1,4 +1,5 @@
-"""Parts declare what they assume and what they give, and a composition that breaks an assumption is refused with what to choose."""
+"""Parts declare what they assume and what they give, and a composition that breaks an assumption is
+refused with what to choose."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from rlkit.episodes import assemble
 from rlkit.errors import ConfigError
 from rlkit.types import Rollout, Step, Task, assumes, declarations, gives, keeps
 
-# ------------------------------------------------------------------------------------------------------ declarations
+# ------------------------------------------------------------------------------------- declarations
 
 
 def test_only_words_of_the_lists_can_be_declared():
@@ -82,7 +83,8 @@ def test_scores_are_what_their_function_gives(part):
 
 
 def test_every_shipped_part_that_changes_or_gives_rewards_declares_it():
-    """But those whose scores are somebody else's: of an environment, of another package, of the rows."""
+    """But those whose scores are somebody else's: of an environment, of another package, of the
+    rows."""
     import yaml
 
     from rlkit import functional
@@ -104,7 +106,7 @@ def test_every_shipped_part_that_changes_or_gives_rewards_declares_it():
     assert declarations(functional.max_rl, "assumes") == {"non_negative_rewards"}
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 BROKEN = {
     "max_rl divides by the mean of the group": (
@@ -197,7 +199,8 @@ def test_a_phase_is_checked_by_its_own_reward():
 
 
 def test_rows_that_name_their_reward_are_checked_when_they_are_there():
-    """The config leaves open what by_task scores with; the rows of guess_number name a reward that is not 0 or 1."""
+    """The config leaves open what by_task scores with; the rows of guess_number name a reward that
+    is not 0 or 1."""
     x = experiment(compose(["algorithm=pass_at_k", "task.max_samples=8", "evaluation.n=0"]))
     assert load_tasks(x)[0]
     other = experiment(
@@ -254,7 +257,7 @@ def test_a_limit_of_episodes_below_one_reply_is_a_warning():
     assert "soft_length.fn.limit=512" in text and "overlong=penalty" in text
 
 
-# ------------------------------------------------------------------------------------------------- budgets
+# ------------------------------------------------------------------------------------------ budgets
 
 
 def test_the_penalty_of_length_is_of_a_reply_and_a_right_answer_after_ten_turns_keeps_its_reward():

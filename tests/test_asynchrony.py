@@ -1,4 +1,5 @@
-"""Groups sampled ahead of training: which weights sampled which token, nothing dropped, and runs that repeat themselves bit for bit."""
+"""Groups sampled ahead of training: which weights sampled which token, nothing dropped, and runs
+that repeat themselves bit for bit."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def test_a_staleness_of_zero_is_the_synchronous_run(kind, same):
     "kind", cases([kind for kind in KINDS if kind not in ("refills", "sampler", "reuse")], ["grpo"])
 )
 def test_a_lag_samples_with_the_weights_of_then(kind, same):
-    """Against a loop that keeps a copy of the weights of every version, and puts the one that is due back to sample with it."""
+    """Against a loop that keeps a copy of the weights of every version, and puts the one that is
+    due back to sample with it."""
     _, tasks, learner = begun(*KINDS[kind], *LAG)
     kept, stream = [], Flight().consumed
     for step in range(4):
@@ -140,7 +142,8 @@ def test_a_lag_samples_with_the_weights_of_then(kind, same):
 
 
 def test_every_token_knows_its_version_and_nothing_is_dropped(same):
-    """The prompts and their order are those of the synchronous run; with 4 steps and a staleness of 2 nothing is left in flight."""
+    """The prompts and their order are those of the synchronous run; with 4 steps and a staleness of
+    2 nothing is left in flight."""
     _, lag = trained(*LAG)
     _, plain = trained()
     versions = [0, 0, 0, 1]
@@ -181,7 +184,8 @@ def test_replies_of_an_engine_that_names_no_version_have_that_of_the_weights_it_
 
 
 def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
-    """Also what JSON does not know of a task, since the prompts give it again; refills keep which groups are trained on."""
+    """Also what JSON does not know of a task, since the prompts give it again; refills keep which
+    groups are trained on."""
     _, tasks, learner = begun(*REFILLS, *LAG)
     tasks = [task._replace(metadata={**task.metadata, "odd": {1, 2}}) for task in tasks]
     _, flight = next_groups(learner, tasks, Flight())
@@ -265,7 +269,8 @@ SWITCHES = [
 def test_asynchrony_may_change_where_a_run_is_resumed(
     then, now, version, said, tmp_path, capsys, same
 ):
-    """From the next step on. Groups that are too old for it, or sampled otherwise, are sampled again; the prompts go on."""
+    """From the next step on. Groups that are too old for it, or sampled otherwise, are sampled
+    again; the prompts go on."""
     _, tasks, learner = begun(*then)
     flight = Flight()
     for _ in range(2):
@@ -316,7 +321,8 @@ def test_what_cannot_be_sampled_ahead_is_refused(case):
 
 @pytest.mark.slow
 def test_what_is_known_ahead_is_not_refused():
-    """A phase whose end is open, before one that samples alike; a phase that ends after steps; a controller of the update."""
+    """A phase whose end is open, before one that samples alike; a phase that ends after steps; a
+    controller of the update."""
     experiment(
         compose(
             [

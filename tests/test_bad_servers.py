@@ -1,4 +1,5 @@
-"""Servers that fail in the middle of a run: it ends with one sentence each time, and goes on as if nothing had happened."""
+"""Servers that fail in the middle of a run: it ends with one sentence each time, and goes on as if
+nothing had happened."""
 
 from __future__ import annotations
 

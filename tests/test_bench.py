@@ -1,4 +1,5 @@
-"""The bench: optima are what enumeration says, the start is a uniform draw, placebos learn nothing, and the page claims what holds."""
+"""The bench: optima are what enumeration says, the start is a uniform draw, placebos learn nothing,
+and the page claims what holds."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ GAMES = ("chain", "lake")
 
 @each("name", [name for name in TASKS if name not in (*GAMES, "lengthy")])
 def test_the_value_of_a_task_is_what_enumeration_says(name):
-    """Random: the mean over all replies of the form that the preset's policy has, to all problems, each equally often. Best: 1."""
+    """Random: the mean over all replies of the form that the preset's policy has, to all problems,
+    each equally often. Best: 1."""
     config, tasks = rows(name)
     distinct = list({task.messages[0]["content"]: task for task in tasks}.values())
     forms = ["".join(own) for own in itertools.product(*config["model"]["replies"])]
@@ -100,7 +102,8 @@ def test_a_placebo_rewards_every_reply_alike_in_training_alone(name):
 
 
 def test_the_value_of_lengthy_is_that_of_random_replies():
-    """Random: the mean over replies as the start draws them. Best: the right letter alone. All eight letters earn less, not nothing."""
+    """Random: the mean over replies as the start draws them. Best: the right letter alone. All
+    eight letters earn less, not nothing."""
     config, tasks = rows("lengthy")
     rng, form, opinions = random.Random(0), config["model"]["replies"], Opinions(0, 0.0)
     drawn = [
@@ -137,7 +140,8 @@ def walked(game, number, moves):
 
 @pytest.mark.parametrize("walks", cases([4_000, 60_000], fast=1))
 def test_the_values_of_the_lake_are_those_of_its_walks(walks):
-    """Random: walks of the eight maps. Best: some walk without a fall reaches the goal, found here by trying all of six moves."""
+    """Random: walks of the eight maps. Best: some walk without a fall reaches the goal, found here
+    by trying all of six moves."""
     _, tasks = rows("lake")
     by_map = {task.metadata["seed"]: task.metadata["value"] for task in tasks}
     game, rng = Lake(), random.Random(0)
@@ -196,7 +200,8 @@ def test_the_start_takes_adapters_that_change_nothing_at_first():
 
 
 def test_the_placebos_of_a_game_do_too():
-    """At the turn that counts: a coin, or 1, whatever the reply. The other turns pay coins in training."""
+    """At the turn that counts: a coin, or 1, whatever the reply. The other turns pay coins in
+    training."""
     acts = {"right": lambda g: g.right, "wrong": lambda g: "?"}
     for kind, means in (("none", [1.0, 0.0]), ("coin", [0.5, 0.5]), ("format", [1.0, 1.0])):
         tasks = rows("chain", "train", placebo=kind, max_samples=3000)[1]
@@ -236,7 +241,8 @@ def test_the_turns_that_do_not_count_pay_their_coin():
 
 @pytest.mark.slow
 def test_the_start_draws_replies_of_the_form_uniformly():
-    """Mass of all well-formed replies above 0.97, none more than twice or less than half as likely as another; fixed by the seed."""
+    """Mass of all well-formed replies above 0.97, none more than twice or less than half as likely
+    as another; fixed by the seed."""
     policy = fresh_policy(replies=["abcd", "xy"], symbols=LETTERS)
     forms = ["".join(own) for own in itertools.product("abcd", "xy")]
     prompt = encode_prompt(policy.renderer, [{"role": "user", "content": "k"}])
@@ -256,7 +262,8 @@ def test_the_start_draws_replies_of_the_form_uniformly():
 
 
 def test_opinions_have_the_strength_that_they_say():
-    """Log-odds of standard deviation `strength`, for one prompt as for two; none without strength; fixed by seed, prompt and place."""
+    """Log-odds of standard deviation `strength`, for one prompt as for two; none without strength;
+    fixed by seed, prompt and place."""
     own = Opinions(0, 1.5)
     for prompts in (["a"], ["a", "b"]):
         drawn = np.log([own.weights(prompts, place, "abcdefgh") for place in range(500)])
@@ -293,7 +300,8 @@ def test_a_start_is_the_same_the_second_time_and_as_often_as_it_is_trained():
 
 @pytest.mark.slow
 def test_a_start_with_opinions_reads_its_prompt():
-    """What it replies is within 0.2 of the opinion on the prompt, in total variation, and nearer to it than to that on any other prompt."""
+    """What it replies is within 0.2 of the opinion on the prompt, in total variation, and nearer to
+    it than to that on any other prompt."""
     policy = fresh_policy(
         replies=["abcdefgh"], symbols="ijkl", prompt=1, opinions=1.0, init_std=0.18
     )
@@ -312,7 +320,7 @@ def test_a_start_with_opinions_reads_its_prompt():
         assert away.argmin() == i and away[i] < 0.2
 
 
-# ------------------------------------------------------------------------------------------------------ the page
+# ----------------------------------------------------------------------------------------- the page
 
 
 def table(arms, tasks=("noisy", "needle"), seeds=10, spread=0.02):
@@ -359,7 +367,8 @@ def test_a_seed_that_lacks_a_run_is_left_out_for_all():
 
 
 def test_comparisons_with_placebos_do_not_help_others_to_pass():
-    """Beside many that differ, a p-value of 0.04 would pass; the page says which arms are above both placebos."""
+    """Beside many that differ, a p-value of 0.04 would pass; the page says which arms are above
+    both placebos."""
     coin, form = bench.PLACEBOS
     rows = table({"a": 0.5, "b": 0.488, "c": 0.5, "d": 0.9, coin: 0.9, form: 1.0})
     alone = bench.pairs(bench.scores([row for row in rows if row["arm"] not in bench.PLACEBOS]))
@@ -374,7 +383,8 @@ def test_comparisons_with_placebos_do_not_help_others_to_pass():
 
 
 def test_an_arm_that_a_task_refuses_is_left_out_there_and_no_seed_for_it():
-    """max_rl refuses the rewards below 0 of lengthy: its missing runs left not one seed for the whole matrix."""
+    """max_rl refuses the rewards below 0 of lengthy: its missing runs left not one seed for the
+    whole matrix."""
     whole = table({"a": 0.5, "b": 0.4, "c": 0.3})
     found = bench.scores([row for row in whole if (row["arm"], row["task"]) != ("b", "needle")])
     assert found.seeds == list(range(10)) and list(found.everywhere()) == ["a", "c"]
@@ -426,7 +436,8 @@ def test_false_claims_are_rare_over_many_pages():
 
 
 def test_differences_of_a_coarse_score_that_are_equal_are_not_certain():
-    """Two arms of accuracy 0.995 that differ by the same step on all seeds had a variance of 0, and a q of 0."""
+    """Two arms of accuracy 0.995 that differ by the same step on all seeds had a variance of 0, and
+    a q of 0."""
     found = bench.Scores(
         ["t"], list(range(10)), {"a": np.full((10, 1), 0.99), "b": np.full((10, 1), 0.995)}
     )
@@ -437,7 +448,8 @@ def test_differences_of_a_coarse_score_that_are_equal_are_not_certain():
 
 
 def test_fewer_than_ten_seeds_claim_nothing():
-    """At the default of three seeds, 49 % of the pages of equal arms near an accuracy of 0.995 made a claim."""
+    """At the default of three seeds, 49 % of the pages of equal arms near an accuracy of 0.995 made
+    a claim."""
     text = bench.page(table({"a": 0.9, "b": 0.1}, seeds=9), {})
     assert (
         "Nothing: 9 seeds, and fewer than 10 claim nothing (`seeds=10`). comparisons.csv has each difference"
@@ -481,7 +493,8 @@ def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys
 def test_what_an_environment_pays_at_its_steps_reaches_the_parts_that_read_the_terms_of_the_reward(
     words, tmp_path
 ):
-    """dapo's filter found all groups equal, since the term was 0 for every episode, and a run of it trained on nothing."""
+    """dapo's filter found all groups equal, since the term was 0 for every episode, and a run of it
+    trained on nothing."""
     common = [
         "experiment=bench/chain",
         "trainer.steps=1",
@@ -501,7 +514,8 @@ def test_what_an_environment_pays_at_its_steps_reaches_the_parts_that_read_the_t
 
 @pytest.mark.slow
 def test_a_matrix_runs_and_goes_on_where_it_was(tmp_path, capsys):
-    """Two steps of two algorithms on one seed, then on two: what is done is not run again, and the page has a row for every arm."""
+    """Two steps of two algorithms on one seed, then on two: what is done is not run again, and the
+    page has a row for every arm."""
     words = [
         "bench",
         "algorithms=grpo,rloo",
@@ -565,7 +579,8 @@ MINE = {
 def test_an_algorithm_and_a_task_from_outside_enter_the_table_by_their_config_path(
     tmp_path, monkeypatch, capsys
 ):
-    """Scored between the random policy and the best that its task's own rows name, on the bench's budget, beside an arm of rlkit's."""
+    """Scored between the random policy and the best that its task's own rows name, on the bench's
+    budget, beside an arm of rlkit's."""
     for name, text in MINE.items():
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / name).write_text(text)

@@ -1,4 +1,5 @@
-"""The benchmarks run and write well-formed tables. What they measure is measured on a quiet machine, by hand."""
+"""The benchmarks run and write well-formed tables. What they measure is measured on a quiet
+machine, by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def table(folder: Path, name: str, *words: str) -> list[dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_benchmark_writes_a_table(name, tmp_path):
-    """Both forms of the update that memory.py measures have one gradient, or their memory is that of two different things."""
+    """Both forms of the update that memory.py measures have one gradient, or their memory is that
+    of two different things."""
     rows = table(tmp_path, name)
     assert all(float(row[column]) > 0 for row in rows for column in COLUMNS[name])
     if name == "memory":
@@ -125,7 +127,8 @@ def benchmarks(monkeypatch):
 
 
 def test_rows_of_other_devices_stay_in_a_table(benchmarks, tmp_path, capsys):
-    """Figures of a GPU do not wipe out those of a CPU, nor the other way round; figures of the same device are replaced."""
+    """Figures of a GPU do not wipe out those of a CPU, nor the other way round; figures of the same
+    device are replaced."""
     import bench
 
     for device, value in (("cpu", 1), ("NVIDIA H200", 2), ("cpu", 3)):
@@ -152,7 +155,8 @@ def test_the_table_is_refused_at_once_without_its_peers(benchmarks, python, expe
 def test_the_table_has_every_figure_of_the_steps_and_the_table_before(
     benchmarks, monkeypatch, tmp_path
 ):
-    """Four ratios of time and memory by hand, and the ratio of the table before beside the new one."""
+    """Four ratios of time and memory by hand, and the ratio of the table before beside the new
+    one."""
     import peers
     import table
 
@@ -216,7 +220,8 @@ def test_goals_of_the_table(benchmarks):
 
 
 def test_the_share_outside_the_model_is_made_up_of_its_parts(benchmarks):
-    """perf/outside_model_frac and the parts of overhead.csv are one definition: by hand, 10 s of which 6 are the model's."""
+    """perf/outside_model_frac and the parts of overhead.csv are one definition: by hand, 10 s of
+    which 6 are the model's."""
     import overhead
 
     row = {
@@ -239,8 +244,9 @@ def test_the_share_outside_the_model_is_made_up_of_its_parts(benchmarks):
 
 
 def test_an_exponent_and_its_interval():
-    """By hand: costs 1, 2, 4, 16 at sizes 1, 2, 4, 8 rise by 1, 1 and 2 doublings; least squares gives 1.3. The residuals 0.2, -0.1, -0.4
-    and 0.3 doublings give it a standard error of sqrt(0.30 / 2 / 5) = sqrt(0.03), and t of 2 degrees of freedom is 4.303."""
+    """By hand: costs 1, 2, 4, 16 at sizes 1, 2, 4, 8 rise by 1, 1 and 2 doublings; least squares
+    gives 1.3. The residuals 0.2, -0.1, -0.4 and 0.3 doublings give it a standard error of sqrt(0.30
+    / 2 / 5) = sqrt(0.03), and t of 2 degrees of freedom is 4.303."""
     sys.path.insert(0, str(FOLDER))
     try:
         import bench

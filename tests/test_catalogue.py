@@ -1,7 +1,9 @@
-"""Laws of every algorithm, every part of one, and every KL in every placement, as the config builds them.
+"""Laws of every algorithm, every part of one, and every KL in every placement, as the config builds
+them.
 
-The policy is a table of logits, one distribution a token, and the critic a table of values; so a gradient is that of every number
-that the loss can move. A new option is in the table by being a file in conf/.
+The policy is a table of logits, one distribution a token, and the critic a table of values; so a
+gradient is that of every number that the loss can move. A new option is in the table by being a
+file in conf/.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ BOUNDS = [*cases(ALGORITHMS, KINDS_OF_ALGORITHM), *cases(PLACED_KLS, KINDS_OF_KL
 
 @functools.cache
 def composed(overrides: tuple[str, ...]):
-    """The experiment, or None where the combination is refused. What stands behind `kl=` is set without composing once more."""
+    """The experiment, or None where the combination is refused. What stands behind `kl=` is set
+    without composing once more."""
     if overrides[0].startswith("kl=") and overrides[1:]:
         x = composed(overrides[:1])
         fields = dict(text.removeprefix("kl.").split("=") for text in overrides[1:])
@@ -96,7 +99,8 @@ def experiment(overrides):
 
 
 def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
-    """12 rows of 9 rollouts of 3 prompts; log-ratios of order 1, so that clips bind; one prompt all right, one reward unknown."""
+    """12 rows of 9 rollouts of 3 prompts; log-ratios of order 1, so that clips bind; one prompt all
+    right, one reward unknown."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -265,7 +269,8 @@ def test_neither_padding_nor_order_changes_the_gradient(overrides):
 
 @pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_garbage_under_the_mask_changes_no_bit(overrides):
-    """Padding, prompt and tool tokens: nothing that stands there reaches an advantage, a weight, the loss or a gradient."""
+    """Padding, prompt and tool tokens: nothing that stands there reaches an advantage, a weight,
+    the loss or a gradient."""
     x = experiment(overrides)
     batch, policy = make_batch(), make_policy()
     mask = batch.response_mask
@@ -292,7 +297,8 @@ def test_garbage_under_the_mask_changes_no_bit(overrides):
 
 @pytest.mark.parametrize("overrides", TABLE, ids=ids)
 def test_only_policy_and_critic_get_a_gradient(overrides):
-    """Sampler, old and reference log-probs, old values, rewards, advantages, returns, scales and weights are constants."""
+    """Sampler, old and reference log-probs, old values, rewards, advantages, returns, scales and
+    weights are constants."""
     x = experiment(overrides)
     batch, policy = make_batch(), leaves(make_policy())
     names = (

@@ -1,4 +1,5 @@
-"""`rlkit check` takes one real step and leaves nothing; `rlkit doctor` shows what a machine lacks instead of failing on it."""
+"""`rlkit check` takes one real step and leaves nothing; `rlkit doctor` shows what a machine lacks
+instead of failing on it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_one_step_of_policy_and_critic_was_taken(report):
 
 
 def test_memory_is_counted(report, tiny):
-    """Every term by hand for the embedded model: its weights once more as the reference, two moments each, and a value head."""
+    """Every term by hand for the embedded model: its weights once more as the reference, two
+    moments each, and a value head."""
     size = sum(p.numel() for p in tiny.model.parameters()) * 4
     assert 0 < report.memory.weights - size < 100_000  # the value head
     assert report.memory.gradients == pytest.approx(

@@ -1,4 +1,5 @@
-"""The command line: every refusal is a sentence, exit status 2, no traceback, nothing half-written."""
+"""The command line: every refusal is a sentence, exit status 2, no traceback, nothing
+half-written."""
 
 from __future__ import annotations
 
@@ -201,7 +202,8 @@ def test_help_imports_nothing_heavy():
 
 @pytest.mark.parametrize("text", ["outputs/a", "a=b,c=d", "it's", "back\\slash", '"', "with space"])
 def test_quoting_is_undone(text):
-    """Folders of a sweep hold '=' and ','; their names travel through Hydra's grammar and come back."""
+    """Folders of a sweep hold '=' and ','; their names travel through Hydra's grammar and come
+    back."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     quoted = quote(text)
@@ -212,7 +214,8 @@ def test_quoting_is_undone(text):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_default_learns(tmp_path, monkeypatch, seed):
-    """From a held-out greedy accuracy of 0.2–0.6 to at least 0.95, as the README says, on every seed."""
+    """From a held-out greedy accuracy of 0.2–0.6 to at least 0.95, as the README says, on every
+    seed."""
     monkeypatch.chdir(tmp_path)
     assert main(["train", f"seed={seed}"]) == 0
     summary = json.loads(next(tmp_path.glob("outputs/*/*/summary.json")).read_text())

@@ -1,4 +1,5 @@
-"""Every policy loss declares what its clip does; held against the gradient of the loss itself, for every shipped option."""
+"""Every policy loss declares what its clip does; held against the gradient of the loss itself, for
+every shipped option."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ CAPS = {"cispo"}  # bound a weight and leave the gradient
 
 
 def given(seed: int) -> dict[str, torch.Tensor]:
-    """Four rollouts of eight tokens, log-ratios on both sides of every interval, advantages of both signs and zero."""
+    """Four rollouts of eight tokens, log-ratios on both sides of every interval, advantages of both
+    signs and zero."""
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(4, 8, generator=generator, dtype=torch.float64) - 1
     new = (old + torch.randn(4, 8, generator=generator, dtype=torch.float64)).requires_grad_()

@@ -1,4 +1,5 @@
-"""A config is refused with all its problems, their paths and remedies, before anything heavy is imported; else it is built."""
+"""A config is refused with all its problems, their paths and remedies, before anything heavy is
+imported; else it is built."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def nested_options(group: str) -> list[str]:
     return sorted(f"{f.parent.as_posix()}={f.stem}" for f in files)
 
 
-# Algorithms, their parts and KLs are built and dry-run in test_catalogue.py, which holds them to their laws too.
+# Algorithms, their parts and KLs are built and dry-run in test_catalogue.py, which holds them to
+# their laws too.
 @pytest.mark.parametrize(
     "option",
     cases(
@@ -140,7 +142,8 @@ def test_presets_of_papers_hold_the_papers_numbers(name, numbers):
     cases([[f"experiment={f.stem}"] for f in sorted(conf_dir().glob("experiment/*.yaml"))[::4]], 1),
 )
 def test_hydra_composes_alike_with_and_without_what_makes_the_tests_fast(words, composing):
-    """The session's own `composing`: values, interpolations, flags and parents, which two equal configs share."""
+    """The session's own `composing`: values, interpolations, flags and parents, which two equal
+    configs share."""
     from rlkit.config.compose import _composed_groups
 
     found = []
@@ -408,7 +411,8 @@ def test_a_frozen_reference_that_no_kl_uses_is_a_warning():
 
 
 def test_an_average_of_adapters_says_once_what_it_averages():
-    """The factors, not their product; a copy of all weights is averaged exactly, and so is an adapter that is copied."""
+    """The factors, not their product; a copy of all weights is averaged exactly, and so is an
+    adapter that is copied."""
     found = {
         tuple(overrides): sum(
             "averages the adapter's factors" in line
@@ -424,7 +428,8 @@ def test_an_average_of_adapters_says_once_what_it_averages():
 
 
 def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
-    """The coefficient stands at 0 in the config, and the schedule raises it; without an estimator nothing can."""
+    """The coefficient stands at 0 in the config, and the schedule raises it; without an estimator
+    nothing can."""
     x = experiment(compose(["schedule=kl_anneal", "kl.coef=0"]))
     assert x.needs_reference and not any("not built" in line for line in warnings(x))
     assert not experiment(
@@ -449,7 +454,8 @@ def test_a_reference_that_a_scheduled_kl_uses_is_no_warning():
     ),
 )
 def test_the_dry_run_shows_every_advantage_a_group_it_learns_from(overrides):
-    """One best sample in a group: among many equal ones an advantage of the best is rightly 0, and the config would be refused."""
+    """One best sample in a group: among many equal ones an advantage of the best is rightly 0, and
+    the config would be refused."""
     experiment(compose([*overrides, "kl=none", "reference=none"]))
 
 
@@ -641,7 +647,8 @@ def test_a_condition_needs_no_second_quotes(value):
 
 
 def kl_of_the_paper() -> dict[str, tuple[str, str, float, str]]:
-    """Preset → estimator, placement, coefficient and source, as the table of docs/algorithms.md has them."""
+    """Preset → estimator, placement, coefficient and source, as the table of docs/algorithms.md has
+    them."""
     page = (conf_dir().parent / "docs" / "algorithms.md").read_text()
     lines = page.partition("## The KL of each algorithm")[2].partition("\n## ")[0].splitlines()
     found = {}
@@ -656,7 +663,8 @@ KL_OF_THE_PAPER = kl_of_the_paper()
 
 
 def test_every_algorithm_has_a_kl_with_a_source():
-    """Nothing falls back on k3 unsaid: the file suggests a coefficient, and the page says whose it is."""
+    """Nothing falls back on k3 unsaid: the file suggests a coefficient, and the page says whose it
+    is."""
     files = {f.stem: f for f in (conf_dir() / "algorithm").glob("*.yaml")}
     assert files.keys() == KL_OF_THE_PAPER.keys() and all(
         source for *_, source in KL_OF_THE_PAPER.values()
@@ -669,8 +677,8 @@ def test_every_algorithm_has_a_kl_with_a_source():
     "algorithm", cases(sorted(KL_OF_THE_PAPER), ["grpo", "gspo", "rloo", "reinforce_pp_baseline"])
 )
 def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
-    """PPO and REINFORCE++ had k3 in the loss, and DAPO, MaxRL and OPO a KL that their papers leave out. Later so had Dr. GRPO, GSPO,
-    CISPO and others."""
+    """PPO and REINFORCE++ had k3 in the loss, and DAPO, MaxRL and OPO a KL that their papers leave
+    out. Later so had Dr. GRPO, GSPO, CISPO and others."""
     x = experiment(
         compose(
             [
@@ -694,7 +702,8 @@ def test_an_algorithm_alone_has_the_kl_of_its_paper(algorithm):
 
 @pytest.mark.parametrize("algorithm", cases(["gspo", "rloo", "ppo", "grpo"], 2))
 def test_a_kl_of_the_user_replaces_that_of_the_algorithm(algorithm):
-    """All of it, the place before the baseline too; and one number alone, a coefficient, gives a KL to one that has none."""
+    """All of it, the place before the baseline too; and one number alone, a coefficient, gives a KL
+    to one that has none."""
     kl = experiment(compose([f"algorithm={algorithm}", "kl=k3"])).kl
     assert (kl.name, kl.placement, kl.coef, kl.in_baseline) == ("k3", "loss", 0.05, False)
     assert experiment(compose([f"algorithm={algorithm}", "kl.coef=0.2"])).kl.coef == 0.2
@@ -702,7 +711,8 @@ def test_a_kl_of_the_user_replaces_that_of_the_algorithm(algorithm):
 
 
 def test_only_a_reference_that_somebody_chose_is_warned_of():
-    """`algorithm=gspo` alone has no KL, and the default reference is not built; the first line says so."""
+    """`algorithm=gspo` alone has no KL, and the default reference is not built; the first line says
+    so."""
     assert not [
         line for line in warnings(experiment(compose(["algorithm=gspo"]))) if "is not built" in line
     ]
@@ -811,7 +821,8 @@ def test_keys_that_a_signature_knows_need_no_plus():
 
 @pytest.mark.slow
 def test_composing_imports_neither_lightning_nor_transformers():
-    """`rlkit train` with a typo answers before seconds are spent on imports (DECISIONS: compose stays light)."""
+    """`rlkit train` with a typo answers before seconds are spent on imports (DECISIONS: compose
+    stays light)."""
     program = (
         "import sys\nfrom rlkit.config.compose import compose, experiment\nexperiment(compose([]))\n"
         "heavy = {'lightning', 'transformers', 'peft', 'datasets'} & set(sys.modules)\nassert not heavy, heavy"
@@ -820,7 +831,8 @@ def test_composing_imports_neither_lightning_nor_transformers():
 
 
 def test_partial_parts_are_plain_partials():
-    """Hydra's own partial is a slow subclass; ours is functools.partial, called 128 times a step."""
+    """Hydra's own partial is a slow subclass; ours is functools.partial, called 128 times a
+    step."""
     import functools
 
     part = build({"_target_": "rlkit.functional.clipped", "_partial_": True, "clip_low": 0.1})
@@ -877,7 +889,8 @@ FILES = {
 
 
 def test_every_option_says_what_it_is():
-    """A comment stands first, so that the YAML is the documentation; and there is something below it."""
+    """A comment stands first, so that the YAML is the documentation; and there is something below
+    it."""
     silent = [
         name
         for name, text in FILES.items()
@@ -912,7 +925,8 @@ def unexplained(name: str, text: str) -> Iterator[str]:
 
 
 def test_every_number_has_its_meaning_above_it():
-    """Each field of an option is explained in the line above it. Presets are left out: they set what options explain."""
+    """Each field of an option is explained in the line above it. Presets are left out: they set
+    what options explain."""
     options = {
         n: t
         for n, t in FILES.items()

@@ -1,4 +1,5 @@
-"""algorithm/correction=auto: settled by the check before the first step, said, kept on resume, and without effect where nothing differs."""
+"""algorithm/correction=auto: settled by the check before the first step, said, kept on resume, and
+without effect where nothing differs."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_an_engine_that_agrees_is_not_corrected_and_the_run_is_bit_for_bit_that_
 def test_an_engine_that_rounds_differently_is_corrected_and_a_resumed_run_keeps_what_it_had(
     tmp_path, capsys, monkeypatch
 ):
-    """In half precision engine and trainer differ; that the next machine computes in float32 changes nothing in the middle of a run."""
+    """In half precision engine and trainer differ; that the next machine computes in float32
+    changes nothing in the middle of a run."""
     check = selfcheck.check_policy
     monkeypatch.setattr(
         selfcheck, "check_policy", lambda *inputs: check(*inputs)._replace(exact=False)

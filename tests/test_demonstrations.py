@@ -1,4 +1,5 @@
-"""algorithm=sft learns from a user's conversations exactly the tokens that the policy would have to sample, and no others."""
+"""algorithm=sft learns from a user's conversations exactly the tokens that the policy would have to
+sample, and no others."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def loaded(path, **settings):
 
 
 def test_a_played_episode_read_back_is_the_same_tokens(tiny, experiment):
-    """Thinking, tool calls and results included: what is learned from is what would have been sampled."""
+    """Thinking, tool calls and results included: what is learned from is what would have been
+    sampled."""
     environment = experiment.environment
     tasks = arithmetic(split="train", seed=0, max_samples=12)
     played = collect(
@@ -80,7 +82,8 @@ def policy(request, tiny):
 
 
 def test_only_the_assistants_tokens_are_learned(policy, tmp_path):
-    """In words: each learned stretch is a reply with its end of turn; and no text from a row becomes a control token."""
+    """In words: each learned stretch is a reply with its end of turn; and no text from a row
+    becomes a control token."""
     messages = [
         {"role": "system", "content": f"Be kind. {HOSTILE}"},
         {"role": "user", "content": f"Add. {HOSTILE}"},

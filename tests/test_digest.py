@@ -1,4 +1,5 @@
-"""A checkpoint and a folder of weights are read whole or not at all: damage in any place is found before anything is loaded."""
+"""A checkpoint and a folder of weights are read whole or not at all: damage in any place is found
+before anything is loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def copy(run, tmp_path):
 
 
 def flips(path: Path) -> list[tuple[int, str]]:
-    """(offset, what lies there): in each tensor, each other record, each header of the archive, its index, its end and the seal."""
+    """(offset, what lies there): in each tensor, each other record, each header of the archive, its
+    index, its end and the seal."""
     data = path.read_bytes()
     places = []
     with zipfile.ZipFile(path) as archive:
@@ -92,7 +94,7 @@ def newest(folder: Path) -> Path:
     return folder / "checkpoints" / "step_000002.ckpt"
 
 
-# ----------------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 def test_a_whole_checkpoint_is_whole_and_plain_torch_reads_it(run):
@@ -196,7 +198,8 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_the_one_before_it_is
 
 
 def test_a_damaged_checkpoint_is_kept_when_a_run_goes_on_without_it(copy, capsys):
-    """It is evidence of a failing disk. A whole one of another past makes room at the next save, as before."""
+    """It is evidence of a failing disk. A whole one of another past makes room at the next save, as
+    before."""
     AtomicCheckpointIO().save_checkpoint(
         {"rlkit": {"rl_step": 3}}, copy / "checkpoints" / "step_000003.ckpt"
     )
@@ -240,7 +243,8 @@ def test_commands_take_the_checkpoint_before_a_damaged_one_and_say_so(
 
 @pytest.mark.parametrize("other", ["model.lora.rank=0", "model.lora.targets=[q_proj]"])
 def test_a_checkpoint_of_other_weights_is_not_loaded_in_part(run, capsys, other):
-    """Names that the model does not have were once passed over: the base was evaluated under the name of the trained policy."""
+    """Names that the model does not have were once passed over: the base was evaluated under the
+    name of the trained policy."""
     assert main([*COMMANDS["evaluate"], f"run={run}", other]) == 2
     assert "belongs to another model" in capsys.readouterr().err
 
@@ -251,7 +255,7 @@ def test_the_best_model_is_not_written_of_a_damaged_checkpoint(copy):
         checkpoints.weights_of(newest(copy), copy, "")
 
 
-# ------------------------------------------------------------------------------------------------ folders of weights
+# ------------------------------------------------------------------------------- folders of weights
 
 
 def test_a_damaged_file_of_a_saved_model_is_found_before_it_is_loaded(

@@ -1,4 +1,5 @@
-"""The distribution has a name of its own: on the public package index `rlkit` is another project."""
+"""The distribution has a name of its own: on the public package index `rlkit` is another
+project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the pages say is so: generated ones are fresh, and every command that a page shows is one that rlkit takes and can run."""
+"""What the pages say is so: generated ones are fresh, and every command that a page shows is one
+that rlkit takes and can run."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def test_generated_pages_are_fresh(generated):
 
 @pytest.mark.slow
 def test_every_option_and_every_key_has_a_meaning(generated):
-    """A key without a comment above it is an empty cell; a name that only repeats the option's needs none."""
+    """A key without a comment above it is an empty cell; a name that only repeats the option's
+    needs none."""
     silent = []
     for path, text in generated.items():
         if path.parent.name == "config" and path.stem not in ("experiment", "debug", "README"):
@@ -203,7 +205,8 @@ def test_commands_are_found():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shown_is_one_that_rlkit_takes(command):
-    """Composed, checked and dry-run: a renamed key or option makes the page that still shows it fail."""
+    """Composed, checked and dry-run: a renamed key or option makes the page that still shows it
+    fail."""
     if "my_" in command or "--config-dir" in command:
         pytest.skip(CANNOT["my_"])
     if command == REFUSED:
@@ -259,7 +262,8 @@ ANSWERS = {
 def test_every_command_that_can_run_here_gives_what_it_is_shown_for(
     command, tmp_path, monkeypatch, capsys
 ):
-    """Its outcome, not its exit status: a reward that is a number and not always 0, an answer that is right."""
+    """Its outcome, not its exit status: a reward that is a number and not always 0, an answer that
+    is right."""
     monkeypatch.chdir(tmp_path)
     words = words_of(command)
     assert main([*words, *SMALL[words[0]]]) == 0
@@ -291,7 +295,8 @@ def test_every_command_that_can_run_here_gives_what_it_is_shown_for(
 
 
 def alternatives() -> list[str]:
-    """`rlkit train GROUP=OPTION` with each of the options that stand behind it as "(or a, b, c)"."""
+    """`rlkit train GROUP=OPTION` with each of the options that stand behind it as "(or a, b,
+    c)"."""
     rows = re.findall(
         r"`rlkit train ([\w/]+)=\w+` \(or ([\w, ]+)\)",
         (ROOT / "docs" / "cheat_sheet.md").read_text(),
@@ -331,7 +336,8 @@ def write(page: str, folder: Path) -> None:
     ("part", "metric"), [("advantage=signed", "test/accuracy"), ("my_games.Climb", "test/reward")]
 )
 def test_the_own_parts_of_the_page_learn(part, metric, tmp_path, monkeypatch):
-    """The files and the command as they are shown: every reward is a number, and the test figure rises by far more than its noise."""
+    """The files and the command as they are shown: every reward is a number, and the test figure
+    rises by far more than its noise."""
     write("own_parts.md", tmp_path)
     shown = re.findall(
         r"^    PYTHONPATH=\. rlkit (train .*)$", (ROOT / "docs" / "own_parts.md").read_text(), re.M
@@ -350,7 +356,8 @@ def test_the_own_parts_of_the_page_learn(part, metric, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_first_own_task_goes_as_the_page_tells(tmp_path, monkeypatch, capsys):
-    """Every command of the page in its order: a start with something to learn, a check that passes, and a test figure that rises."""
+    """Every command of the page in its order: a start with something to learn, a check that passes,
+    and a test figure that rises."""
     write("first_task.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -441,7 +448,8 @@ NOT_OF_RUNS = {
 
 
 def overrides_named() -> list[str]:
-    """`key=value …` in the running text of pages, but for what a whole command shows too, which is tested above."""
+    """`key=value …` in the running text of pages, but for what a whole command shows too, which is
+    tested above."""
     shown = {word for command in COMMANDS for word in command.split()}
     spans = [span for page in TOUR for span in re.findall(r"`([a-z][^`\n]*)`", page.read_text())]
     words = r"[a-z][a-z_/.]*=[\w.\-]+"
@@ -516,7 +524,8 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
 
 
 def test_the_embedded_model_follows_the_task():
-    """`rlkit rollout task=guess_number` was played by the model of the word problems, which never says a number."""
+    """`rlkit rollout task=guess_number` was played by the model of the word problems, which never
+    says a number."""
     for words, path in [
         ([], "tiny"),
         (["task=guess_number"], "tiny_guess"),

@@ -1,4 +1,5 @@
-"""What docs/doors.md shows is so: its example plays with a server that speaks OpenEnv's four messages."""
+"""What docs/doors.md shows is so: its example plays with a server that speaks OpenEnv's four
+messages."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def shown(name: str) -> dict:
 
 
 async def served(heard: list):
-    """A server of OpenEnv's protocol on this machine: an episode is over at its second step. "lose" is an error."""
+    """A server of OpenEnv's protocol on this machine: an episode is over at its second step. "lose"
+    is an error."""
     from aiohttp import web
 
     async def speak(request):

@@ -1,4 +1,5 @@
-"""How far the policy moves: KL after a step's last update, and from the start of the run, without a copy of the weights."""
+"""How far the policy moves: KL after a step's last update, and from the start of the run, without a
+copy of the weights."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def test_the_last_update_is_in_the_kl_of_the_step_and_the_kl_before_each_update_
 
 @pytest.mark.slow
 def test_drift_from_the_start_is_measured_where_no_reference_stays_there(tmp_path):
-    """A reference that is copied after every step is never away; the first step moves as far from the start as from before it."""
+    """A reference that is copied after every step is never away; the first step moves as far from
+    the start as from before it."""
     for name, overrides in {
         "moving": ["reference=periodic", "reference.every=1"],
         "none": ["kl=none", "reference=none"],
@@ -89,7 +91,8 @@ def test_a_resumed_run_measures_from_the_same_start(tmp_path):
 def test_the_log_probs_of_a_steps_only_update_are_those_of_the_policy_before_it(
     tmp_path, monkeypatch
 ):
-    """A pass before the update gives the same figure; the two differ by the rounding of other widths."""
+    """A pass before the update gives the same figure; the two differ by the rounding of other
+    widths."""
     words = (
         "kl=none",
         "reference=none",

@@ -1,7 +1,9 @@
-"""Equal rollouts of a prompt get equal advantages, whichever of them is masked, filtered out or cannot be scored.
+"""Equal rollouts of a prompt get equal advantages, whichever of them is masked, filtered out or
+cannot be scored.
 
-Over every pair of slots of an algorithm with the other slots as in GRPO; the whole product is slow. A new option is tested by a row
-of its table: the first test fails where conf/algorithm has an option that stands in none.
+Over every pair of slots of an algorithm with the other slots as in GRPO; the whole product is slow.
+A new option is tested by a row of its table: the first test fails where conf/algorithm has an
+option that stands in none.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ GRPO = {"advantage": "group_mean", "normalization": "group"} | dict.fromkeys(
     list(SLOTS)[2:], "none"
 )
 PAIRS = list(itertools.combinations(SLOTS, 2))
-# Scales of trained tokens and rollouts, pairs of the trained rollouts, and their turns: who is masked changes them.
+# Scales of trained tokens and rollouts, pairs of the trained rollouts, and their turns: who is
+# masked changes them.
 ON_TRAINED = ("whiten", "advantages", "pairwise", "turn_group_mean")
 
 
 def make_batch(contents: str) -> Batch:
-    """A rollout for each letter, two rows and five sampled tokens each; equal letters are equal rollouts, those of one group neighbours."""
+    """A rollout for each letter, two rows and five sampled tokens each; equal letters are equal
+    rollouts, those of one group neighbours."""
     groups = contents.split()
     letters = "".join(groups)
     n, b, t = len(letters), 2 * len(letters), 4
@@ -184,7 +188,8 @@ def test_equal_rollouts_get_equal_advantages_in_every_algorithm(advantage, kl):
 
 @pytest.mark.parametrize("in_baseline", [False, True])
 def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
-    """A rollout that is not trained on has a KL too where that counts in the baseline, and is not scored for nothing elsewhere."""
+    """A rollout that is not trained on has a KL too where that counts in the baseline, and is not
+    scored for nothing elsewhere."""
     from rlkit.training.learner import Learner
     from rlkit.training.update import with_logprobs
 

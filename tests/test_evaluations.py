@@ -1,4 +1,5 @@
-"""Validation on the way, test before and after: what is played when, what may decide what, and which figure is of which split."""
+"""Validation on the way, test before and after: what is played when, what may decide what, and
+which figure is of which split."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ ALL = Splits([TASK], [TASK], [TASK])
 
 
 class Played(HeldOut):
-    """Without a model: what was played is written down, and each split has an accuracy of its own."""
+    """Without a model: what was played is written down, and each split has an accuracy of its
+    own."""
 
     def evaluate(self, trainer, module, split):
         if not getattr(self.tasks, split):
@@ -66,7 +68,8 @@ def play(folder, *, steps: int, every: int, stop_at: float | None = None, tasks=
 
 @pytest.mark.parametrize(("steps", "every"), list(itertools.product((1, 4, 5), (0, 1, 2, 5, 9))))
 def test_what_is_played_when(tmp_path, steps, every):
-    """Validation at the first step, every so many and the last, or never; test at the first and the last."""
+    """Validation at the first step, every so many and the last, or never; test at the first and the
+    last."""
     _, results = play(tmp_path, steps=steps, every=every)
     assert sorted(results["test"]) == [0, steps]
     assert sorted(results.get("validation", {0: 0})) == sorted(
@@ -75,7 +78,8 @@ def test_what_is_played_when(tmp_path, steps, every):
 
 
 def test_validation_ends_a_run_and_test_never_does(tmp_path):
-    """Test accuracy is 1 from the start on here; validation reaches 0.3 at step 3 and is looked at every second step."""
+    """Test accuracy is 1 from the start on here; validation reaches 0.3 at step 3 and is looked at
+    every second step."""
     module, results = play(tmp_path, steps=9, every=2, stop_at=0.3)
     assert module.rl_step == 4 and how_it_ended(module, results)[0] == "finished"
     assert sorted(results["test"]) == [0, 4], (
@@ -94,7 +98,7 @@ def test_a_run_without_evaluations_writes_nothing(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------- what is refused
 
 
 def rows_file(folder, count: int) -> str:
@@ -172,7 +176,7 @@ def test_an_unknown_split_is_refused(capsys):
     assert "split=dev: there are train, validation, test" in capsys.readouterr().err
 
 
-# --------------------------------------------------------------------------------------------------------- a run
+# -------------------------------------------------------------------------------------------- a run
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""What a run has learned leaves rlkit whole: the same logits from a plain Hugging Face folder; and a model from such a folder can teach."""
+"""What a run has learned leaves rlkit whole: the same logits from a plain Hugging Face folder; and
+a model from such a folder can teach."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_refusals(run, tmp_path, capsys):
 
 
 def test_another_model_is_the_reference():
-    """The teacher's own scores, whatever the policy does, also under LoRA; nothing of it goes into the checkpoint."""
+    """The teacher's own scores, whatever the policy does, also under LoRA; nothing of it goes into
+    the checkpoint."""
     teacher = load_policy(path="tiny_guess").model
     for policy in (
         load_policy(path="tiny").model,
@@ -105,7 +107,8 @@ def test_another_model_is_the_reference():
 
 @pytest.mark.slow
 def test_a_teacher_with_more_padding_behind_its_vocabulary_teaches(tmp_path):
-    """The exact KL is that of the ids which both have; the teacher's rows of padding take no probability."""
+    """The exact KL is that of the ids which both have; the teacher's rows of padding take no
+    probability."""
     teacher = load_policy(path="tiny_guess")
     rows = teacher.model.get_output_embeddings().weight.shape[0]
     teacher.model.resize_token_embeddings(rows + 64, mean_resizing=False)

@@ -1,4 +1,5 @@
-"""Extension from outside: the wheel of rlkit and that of a user's own package, installed where neither's source is, train together."""
+"""Extension from outside: the wheel of rlkit and that of a user's own package, installed where
+neither's source is, train together."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ print("FROM", rlkit.__file__)
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """The python of an environment that was empty before both wheels were installed into it, with what they ask for and nothing else."""
+    """The python of an environment that was empty before both wheels were installed into it, with
+    what they ask for and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
     for source in (ROOT, ROOT / "tests" / "extension"):
         build = [
@@ -84,7 +86,8 @@ def outside():
 
 @pytest.mark.slow
 def test_a_package_from_outside_trains_with_parts_of_its_own(environment, tmp_path):
-    """Reward, algorithm, KL, reference, task, tool, parser, environment and schedule; rlkit's files are the wheel's, untouched."""
+    """Reward, algorithm, KL, reference, task, tool, parser, environment and schedule; rlkit's files
+    are the wheel's, untouched."""
     [site] = environment.parents[1].glob("lib/*/site-packages")
     before = {f: f.read_bytes() for f in (site / "rlkit").rglob("*.py")}
     words = [
@@ -123,7 +126,8 @@ def test_a_package_from_outside_trains_with_parts_of_its_own(environment, tmp_pa
 
 
 def test_options_of_a_package_compose_beside_the_shipped_ones(monkeypatch):
-    """hydra.searchpath alone: no --config-dir. An option that neither has is still refused in one sentence."""
+    """hydra.searchpath alone: no --config-dir. An option that neither has is still refused in one
+    sentence."""
     from rlkit.config.compose import compose, experiment
     from rlkit.errors import ConfigError
 

@@ -1,4 +1,5 @@
-"""Full disks, signals, numbers that are not finite, memory that runs out, secrets: a run says what happened and loses nothing."""
+"""Full disks, signals, numbers that are not finite, memory that runs out, secrets: a run says what
+happened and loses nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------------------------------------ generators
+# --------------------------------------------------------------------------------------- generators
 
 
 def draw() -> list[float]:
@@ -70,7 +71,8 @@ def draw() -> list[float]:
 
 
 def test_every_generator_goes_on_where_it_was_saved(tmp_path):
-    """Also through a file that is loaded without pickle; a Gaussian that waits for its turn included."""
+    """Also through a file that is loaded without pickle; a Gaussian that waits for its turn
+    included."""
     rng.seed(5)
     random.gauss(0, 1), np.random.randn()
     torch.save(rng.state(), tmp_path / "state")
@@ -83,7 +85,7 @@ def test_every_generator_goes_on_where_it_was_saved(tmp_path):
     assert draw() == second != first
 
 
-# ----------------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 class Trainer(SimpleNamespace):
@@ -156,7 +158,8 @@ def test_a_save_for_which_there_is_no_room_is_not_begun(tmp_path, saving, monkey
 
 
 def test_checkpoints_of_another_past_are_set_aside(tmp_path, saving):
-    """Resumed from step 1 with step 2 in place, and killed before its next save, a run would take up step 2 again."""
+    """Resumed from step 1 with step 2 in place, and killed before its next save, a run would take
+    up step 2 again."""
     callback = RLCheckpoint(tmp_path, every=1, keep=9)
     for step in (1, 2):
         saving(callback, step)
@@ -207,18 +210,20 @@ def test_the_saved_model_is_the_trained_one(tmp_path, rank):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-# --------------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 
 
 def test_a_resumed_run_adds_no_row_to_those_before_it(tmp_path):
-    """A kill between two evaluations once left an `eval/*` row more than an uninterrupted run has."""
+    """A kill between two evaluations once left an `eval/*` row more than an uninterrupted run
+    has."""
     held_out = HeldOut(Splits([], [object()], [object()]), tmp_path / "metrics.jsonl", {})
     held_out.on_train_start(SimpleNamespace(), SimpleNamespace(rl_step=2))
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_rows_that_find_no_room_wait_for_it(tmp_path, monkeypatch, saving, capsys):
-    """None is lost, none is there twice, none is cut; and no checkpoint claims a step whose row is not there."""
+    """None is lost, none is there twice, none is cut; and no checkpoint claims a step whose row is
+    not there."""
     file, plain = tmp_path / "metrics.jsonl", Path.open
     append_row(file, 1, {"a": 1})
 
@@ -259,7 +264,7 @@ def test_rows_that_find_no_room_wait_for_it(tmp_path, monkeypatch, saving, capsy
     assert saving(callback, 4) == ["step_000004.ckpt"]
 
 
-# ---------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 class Portions(SimpleNamespace):
@@ -332,7 +337,7 @@ def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment,
     assert all(p.grad is None for p in learner.nets.parameters())
 
 
-# --------------------------------------------------------------------------------------------------------- secrets
+# ------------------------------------------------------------------------------------------ secrets
 
 
 def test_secrets_are_not_written(tmp_path, monkeypatch):
@@ -377,7 +382,7 @@ def test_what_changed_between_two_starts_is_said(tmp_path):
     assert runs.read_start(tmp_path)["versions"] == {"torch": "2"}
 
 
-# --------------------------------------------------------------------------------------------------------- signals
+# ------------------------------------------------------------------------------------------ signals
 
 
 @pytest.mark.parametrize(
@@ -434,7 +439,8 @@ def at(place: str, action):
 def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(
     tmp_path, forked, place, signum, status
 ):
-    """Rollouts are dropped, an update is finished; no step is done twice or left out, though no checkpoint was due."""
+    """Rollouts are dropped, an update is finished; no step is done twice or left out, though no
+    checkpoint was due."""
     log, whole, folder = tmp_path / "log", tmp_path / "whole", tmp_path / "run"
     words = ["train", *FAST, "trainer.steps=3", "callbacks.checkpoint.every=9", UPDATES]
     assert wait(forked([*words, f"hydra.run.dir={whole}"], log)) == 0, log.read_text()
@@ -457,7 +463,8 @@ def test_a_signal_ends_a_run_saved_and_it_goes_on_as_if_nothing_had_happened(
 
 
 def test_a_hangup_is_heard_unless_it_is_ignored(monkeypatch):
-    """A closed terminal ended a run unsaved; `nohup` ignores the signal, and a run that listened to it would end after all."""
+    """A closed terminal ended a run unsaved; `nohup` ignores the signal, and a run that listened to
+    it would end after all."""
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
     try:
         for found, heard in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
@@ -583,7 +590,8 @@ def wait(pid: int) -> int:
 
 @pytest.mark.slow
 def test_an_evaluation_that_hangs_ends_at_its_deadline_and_says_so(tmp_path, forked, monkeypatch):
-    """Before the first step, where no step's deadline counts: a reward that never comes back, on held-out rows alone."""
+    """Before the first step, where no step's deadline counts: a reward that never comes back, on
+    held-out rows alone."""
     (tmp_path / "waits.py").write_text(
         "import threading\nfrom rlkit.rewards import numeric\n\ndef reward(rollout):\n"
         "    if rollout.steps[0].response_ids:  # no start-up check\n        threading.Event().wait()\n    return numeric(rollout)\n"
@@ -611,7 +619,7 @@ def test_an_evaluation_that_hangs_ends_at_its_deadline_and_says_so(tmp_path, for
     assert "waits.py" in log.read_text()
 
 
-# ------------------------------------------------------------------------------------------------- not finite, full disk
+# ---------------------------------------------------------------------------- not finite, full disk
 
 
 @pytest.mark.slow
@@ -670,7 +678,8 @@ def skip_dry_run():
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_ends_no_run(tmp_path, forked):
-    """A real one of 12 MiB: the first checkpoint fits, the second does not; then the end says so."""
+    """A real one of 12 MiB: the first checkpoint fits, the second does not; then the end says
+    so."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(

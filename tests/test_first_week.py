@@ -1,4 +1,5 @@
-"""Mistakes of the first days: each is answered with one sentence that names the place and what to write instead."""
+"""Mistakes of the first days: each is answered with one sentence that names the place and what to
+write instead."""
 
 from __future__ import annotations
 
@@ -189,7 +190,8 @@ def test_a_function_in_place_of_a_reward_term_is_named():
 
 
 def test_the_default_environment_takes_a_system_prompt():
-    """One more system prompt beside that of the row or of the environment: templates read one only."""
+    """One more system prompt beside that of the row or of the environment: templates read one
+    only."""
     task = Task("a", ({"role": "user", "content": "?"},), "1", environment="single_turn")
     environments = {"single_turn": single_turn(system_prompt="own")}
     made = by_task(environments=environments, system_prompt="Be brief.")(task).first_prompt(task)

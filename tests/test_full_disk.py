@@ -1,7 +1,9 @@
-"""A disk that refuses, whatever a run writes, whenever, with whichever library: training goes on, and the end says what is missing.
+"""A disk that refuses, whatever a run writes, whenever, with whichever library: training goes on,
+and the end says what is missing.
 
-The refusal is the kernel's own: RLIMIT_FSIZE 0 lets no file grow (EFBIG where a full disk says ENOSPC), for Python, C++ and Rust
-alike. Small disks of their own (full, without inodes, read-only) need root and are slow.
+The refusal is the kernel's own: RLIMIT_FSIZE 0 lets no file grow (EFBIG where a full disk says
+ENOSPC), for Python, C++ and Rust alike. Small disks of their own (full, without inodes, read-only)
+need root and are slow.
 """
 
 from __future__ import annotations
@@ -96,7 +98,8 @@ def at(place: str, action, count: int) -> None:
 SMALL = ("summary",)  # moments after which only small files are written
 
 
-# Every moment with either limit; each of the two with all weights in one of them, and with adapters in the other.
+# Every moment with either limit; each of the two with all weights in one of them, and with adapters
+# in the other.
 REFUSALS = [
     (moment, 4 * ((number + bool(limit)) % 2), limit)
     for number, moment in enumerate(MOMENTS)
@@ -113,12 +116,14 @@ def test_a_disk_that_refuses_at_any_moment_ends_no_run(tmp_path, forked, moment,
 
 @pytest.mark.slow
 def test_a_disk_that_refuses_ends_no_run(tmp_path, forked):
-    """From the second step on nothing can be written; the adapters' writer is safetensors, whose error is no OSError."""
+    """From the second step on nothing can be written; the adapters' writer is safetensors, whose
+    error is no OSError."""
     refuses(tmp_path, forked, "step", 4, 0)
 
 
 def refuses(tmp_path: Path, forked, moment: str, rank: int, limit: int) -> None:
-    """The run is trained to its end and exits with 1, without a traceback; what it lost is named; with room it can be continued."""
+    """The run is trained to its end and exits with 1, without a traceback; what it lost is named;
+    with room it can be continued."""
     folder, log = tmp_path / "run", tmp_path / "log"
     words = ["train", *EVERYTHING, f"model.lora.rank={rank}", f"hydra.run.dir={folder}"]
     pipe, out = os.pipe()  # the log must not be a file, which would not grow either
@@ -154,7 +159,8 @@ def refuses(tmp_path: Path, forked, moment: str, rank: int, limit: int) -> None:
 def test_a_folder_that_cannot_be_written_refuses_a_run_before_it_begins(
     tmp_path, monkeypatch, capsys, room
 ):
-    """One sentence and exit status 2: a file in the way of the outputs or of the run, and a full disk; nothing is left behind."""
+    """One sentence and exit status 2: a file in the way of the outputs or of the run, and a full
+    disk; nothing is left behind."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").write_text("")
     assert main(["train", *EVERYTHING]) == 2
@@ -204,7 +210,8 @@ def test_other_commands_show_what_they_computed(tmp_path, monkeypatch, capsys, r
 @pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("limit", [0, 1000, 100_000])
 def test_what_each_library_raises_is_known(tmp_path, room, rank, limit):
-    """safetensors and tokenizers are Rust, torch's zip file is C++: none of them promises an OSError."""
+    """safetensors and tokenizers are Rust, torch's zip file is C++: none of them promises an
+    OSError."""
     from rlkit.models import LoRA, load_policy
     from rlkit.models.save import save_policy
 
@@ -235,7 +242,8 @@ def test_what_each_library_raises_is_known(tmp_path, room, rank, limit):
 
 
 def test_one_place_decides_what_becomes_of_a_refusal(capsys):
-    """Reported and remembered until the same kind succeeds; a refusal at the start; an OSError for all ranks."""
+    """Reported and remembered until the same kind succeeds; a refusal at the start; an OSError for
+    all ranks."""
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     with lenient("checkpoint 2", "checkpoint"):
         raise error
@@ -283,7 +291,8 @@ def test_what_is_no_matter_of_the_disk_is_raised(error):
 def test_a_logger_that_fails_ends_no_run_and_goes_on_when_there_is_room(
     tmp_path, room, capsys, monkeypatch
 ):
-    """TensorBoard's writer is a thread that dies with its first failure: the error came out of a later, innocent call."""
+    """TensorBoard's writer is a thread that dies with its first failure: the error came out of a
+    later, innocent call."""
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     LOST.clear()
     logger = tolerant(tensorboard(tmp_path, 0))
@@ -327,7 +336,8 @@ def test_a_disk_of_its_own_that_refuses_ends_no_run(tmp_path, forked, kind):
 
     try:
         adapters = 0 if kind == "full" else 4
-        moments = "algorithm.entropy_coef=0.01"  # every step has updates, so that checkpoints hold an optimiser's moments
+        # every step has updates, so that checkpoints hold an optimiser's moments
+        moments = "algorithm.entropy_coef=0.01"
         words = [
             "train",
             *EVERYTHING,

@@ -1,4 +1,5 @@
-"""Programs that play episodes: what is trained is what was sampled, whatever the program does with the conversation."""
+"""Programs that play episodes: what is trained is what was sampled, whatever the program does with
+the conversation."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ ASKED = ({"role": "user", "content": "How many?"},)
 
 
 def said_by(*texts: str):
-    """An engine that says the texts, one for each reply in the order of arrival, and then `more`."""
+    """An engine that says the texts, one for each reply in the order of arrival, and then
+    `more`."""
     left = list(texts)
 
     def complete(policy, prompts, seeds, params):
@@ -92,7 +94,7 @@ def status_of(client, body, **more) -> tuple[int, str]:
         return error.code, json.loads(error.read())["error"]["message"]
 
 
-# ------------------------------------------------------------------------------------------------------ exactness
+# ---------------------------------------------------------------------------------------- exactness
 
 
 def tool_user(task, client):
@@ -242,7 +244,8 @@ def test_thinking_that_a_client_drops_may_stay_in_the_row(tiny):
 
 
 def test_forks_share_a_context_that_is_trained_once(tiny):
-    """Two continuations of one reply, one of them continued: its row is whole, and the other's context is masked."""
+    """Two continuations of one reply, one of them continued: its row is whole, and the other's
+    context is masked."""
 
     def play(task, client):
         base = [*task.messages, client.chat(task.messages)]
@@ -277,7 +280,7 @@ def test_a_retry_is_answered_from_the_record(tiny):
     assert rollout.truncation == "" and len(rollout.steps) == 2 and rollout.metadata["retries"] == 1
 
 
-# ------------------------------------------------------------------------------------------------------ protocols
+# ---------------------------------------------------------------------------------------- protocols
 
 REPLIES = {
     "text": Step((), (1,), (2,), (0.0,), "stop", content="a b"),
@@ -362,7 +365,7 @@ def test_a_function_of_responses_is_the_tool_that_rlkit_writes():
     )  # in this order, as the prompt has it
 
 
-# ------------------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 @each(
@@ -710,7 +713,7 @@ def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path):
     ), last
 
 
-# ------------------------------------------------------------------------------------------------------ processes
+# ---------------------------------------------------------------------------------------- processes
 
 ASK = """
 import json, os, sys, urllib.request
@@ -841,7 +844,8 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(landlock_version() < LANDLOCK, reason="needs Linux 6.12")
 def test_programs_of_a_sampling_process_are_confined_and_limited_too(tmp_path, monkeypatch, forked):
-    """asynchrony=overlap starts them from a second process. A program that could write outside would fail, and the run with it."""
+    """asynchrony=overlap starts them from a second process. A program that could write outside
+    would fail, and the run with it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(
         ASK

@@ -1,4 +1,5 @@
-"""No metric is without a meaning: what runs wrote, and what the code names, has an entry in rlkit/training/glossary.yaml."""
+"""No metric is without a meaning: what runs wrote, and what the code names, has an entry in
+rlkit/training/glossary.yaml."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ NO_METRIC = {
 
 
 def known(metric: str) -> bool:
-    """Whether it has an entry of its own: the one for what a user's reward measures would take any name below its term."""
+    """Whether it has an entry of its own: the one for what a user's reward measures would take any
+    name below its term."""
     return meaning_of(metric) not in (None, meaning_of("reward/task/of_its_own"))
 
 
 def written() -> set[str]:
-    """Names of the metrics of the runs that tests/goldens holds: every algorithm, mixtures, phases."""
+    """Names of the metrics of the runs that tests/goldens holds: every algorithm, mixtures,
+    phases."""
     lines = (
         line
         for file in (ROOT / "tests" / "goldens").glob("*.yaml")
@@ -49,7 +52,8 @@ def written() -> set[str]:
 
 
 def named() -> Iterator[tuple[str, str]]:
-    """(file, metric) of each text in the rooms that make rows that looks like a metric; "…" stands for what is filled in."""
+    """(file, metric) of each text in the rooms that make rows that looks like a metric; "…" stands
+    for what is filled in."""
     for file in sorted(
         f
         for room in ("training", "episodes")
@@ -98,7 +102,8 @@ def test_every_metric_that_the_code_names_has_an_entry():
 
 @pytest.mark.parametrize("page", ["no_rise.md", "curves.md"])
 def test_pages_that_start_from_metrics_name_ones_that_exist(page):
-    """`rlkit metrics NAME` answers for each; what is a key of the config is written with a dot, and an option with "="."""
+    """`rlkit metrics NAME` answers for each; what is a key of the config is written with a dot, and
+    an option with "="."""
     said = re.findall(r"`([a-z_]+/[\w/*@]+|[a-z_]+_frac)`", (ROOT / "docs" / page).read_text())
     assert len(said) > 10
     names = [name for entry in ENTRIES for name in entry.names]
@@ -110,13 +115,17 @@ def test_pages_that_start_from_metrics_name_ones_that_exist(page):
 
 
 def test_no_entry_outlives_its_metric():
-    """Its section's functions stand in files that have its last word; a part's own metrics have the names of the parts."""
+    """Its section's functions stand in files that have its last word; a part's own metrics have the
+    names of the parts."""
     for section in sections():
         source = "\n".join(
             inspect.getsource(importlib.import_module(resolve(name).__module__))
             for name in section.computed
         )
-        source += "reference/ step perf/model perf/generate perf/environment perf/reward perf/update"  # names that are composed
+        # names that are composed
+        source += (
+            "reference/ step perf/model perf/generate perf/environment perf/reward perf/update"
+        )
         for name in (name for entry in section.entries for name in entry.names):
             head, _, last = name.rpartition("/")
             word = re.sub(
@@ -155,7 +164,8 @@ def test_the_terminal_explains_a_metric_and_those_below_a_name(capsys):
     ],
 )
 def test_every_metric_of_a_run_has_an_entry(words):
-    """Names that the code composes show only in a row; the goldens have no asynchrony and no streams."""
+    """Names that the code composes show only in a row; the goldens have no asynchrony and no
+    streams."""
     x = rlkit.experiment(
         *words,
         "batch.prompts=2",

@@ -1,7 +1,9 @@
-"""The runs that tests/goldens holds, run again: the same tokens, and the same numbers up to rounding.
+"""The runs that tests/goldens holds, run again: the same tokens, and the same numbers up to
+rounding.
 
-Token ids are equal, everything else is within 1e-4 of its size. Another order of the same float32 sums moves a number by some 1e-7, and
-five steps on an Intel processor in place of an AMD one moved log-probs and norms by up to 4e-5.
+Token ids are equal, everything else is within 1e-4 of its size. Another order of the same float32
+sums moves a number by some 1e-7, and five steps on an Intel processor in place of an AMD one moved
+log-probs and norms by up to 4e-5.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ spec.loader.exec_module(take)
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-# Metrics that consist of rounding, with how far another processor may move them: the largest difference of two log-probs that
+# Metrics that consist of rounding, with how far another processor may move them: the largest
+# difference of two log-probs that
 # are equal but for their rounding, and the share of tokens whose KL does not round to 0.
-# KL and the spread of the ratio are squares of small differences, so their error is some times larger than that of the log-probs.
+# KL and the spread of the ratio are squares of small differences, so their error is some times
+# larger than that of the log-probs.
 ROUNDING = {
     "mismatch/logp_abs_max": 2e-5,
     "kl/nonzero_frac": 0.03,
@@ -36,7 +40,8 @@ WITHIN = 1e-4
 
 
 def close(now: float | None, then: float | None, size: float = 0.0, rounding: float = 1e-6) -> bool:
-    """Within 1e-4 of the golden's size, or of `size`; a difference below `rounding` is nothing else."""
+    """Within 1e-4 of the golden's size, or of `size`; a difference below `rounding` is nothing
+    else."""
     if now is None or then is None or isinstance(then, bool | str):
         return now == then
     return math.isclose(now, then, rel_tol=WITHIN, abs_tol=max(rounding, WITHIN * size))

@@ -1,5 +1,5 @@
-"""Nothing hangs silently: every place where code of the user's is called names it after a while, gives up what can be given up, and ends
-the run at its limit otherwise."""
+"""Nothing hangs silently: every place where code of the user's is called names it after a while,
+gives up what can be given up, and ends the run at its limit otherwise."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def says(text: str) -> Batched:
     return Batched(complete)
 
 
-# ------------------------------------------------------------------------------------------------- how code hangs
+# ----------------------------------------------------------------------------------- how code hangs
 
 
 async def waits(*_, **__):
@@ -92,7 +92,7 @@ def holds(*_, **__):
 ASYNC, PLAIN = (waits, swallows), (sleeps, locks, holds)
 
 
-# ----------------------------------------------------------------------------------------------------- the places
+# --------------------------------------------------------------------------------------- the places
 
 
 class Whole:
@@ -306,7 +306,8 @@ def rollout(text="ok"):
 @pytest.mark.parametrize("form", REWARDS)
 @pytest.mark.parametrize("do", [waits, swallows, sleeps, locks])
 def test_a_reward_that_hangs_is_named_at_its_first_timeout(quick, capfd, form, do):
-    """32 timeouts passed before anything was said, and an async one that swallowed its cancellation gave no name at all."""
+    """32 timeouts passed before anything was said, and an async one that swallowed its cancellation
+    gave no name at all."""
     begun = time.monotonic()
     with pytest.raises(RewardError, match=r"nothing within 0\.1 s"):
         score([rollout()] * 32, Reward("mine", {"mine": REWARDS[form](do)}))
@@ -402,7 +403,7 @@ def drips():
             over.set()
 
 
-# --------------------------------------------------------------------------------- plain code in the main thread
+# -------------------------------------------------------------------- plain code in the main thread
 
 
 def in_a_fork(work, log) -> int:
@@ -451,7 +452,8 @@ FAST = {
 def test_plain_code_that_blocks_the_main_thread_ends_the_run_at_its_limit_with_the_line(
     tiny, quick, tmp_path, door, do
 ):
-    """A `step` or a `close()` that slept hung forever: no limit held in the main thread, and no line was printed."""
+    """A `step` or a `close()` that slept hung forever: no limit held in the main thread, and no
+    line was printed."""
     make, named, text = DOORS[door]
 
     def work():
@@ -527,7 +529,8 @@ def test_a_step_in_which_nothing_moves_ends_the_run_though_nothing_of_the_users_
 def test_a_limit_counts_neither_what_moves_nor_what_computes_nor_time_between_steps(
     quick, tmp_path
 ):
-    """A healthy run is never ended: slow calls that return, a model that computes for hours, another process that is waited for."""
+    """A healthy run is never ended: slow calls that return, a model that computes for hours,
+    another process that is waited for."""
     dog = Watchdog()
 
     def work():
@@ -582,7 +585,7 @@ def test_a_process_that_was_stopped_has_not_hung(quick, tmp_path):
     assert in_a_fork(work, tmp_path / "log") == 5, (tmp_path / "log").read_text()
 
 
-# ------------------------------------------------------------------------------------- an error that ends a step
+# ------------------------------------------------------------------------ an error that ends a step
 
 
 def one_raises(do):
@@ -631,7 +634,7 @@ def test_an_error_is_printed_before_anything_else_is_waited_for(tiny, quick, tmp
     assert do is holds or "for the close of " in said
 
 
-# ------------------------------------------------------------------------------------------------- loops and calls
+# ---------------------------------------------------------------------------------- loops and calls
 
 
 def test_a_loop_ends_whatever_its_tasks_and_threads_do(quick):
@@ -741,7 +744,7 @@ def test_a_call_is_named_ever_more_rarely_and_only_the_innermost_one(quick, monk
     )
 
 
-# ------------------------------------------------------------------------------------------------ the end of a process
+# ----------------------------------------------------------------------------- the end of a process
 
 
 def test_a_finished_command_ends_whatever_threads_and_handlers_are_left(

@@ -1,4 +1,5 @@
-"""Known pathologies: each is said when it is there, not when it is not, and once until it has gone away."""
+"""Known pathologies: each is said when it is there, not when it is not, and once until it has gone
+away."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_a_healthy_row_is_silent():
 
 
 def test_groups_of_one_are_no_fault_where_rewards_differ():
-    """PPO compares with its critic: it was told that there is nothing to learn from, at every step."""
+    """PPO compares with its critic: it was told that there is nothing to learn from, at every
+    step."""
     assert spoken(HEALTHY | {"group/frac_zero_std": 1.0}) == {}
     assert list(spoken(HEALTHY | {"group/frac_zero_std": 1.0, "reward/std": 0.0})) == [
         "all_rewards_equal"
@@ -121,7 +123,8 @@ def test_what_was_not_measured_is_no_illness(key):
 
 
 def test_a_real_row_has_every_key_that_the_checks_read(experiment):
-    """A renamed metric must not turn a check into a KeyError in the middle of a run, nor into silence."""
+    """A renamed metric must not turn a check into a KeyError in the middle of a run, nor into
+    silence."""
     rollout = Rollout(
         Task("row/0", ()),
         (Step((), (1, 2), (3,), (-1.0,), "stop"),),
@@ -149,7 +152,8 @@ def test_a_warning_comes_once_until_it_has_gone_away():
 
 @pytest.mark.parametrize("name", sorted(ADVICE))
 def test_advice_on_settings_comes_once_in_a_run(name):
-    """A share that goes up and down around its bound repeated the sentence every few steps; the settings are the same all the while."""
+    """A share that goes up and down around its bound repeated the sentence every few steps; the
+    settings are the same all the while."""
     trainer, health = Trainer(), Health()
     ill = HEALTHY | ILL[name][0]
     for step, row in enumerate([ill, HEALTHY, ill], start=1):
@@ -197,7 +201,8 @@ def test_a_second_illness_is_said_while_the_first_lasts():
 
 
 def test_warnings_come_in_the_order_of_the_checks():
-    """The output of a run is a function of the run; the order of a set of words differs from process to process."""
+    """The output of a run is a function of the run; the order of a set of words differs from
+    process to process."""
     trainer, row = Trainer(), dict(HEALTHY)
     for change, _ in ILL.values():
         row |= change

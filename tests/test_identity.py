@@ -1,7 +1,9 @@
-"""Whatever happens to a file of a run folder: a resumed run ends as if nothing had happened, or says in a sentence which file it is.
+"""Whatever happens to a file of a run folder: a resumed run ends as if nothing had happened, or
+says in a sentence which file it is.
 
-The law goes over every file of a folder in which a run was killed, and over every damage. A file of a kind that `KINDS` does not know
-fails it. Each run is a fork of this process, which has torch and Lightning imported already.
+The law goes over every file of a folder in which a run was killed, and over every damage. A file of
+a kind that `KINDS` does not know fails it. Each run is a fork of this process, which has torch and
+Lightning imported already.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def score(rollout):
         raise ValueError("broken")
     return len(rollout.final_content) % 7 + random.random()
 """
-# Kind of a file → pattern. A resume reads the first ones, or goes on writing them; it never looks at the others.
+# Kind of a file → pattern. A resume reads the first ones, or goes on writing them; it never looks
+# at the others.
 KINDS = {
     "config": "config.yaml",
     "overrides": ".hydra/overrides.yaml",
@@ -129,7 +132,7 @@ def kind_of(name: str) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- damages
+# ------------------------------------------------------------------------------------------ damages
 
 
 def missing(path: Path, other: Path | None) -> None:
@@ -204,7 +207,8 @@ DAMAGES = [
 
 
 def without_privileges() -> None:
-    """Lets file modes hold for root as well: gives up CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH (capset, version 3)."""
+    """Lets file modes hold for root as well: gives up CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    (capset, version 3)."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     held = (ctypes.c_uint32 * 6)()
@@ -213,12 +217,13 @@ def without_privileges() -> None:
     assert libc.capset(header, held) == 0
 
 
-# -------------------------------------------------------------------------------------------------------- the runs
+# ----------------------------------------------------------------------------------------- the runs
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, forked):
-    """(a run that nobody disturbed, the same one killed again and again, the latter with another seed)."""
+    """(a run that nobody disturbed, the same one killed again and again, the latter with another
+    seed)."""
     root = tmp_path_factory.mktemp("runs")
     (root / "fragile_reward.py").write_text(REWARD)
     os.environ["PYTHONPATH"] = str(root)
@@ -377,7 +382,7 @@ def test_every_damage_to_every_file_of_a_run_folder(runs, tmp_path, same, damage
     check([(name, damage) for name in tried], runs, tmp_path, same)
 
 
-# ------------------------------------------------------------------------------------------------- representatives
+# ---------------------------------------------------------------------------------- representatives
 
 SMALL = [
     *(
@@ -644,7 +649,8 @@ COMMANDS = [
 def test_a_run_folder_without_an_identity_is_refused_with_a_sentence(
     tmp_path, monkeypatch, capsys, words
 ):
-    """Versions before the first release wrote such folders; nothing reads their names and formats."""
+    """Versions before the first release wrote such folders; nothing reads their names and
+    formats."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old" / "checkpoints").mkdir(parents=True)
     (tmp_path / "old" / "config.yaml").write_text("_target_: rlkit.settings.Experiment\n")

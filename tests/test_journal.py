@@ -1,4 +1,5 @@
-"""asynchrony=overlap with servers of vLLM: which would not sample the same groups again, and which two processes use in turns."""
+"""asynchrony=overlap with servers of vLLM: which would not sample the same groups again, and which
+two processes use in turns."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ SMALL = [
 
 
 class Run:
-    """A run against a server, from its start or from a state, in a folder that keeps the journal."""
+    """A run against a server, from its start or from a state, in a folder that keeps the
+    journal."""
 
     def __init__(self, server, folder, mode="overlap", words=(), saved=None):
         composed = compose(
@@ -85,7 +87,8 @@ def server():
 
 @pytest.mark.slow
 def test_a_journal_repeats_a_run_that_no_server_would_repeat(server, in_a_thread, tmp_path, same):  # noqa: F811
-    """Killed after step 3, with a checkpoint of step 1, of which nothing had arrived: what was learned from is learned from again."""
+    """Killed after step 3, with a checkpoint of step 1, of which nothing had arrived: what was
+    learned from is learned from again."""
     first = Run(server, tmp_path).steps(1)
     first.process.arrived = lambda ahead: ahead
     saved = first.state(tmp_path / "state")
@@ -113,14 +116,16 @@ def test_a_journal_repeats_a_run_that_no_server_would_repeat(server, in_a_thread
     assert (
         "000001" not in kept and "000002" in kept
     )  # which the checkpoint before the newest one needs
-    # With another rate the weights of version 2 are others: its groups are sampled again, and those before it are not.
+    # With another rate the weights of version 2 are others: its groups are sampled again, and those
+    # before it are not.
     changed = Run(server, tmp_path, words=["optimizer.lr=1e-3"], saved=saved).steps(3).ended()
     assert changed.groups[:2] == first.groups[1:] and changed.groups[2] != again.groups[2]
 
 
 @pytest.mark.slow
 def test_two_processes_use_a_server_in_turns(server, in_a_thread, tmp_path, same):  # noqa: F811
-    """After each step the trainer plays the model of the start there, while groups are being sampled: neither gets the other's weights."""
+    """After each step the trainer plays the model of the start there, while groups are being
+    sampled: neither gets the other's weights."""
     released = threading.Event()
 
     def hold(

@@ -1,4 +1,5 @@
-"""Kernels belong to a run: decided once, said with the reason for a fallback, noted, kept on resume, and alike in all jobs of a sweep."""
+"""Kernels belong to a run: decided once, said with the reason for a fallback, noted, kept on
+resume, and alike in all jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_a_fallback_is_one_sentence_with_its_reason_and_noted(without_compiler, 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_kernels_or_says_what_differs(without_compiler, tmp_path, capsys):
-    """Eager, then with a compiler: as if there were none. Fused, then without: one sentence for each kernel."""
+    """Eager, then with a compiler: as if there were none. Fused, then without: one sentence for
+    each kernel."""
     away, back = without_compiler
 
     def trained(name: str, *words: str) -> str:
@@ -150,7 +152,8 @@ def load(engine, policy, complete) -> None:
 
 
 def test_auto_is_decided_once(tiny, complete, monkeypatch):
-    """Where compiled code is no longer possible later, a run does not fall back: that would be another run."""
+    """Where compiled code is no longer possible later, a run does not fall back: that would be
+    another run."""
     engine = Cached()
     load(engine, tiny, complete)
     assert (
@@ -178,7 +181,8 @@ def test_an_engine_with_kernels_of_its_own_is_not_named(tiny):
 def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(
     tiny, complete, without_compiler
 ):
-    """Shards are made behind the line; a compiler that is lost behind it is no fallback any more."""
+    """Shards are made behind the line; a compiler that is lost behind it is no fallback any
+    more."""
     away, _ = without_compiler
     engine, hooked = Cached(), tiny._replace(model=deepcopy(tiny.model))
     load(engine, hooked, complete)

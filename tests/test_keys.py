@@ -54,7 +54,8 @@ def server():
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """The folder that the user works in. A run's weights are taken as they are, without a checkpoint."""
+    """The folder that the user works in. A run's weights are taken as they are, without a
+    checkpoint."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "rlkit.commands.evaluate.restored_policy",
@@ -162,11 +163,12 @@ def test_a_users_own_key_does_not_follow_a_folders_address(server, place, monkey
     assert heard == []
 
 
-# ------------------------------------------------------------------------------------------- wherever the two may meet
+# ------------------------------------------------------------------------ wherever the two may meet
 
 
 def meetings() -> list[tuple[str, str, str]]:
-    """(function, a parameter through which it sends, another one that holds text), from the declarations."""
+    """(function, a parameter through which it sends, another one that holds text), from the
+    declarations."""
     found = []
     for target in sorted(shipped(conf_dir())):
         own = declared_by(target)
@@ -182,7 +184,8 @@ def meetings() -> list[tuple[str, str, str]]:
 
 @each("target, place, key", meetings())
 def test_wherever_a_key_and_an_address_meet(target, place, key):
-    """A value of the environment beside an address, or in it, is held back; not where the user says the same address."""
+    """A value of the environment beside an address, or in it, is held back; not where the user says
+    the same address."""
     address = "http://elsewhere/${oc.env:SOME_KEY}" if key == place else "http://elsewhere"
     node = {"x": {"_target_": target, "_partial_": True, place: [address]}}
     if key != place:
@@ -215,7 +218,8 @@ def test_what_a_package_sends_by_itself(monkeypatch):
 
 
 def test_every_secret_of_a_shipped_function_stands_beside_an_address():
-    """A parameter that is named like a secret belongs to a function that says where it sends: then the law above holds for it."""
+    """A parameter that is named like a secret belongs to a function that says where it sends: then
+    the law above holds for it."""
     for target in shipped(conf_dir()):
         own = declared_by(target)
         secrets = [key for key, found in own.items() if SECRET.search(key) and not found.plain]

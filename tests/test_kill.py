@@ -1,7 +1,9 @@
-"""Runs killed at random moments and resumed are the runs that nobody killed: weights, metrics and rollouts, bit for bit.
+"""Runs killed at random moments and resumed are the runs that nobody killed: weights, metrics and
+rollouts, bit for bit.
 
-A run is a fork of this process, which has torch and Lightning imported already. Inside it, functions that generation, reward, update
-and save pass through are counted; at a drawn count the process kills itself with SIGKILL, so nothing of it can clean up.
+A run is a fork of this process, which has torch and Lightning imported already. Inside it,
+functions that generation, reward, update and save pass through are counted; at a drawn count the
+process kills itself with SIGKILL, so nothing of it can clean up.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ MOMENTS = {  # kind of moment → functions that are in the middle of it
 
 
 def arm(kind: str, step: int, later: int) -> None:
-    """Makes this process kill itself when the module stands at `step` and functions of the kind were called `later` times since."""
+    """Makes this process kill itself when the module stands at `step` and functions of the kind
+    were called `later` times since."""
     from rlkit.training.callbacks import stopping
     from rlkit.training.module import RLModule
 

@@ -1,6 +1,8 @@
-"""Where a KL stands decides whose gradient is descended: every estimator × placement, by enumerating all that can be sampled.
+"""Where a KL stands decides whose gradient is descended: every estimator × placement, by
+enumerating all that can be sampled.
 
-Five tokens. `single`: one token. `episode`: token 0 ends it, any other is followed by a second token: 21 sequences, two lengths.
+Five tokens. `single`: one token. `episode`: token 0 ends it, any other is followed by a second
+token: 21 sequences, two lengths.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ CLOSE = {"rtol": 0, "atol": 1e-13}  # float64 rounding over sums of 21 terms of 
 
 
 def _logits(seed: int) -> Tensor:
-    """Of the first token [5], then of the second after each first [5, 5]; log-ratios between two of them reach 4."""
+    """Of the first token [5], then of the second after each first [5, 5]; log-ratios between two of
+    them reach 4."""
     return torch.randn(30, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -89,7 +92,7 @@ def _probabilities(kind: str, logits: Tensor) -> Tensor:
     return torch.where(_mask(kind), _logprobs(kind, logits), 0.0).sum(1).exp()
 
 
-# ------------------------------------------------------------------------- what each estimator is, on one distribution
+# ------------------------------------------------------ what each estimator is, on one distribution
 
 
 def _kl(p: Tensor, r: Tensor) -> Tensor:
@@ -122,7 +125,8 @@ def _scored(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor],
 
 
 class Facts(NamedTuple):
-    """Functions of (log π, log ref) of one state. The gradients of the last three are what is descended there."""
+    """Functions of (log π, log ref) of one state. The gradients of the last three are what is
+    descended there."""
 
     estimator: Callable[..., Tensor]
     token: Callable[[Tensor, Tensor], Tensor]  # the estimate of each token [5]
@@ -179,7 +183,8 @@ def _visited(
     *,
     whole: bool = False,
 ) -> Tensor:
-    """Σ over states of the probability of being there × f. `whole`: with the gradient of being there."""
+    """Σ over states of the probability of being there × f. `whole`: with the gradient of being
+    there."""
     (p1, p2), (r1, r2) = _distributions(logits), _distributions(REF)
     there = _distributions(sampled)[0].exp()
     there = there if whole else there.detach()
@@ -193,7 +198,7 @@ def _gradient(value: Tensor, logits: Tensor) -> Tensor:
     return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
 
-# -------------------------------------------------------------------------------------- what rlkit makes of each of them
+# ----------------------------------------------------------------- what rlkit makes of each of them
 
 
 def _batch(kind: str, logits: Tensor, old: Tensor) -> Batch:
@@ -229,7 +234,8 @@ def _algorithm(weights: Tensor, advantage: Callable[..., Tensor] = raw) -> Algor
 
 
 def _descended(kind: str, kl: KL, *, old: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Expected KL, and the expected gradient of the loss per unit of the coefficient; all rewards are 0."""
+    """Expected KL, and the expected gradient of the loss per unit of the coefficient; all rewards
+    are 0."""
     logits = POLICY.clone().requires_grad_()
     old = POLICY if old is None else old
     algorithm = _algorithm(_probabilities(kind, old))
@@ -272,7 +278,8 @@ def test_in_the_loss_with_its_ratio(name: str, kind: str) -> None:
 @each("kind", KINDS)
 @each("name", FACTS)
 def test_the_ratio_makes_it_right_on_samples_of_the_old_policy(name: str, kind: str) -> None:
-    """State by state, at the states that the old policy visits. `full` needs no ratio: tried with and without."""
+    """State by state, at the states that the old policy visits. `full` needs no ratio: tried with
+    and without."""
     logits = POLICY.clone().requires_grad_()
     expected = _gradient(_visited(kind, FACTS[name].value, logits, OLD), logits)
     weighted = {True} if name in UNWEIGHTED else {False}
@@ -336,7 +343,8 @@ def test_k1_in_the_reward_descends_the_divergence_of_whole_rollouts(name: str, k
 
 @pytest.mark.parametrize("name", FACTS)
 def test_in_the_baseline_of_the_others_the_gradient_is_the_same(name: str) -> None:
-    """All 25 pairs of samples, each a group: what the other sample is worth does not depend on this one."""
+    """All 25 pairs of samples, each a group: what the other sample is worth does not depend on this
+    one."""
     logits, pairs = (
         POLICY.clone().requires_grad_(),
         torch.cartesian_prod(torch.arange(5), torch.arange(5)).flatten(),
@@ -384,7 +392,7 @@ def test_k1_of_the_config_is_k1_in_the_reward() -> None:
     assert torch.equal(penalize(batch, kl), penalize(batch, kl._replace(estimator=k1)))
 
 
-# ------------------------------------------------------------------------------------------------ before or after the baseline
+# --------------------------------------------------------------------- before or after the baseline
 
 
 def _z_score(rewards: Tensor) -> Tensor:
@@ -392,7 +400,8 @@ def _z_score(rewards: Tensor) -> Tensor:
 
 
 def _equal_rewards() -> tuple[Batch, Tensor]:
-    """The 21 episodes as one group with equal rewards; and k3 of each token, the coefficient in it."""
+    """The 21 episodes as one group with equal rewards; and k3 of each token, the coefficient in
+    it."""
     batch = _batch("episode", POLICY, POLICY)
     estimates = k3(batch.logprobs_old, batch.logprobs_ref)
     return batch._replace(rewards=torch.ones(21, dtype=torch.float64)), COEF * torch.where(
@@ -401,7 +410,8 @@ def _equal_rewards() -> tuple[Batch, Tensor]:
 
 
 def test_after_the_baseline_equal_rewards_leave_the_divergence_to_come() -> None:
-    """Group statistics see the raw rewards, so a group of equal ones says nothing but the KL, in nats."""
+    """Group statistics see the raw rewards, so a group of equal ones says nothing but the KL, in
+    nats."""
     batch, penalty = _equal_rewards()
     got = estimate_advantages(
         batch, _algorithm(torch.ones(21), _z_score), _kl_of("k3", "reward")
@@ -414,7 +424,8 @@ def test_after_the_baseline_equal_rewards_leave_the_divergence_to_come() -> None
 def test_in_the_baseline_the_penalty_of_the_rollout_is_a_part_of_its_reward(
     advantage: Callable[..., Tensor],
 ) -> None:
-    """And a group of equal rewards is spread by its KL alone, to a deviation of 1 where it is divided by that."""
+    """And a group of equal rewards is spread by its KL alone, to a deviation of 1 where it is
+    divided by that."""
     batch, penalty = _equal_rewards()
     algorithm = _algorithm(torch.ones(21), advantage)
     got = estimate_advantages(batch, algorithm, _kl_of("k3", "reward", in_baseline=True)).advantages
@@ -442,7 +453,7 @@ def test_the_mean_of_the_rollout_stands_at_its_last_token() -> None:
         torch.testing.assert_close(got, want, **CLOSE)
 
 
-# ------------------------------------------------------------------------------------------------------------- numerics
+# ----------------------------------------------------------------------------------------- numerics
 
 PLACES = [("loss", False), ("loss", True), ("reward", False), ("reward_sequence", False)]
 

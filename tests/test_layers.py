@@ -1,4 +1,5 @@
-"""Who may import whom. Read from the source, so that a forgotten lazy import shows before anything is slow."""
+"""Who may import whom. Read from the source, so that a forgotten lazy import shows before anything
+is slow."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MODULES = {
     ".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): f
     for f in sorted(PACKAGE.rglob("*.py"))
 }
-# The folders in the order of their layers: each imports only from those before it, in functions too.
+# The folders in the order of their layers: each imports only from those before it, in functions
+# too.
 ROOMS = [
     "errors",
     "display",
@@ -65,7 +67,8 @@ ONLY: dict[str, set[str]] = {
     "engines": {"types", "errors", "functional", "models", "system"},
     "algorithm": {"types", "errors", "functional"},
 }
-# Tokens of each room, by `tokens_of`. A limit is raised only by a commit that says what was bought with it.
+# Tokens of each room, by `tokens_of`. A limit is raised only by a commit that says what was bought
+# with it.
 TOKENS = {
     "training": 49_300,
     "runs": 35_500,
@@ -125,7 +128,8 @@ def tree_of(module: str) -> ast.Module:
 
 
 def imports(module: str, *, lazy: bool) -> Iterator[str]:
-    """The names that a module imports at top level; with `lazy`, those inside its functions as well."""
+    """The names that a module imports at top level; with `lazy`, those inside its functions as
+    well."""
     pending: list[ast.AST] = [tree_of(module)]
     while pending:
         node = pending.pop()
@@ -161,7 +165,8 @@ def rooms_used(module: str, *, lazy: bool) -> set[str]:
 
 @functools.cache
 def tokens_of(module: str) -> int:
-    """Tokens of a file without comments, docstrings, newlines and indentation, so that long lines save nothing.
+    """Tokens of a file without comments, docstrings, newlines and indentation, so that long lines
+    save nothing.
 
     An f-string counts as one token, as it did before Python 3.12 split it.
     """
@@ -315,7 +320,8 @@ def closure(module: str) -> set[str]:
 
 @each("module", sorted(targets()))
 def test_what_a_config_names_imports_at_most_torch(module):
-    """A config is composed and refused before seconds are spent on transformers, peft, lightning or datasets."""
+    """A config is composed and refused before seconds are spent on transformers, peft, lightning or
+    datasets."""
     heavy = {n.split(".")[0] for n in closure(module)} & HEAVY
     assert not heavy, f"importing {module} imports {heavy}"
 
@@ -341,7 +347,8 @@ def test_commands_start_light(module):
 
 
 def test_the_module_needs_neither_hydra_nor_datasets():
-    """Tests on a bare machine with a GPU import the loop with torch, transformers, lightning and peft alone."""
+    """Tests on a bare machine with a GPU import the loop with torch, transformers, lightning and
+    peft alone."""
     assert not {n.split(".")[0] for n in closure("rlkit.training.module")} & {
         "hydra",
         "omegaconf",
@@ -361,7 +368,8 @@ def test_every_name_that_a_package_promises_is_there(module):
 
 
 def test_no_part_of_a_package_hides_a_file_of_its_own():
-    """`rlkit.rewards.numeric` is the function, so the file that holds it has a leading underscore."""
+    """`rlkit.rewards.numeric` is the function, so the file that holds it has a leading
+    underscore."""
     exported = [
         f"{package}.{alias.name}"
         for package, file in MODULES.items()
@@ -380,7 +388,8 @@ NAMED_TWICE = {
 
 
 def test_no_public_name_is_defined_twice_in_a_package():
-    """The names of the documents (notebook/) and the scripts that run alone in a child process are their own."""
+    """The names of the documents (notebook/) and the scripts that run alone in a child process are
+    their own."""
     own = [m for m in MODULES if part(m) != "notebook" and not m.endswith("_child")]
     places: dict[str, list[str]] = {}
     for module in own:

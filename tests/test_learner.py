@@ -1,4 +1,5 @@
-"""There is one training loop: plain Python over `collect`, `score` and `learner.step` gives the weights that `rlkit train` gives."""
+"""There is one training loop: plain Python over `collect`, `score` and `learner.step` gives the
+weights that `rlkit train` gives."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def by_steps(x, tasks) -> Learner:
     ],
 )
 def test_a_plain_loop_gives_the_weights_of_a_run(loop, overrides, seen, tmp_path):
-    """`seen`: metric → what it exceeds in some step, so that what a case is about does happen in it."""
+    """`seen`: metric → what it exceeds in some step, so that what a case is about does happen in
+    it."""
     x = experiment(compose([*COMMON, *(words for words in overrides if words != "broken")]))
     if "broken" in overrides:
         x = x._replace(algorithm=x.algorithm._replace(policy_loss=broken))
@@ -228,8 +230,9 @@ CASES = [
 def test_a_step_without_signal_leaves_the_policy_where_it_is(
     estimator, epochs, minibatches, limit, monkeypatch
 ):
-    """The reference equals the policy and no advantage differs from 0, so the gradient is 0. Log-probs of other micro-batches made it
-    rounding, and AdamW made a step of full size of that. Such a step is skipped; here it is taken."""
+    """The reference equals the policy and no advantage differs from 0, so the gradient is 0.
+    Log-probs of other micro-batches made it rounding, and AdamW made a step of full size of that.
+    Such a step is skipped; here it is taken."""
     monkeypatch.setattr("rlkit.training.update.has_signal", lambda learner, batch: True)
     words = [
         f"kl={estimator}",

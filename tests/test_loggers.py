@@ -61,7 +61,8 @@ def test_a_missing_package_is_refused_with_what_to_install(name, monkeypatch, tm
 def test_a_missing_package_is_refused_before_data_and_model_are_loaded(
     words, monkeypatch, tmp_path, capsys
 ):
-    """It was refused by the logger itself, which is made when a large model has been loaded for minutes."""
+    """It was refused by the logger itself, which is made when a large model has been loaded for
+    minutes."""
     found = loggers.importlib.util.find_spec
     monkeypatch.setattr(
         loggers.importlib.util,
@@ -247,7 +248,8 @@ OWN |= {"test/reward/brief/words": None, "test/reward/brief/mean": None}  # of h
 
 
 def test_metrics_of_ones_own_reach_the_rows_and_the_loggers(folder, events):
-    """A callback's were lost: the row had been written before, and Lightning's log knew of no row."""
+    """A callback's were lost: the row had been written before, and Lightning's log knew of no
+    row."""
     row = {
         name: value for row in read_rows(folder / "metrics.jsonl") for name, value in row.items()
     }

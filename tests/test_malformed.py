@@ -1,4 +1,5 @@
-"""Malformed replies: whatever a policy writes is read, run and scored; nothing raises, and every reply and call has a class."""
+"""Malformed replies: whatever a policy writes is read, run and scored; nothing raises, and every
+reply and call has a class."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ REWARD = Reward(
     },
 )
 
-# ------------------------------------------------------------------------------------------------- what is written
+# ---------------------------------------------------------------------------------- what is written
 
 HERMES = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 + 4"}}\n</tool_call>'
 XML = '<tool name="calculator">3 + 4</tool>'
@@ -150,7 +151,8 @@ PIECES = (
 
 
 def malformed(rng: random.Random) -> str:
-    """A reply as a bad policy writes it: good replies cut, spliced, nested, doubled and sprinkled with what does not belong there."""
+    """A reply as a bad policy writes it: good replies cut, spliced, nested, doubled and sprinkled
+    with what does not belong there."""
     text = "".join(rng.choices((*GOOD, *PIECES), k=rng.randrange(1, 8)))
     for _ in range(rng.randrange(4)):
         start, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
@@ -174,7 +176,7 @@ def malformed(rng: random.Random) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------------ what becomes of it
+# ------------------------------------------------------------------------------- what becomes of it
 
 
 def played(text: str, parser: str) -> tuple[Rollout, Counter]:
@@ -262,7 +264,8 @@ def test_no_reply_raises_and_each_is_classified(count):
     ],
 )
 def test_a_megabyte_is_read_and_scored(pieces, size):
-    """A regular expression that reads the rest of a text from every place in it would take an hour: 111,111,…,1111 did."""
+    """A regular expression that reads the rest of a text from every place in it would take an hour:
+    111,111,…,1111 did."""
     for piece in pieces:
         whole = piece * (size // len(piece))
         read_and_scored([f"{whole}1111"], ["none"])
@@ -272,7 +275,8 @@ def test_a_megabyte_is_read_and_scored(pieces, size):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_replies_of_a_real_tokenizer_go_through_the_loop(tiny, count):
-    """Ids of any kind, control tokens too: each reply ends the episode or gives a next context that its ids stand in."""
+    """Ids of any kind, control tokens too: each reply ends the episode or gives a next context that
+    its ids stand in."""
     rng = random.Random(1)
     environment = tool_use(tools=TOOLS, parse_calls=xml, max_turns=2, timeout=None)
     vocabulary, ended = len(tiny.renderer.tokenizer), Counter()
@@ -296,7 +300,7 @@ def test_replies_of_a_real_tokenizer_go_through_the_loop(tiny, count):
     assert set(ended) == {"next", "length", "terminated"}, ended
 
 
-# ------------------------------------------------------------------------------------------- what runs in a child
+# ----------------------------------------------------------------------------- what runs in a child
 
 
 def code(rng: random.Random) -> str:

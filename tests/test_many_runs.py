@@ -1,4 +1,5 @@
-"""Many runs, by `rlkit train -m` and by `rlkit bench`: after any disturbance, the next call gives the rows of an undisturbed matrix."""
+"""Many runs, by `rlkit train -m` and by `rlkit bench`: after any disturbance, the next call gives
+the rows of an undisturbed matrix."""
 
 from __future__ import annotations
 
@@ -316,7 +317,7 @@ def test_the_next_call_ends_with_the_rows_of_an_undisturbed_matrix(
     assert not list((place / "outputs" / "sweep").glob("owner.json"))
 
 
-# ------------------------------------------------------------------------------- its parts, without processes
+# --------------------------------------------------------------------- its parts, without processes
 
 
 class Ended:
@@ -333,7 +334,8 @@ class Ended:
 
 
 class Jobs:
-    """Starts jobs that end at once: each leaves a finished run of its config, or fails as it is told."""
+    """Starts jobs that end at once: each leaves a finished run of its config, or fails as it is
+    told."""
 
     def __init__(self):
         self.started: list[str] = []
@@ -424,7 +426,8 @@ def test_a_failed_run_is_told_and_tried_again(tmp_path, capsys):
 
 
 def test_a_row_says_what_its_run_says(tmp_path):
-    """Its overrides are those that the run was started with, not those of the command that reads it."""
+    """Its overrides are those that the run was started with, not those of the command that reads
+    it."""
     start = Jobs()
     run(tmp_path, start, "trainer.steps=1")
     (row, _) = (bench.read_row(cell) for cell in matrix(tmp_path, "trainer.steps=9"))

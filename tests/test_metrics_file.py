@@ -1,4 +1,5 @@
-"""metrics.jsonl, the truth of a run: rows survive a kill, a resume and the numbers that JSON does not know."""
+"""metrics.jsonl, the truth of a run: rows survive a kill, a resume and the numbers that JSON does
+not know."""
 
 from __future__ import annotations
 
@@ -153,7 +154,7 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
-# ------------------------------------------------------------------------------------------ what a resume sets aside
+# ------------------------------------------------------------------------- what a resume sets aside
 
 BAD = {
     "cut": b'{"step": 3, "rew',
@@ -172,7 +173,8 @@ BAD = {
 @pytest.mark.parametrize("where", ["in the middle", "at the end"])
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_a_line_that_cannot_be_read_costs_no_other_row_and_is_kept(path, bad, where, capsys):
-    """It once ended the reading: resume dropped every row behind it, and no command read a file that is not UTF-8."""
+    """It once ended the reading: resume dropped every row behind it, and no command read a file
+    that is not UTF-8."""
     lines = path.read_bytes().splitlines()
     lines.insert(3 if where == "in the middle" else 5, bad)
     path.write_bytes(b"\n".join(lines) + b"\n" * (where == "in the middle"))

@@ -1,4 +1,5 @@
-"""A run of two tasks: each part has its own reward, environment and metrics, in training and held out, and they add up to the whole."""
+"""A run of two tasks: each part has its own reward, environment and metrics, in training and held
+out, and they add up to the whole."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def test_held_out_accuracy_is_that_of_the_parts_together(run, tmp_path):
     assert "accuracy, guess_number" in closing_lines(summary, tmp_path)
 
 
-# ------------------------------------------------------------------------------------------- without a model
+# ---------------------------------------------------------------------------------- without a model
 
 
 def rollout(part: str, group: int, reward: str, answer: str, *said: str) -> Rollout:
@@ -154,7 +155,8 @@ def test_every_part_is_scored_by_the_reward_of_its_rows():
 
 @pytest.mark.parametrize("part", ["sums", "games"])
 def test_an_advantage_within_groups_is_that_of_each_part_alone(part, experiment):
-    """Rewards of other parts, on another scale, enter neither the mean nor the deviation of a group."""
+    """Rewards of other parts, on another scale, enter neither the mean nor the deviation of a
+    group."""
 
     def advantages(rollouts):
         batch = estimate_advantages(

@@ -1,4 +1,5 @@
-"""What the training step does with the options of an algorithm, on whole little runs of the embedded model."""
+"""What the training step does with the options of an algorithm, on whole little runs of the
+embedded model."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_packing_and_the_work_outside_the_model_are_in_every_row(ppo):
         assert row["perf/model_s"] < parts <= row["perf/step_s"]
 
 
-# ---------------------------------------------------------------------------------------------- dynamic sampling
+# --------------------------------------------------------------------------------- dynamic sampling
 
 
 def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
@@ -92,7 +93,8 @@ def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
 
 
 def test_remax_plays_each_prompt_once_more_and_trains_on_none_of_it(tiny):
-    """The baseline is the score of the greedy reply, alike for the samples of a prompt; the samples are those of a run without it."""
+    """The baseline is the score of the greedy reply, alike for the samples of a prompt; the samples
+    are those of a run without it."""
     from rlkit.episodes import assemble, collect
     from rlkit.episodes.stream import StreamState, take
     from rlkit.rewards import score
@@ -119,7 +121,8 @@ def test_remax_plays_each_prompt_once_more_and_trains_on_none_of_it(tiny):
 
 @pytest.mark.slow
 def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
-    """No reward is ever given: every prompt is refused, the cap is reached, and nothing is trained on."""
+    """No reward is ever given: every prompt is refused, the cap is reached, and nothing is trained
+    on."""
     (row,) = train(
         tmp_path / "run",
         "algorithm/group_filter=mixed",
@@ -135,12 +138,13 @@ def test_the_cap_ends_the_refilling_and_what_is_there_is_trained_on(tmp_path):
     assert row["optim/updates"] == 0 and row["optim/skipped_no_signal"] > 0
 
 
-# ------------------------------------------------------------------------------------------------ ends and scores
+# ---------------------------------------------------------------------------------- ends and scores
 
 
 @pytest.mark.slow
 def test_rewards_are_trained_on_the_scale_of_the_run_and_logged_as_they_are(tmp_path):
-    """Every episode has reward 1, so its raw advantage is 1; on the scale of the run there is nothing to learn."""
+    """Every episode has reward 1, so its raw advantage is 1; on the scale of the run there is
+    nothing to learn."""
     always = [
         "reward=format",
         "reward.terms.format.fn.pattern=x",
@@ -211,7 +215,8 @@ def test_an_exact_kl_trains(tmp_path):
 
 @pytest.mark.slow
 def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
-    """The same run with and without: the same policy before the first update, another one after it."""
+    """The same run with and without: the same policy before the first update, another one after
+    it."""
     common = ("kl=none", "reference=none", "algorithm.minibatches=1", "trainer.steps=3", *MIXED)
     plain, bonus = (
         train(tmp_path / "plain", *common),
@@ -223,10 +228,11 @@ def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
     assert bonus[-1]["policy/entropy"] > 1.5 * plain[-1]["policy/entropy"]
 
 
-# ------------------------------------------------------------------------------------------------------- critics
+# ------------------------------------------------------------------------------------------ critics
 
 
-SPAN = "schedule.numbers.optimizer.lr.steps=20"  # a length of its own: a run that is continued with more steps is exact
+# a length of its own: a run that is continued with more steps is exact
+SPAN = "schedule.numbers.optimizer.lr.steps=20"
 PPO = ["algorithm=ppo", "batch.group_size=4", "batch.prompts=4", "algorithm.minibatches=2", SPAN]
 
 
@@ -294,7 +300,7 @@ def test_under_lora_the_critic_is_in_the_checkpoint_and_the_base_is_not(tmp_path
     assert all("lora_" in name for name in names if name.startswith("model."))
 
 
-# -------------------------------------------------------------------------------------------------------- phases
+# ------------------------------------------------------------------------------------------- phases
 
 
 PHASED = [

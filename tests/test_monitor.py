@@ -22,7 +22,8 @@ def passing(monkeypatch):
 
 
 def test_what_sessions_do_between_replies_is_not_the_models(passing):
-    """The engine says how long it was busy, and how long it stood still for an answer; the rest of a collect is the environment's."""
+    """The engine says how long it was busy, and how long it stood still for an answer; the rest of
+    a collect is the environment's."""
     engine, clock = SimpleNamespace(busy_s=10.0, late_s=1.0), monitor.Clock()
     with clock.sampling(engine):
         passing(6)

@@ -1,4 +1,5 @@
-"""Broken configs, generated: each is refused before a model is loaded, with its path and a remedy; none is taken silently."""
+"""Broken configs, generated: each is refused before a model is loaded, with its path and a remedy;
+none is taken silently."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Mutant(NamedTuple):
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Every value of a composed config that a command line can set: dotted path, value, the mapping it stands in."""
+    """Every value of a composed config that a command line can set: dotted path, value, the mapping
+    it stands in."""
     for key, value in node.items():
         where = f"{path}.{key}" if path else key
         if isinstance(value, dict) and value:
@@ -56,7 +58,8 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any, dict[str, Any]
 
 
 def mutants(config: dict[str, Any], generator: random.Random) -> Iterator[Mutant]:
-    """All single faults of all fields: typos at every depth, `+` keys, wrong types, holes, numbers out of range."""
+    """All single faults of all fields: typos at every depth, `+` keys, wrong types, holes, numbers
+    out of range."""
     for path, value, node in leaves(config):
         depth = generator.randrange(path.count(".") + 1)
         parts = path.split(".")
@@ -106,7 +109,8 @@ def refusal(overrides: list[str]) -> str | None:
 
 @pytest.mark.parametrize("base", cases(BASES, 1), ids=" ".join)
 def test_no_mutated_config_is_taken(base):
-    """A sample of the faults that `mutants` makes of every field, with a seed of its own for each base."""
+    """A sample of the faults that `mutants` makes of every field, with a seed of its own for each
+    base."""
     generator = random.Random(" ".join(base))
     found = list(mutants(compose(base).config, generator))
     taken, unclear = [], []

@@ -1,4 +1,5 @@
-"""A name that becomes a folder stays inside outputs/: whatever is accepted resolves there, all else is refused before anything is made."""
+"""A name that becomes a folder stays inside outputs/: whatever is accepted resolves there, all else
+is refused before anything is made."""
 
 from __future__ import annotations
 

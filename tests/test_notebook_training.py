@@ -1,4 +1,5 @@
-"""There is one training loop: a notebook's gives the weights that `rlkit train` gives, with all that a step of it knows."""
+"""There is one training loop: a notebook's gives the weights that `rlkit train` gives, with all
+that a step of it knows."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def by_iterations(x, tasks, update_fn, tmp_path):
     ],
 )
 def test_a_notebook_gives_the_weights_of_a_run(loop, overrides, update_fn, seen, tmp_path):
-    """`seen`: metric → what it exceeds in some step, so that what a case is about does happen in it."""
+    """`seen`: metric → what it exceeds in some step, so that what a case is about does happen in
+    it."""
     x = experiment(compose([*COMMON, *overrides]))
     tasks = load_tasks(x)
     train_in(x, tasks, tmp_path, started=0.0, resume=None)

@@ -1,4 +1,5 @@
-"""What "old" is in the ratio (`algorithm.old`), which corrections go with it, and which of them are refused or doubted."""
+"""What "old" is in the ratio (`algorithm.old`), which corrections go with it, and which of them are
+refused or doubted."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ LAG = ["asynchrony=lag", "asynchrony.staleness=2"]
 
 
 def stepped(*overrides, steps=2):
-    """The learner after some steps, its last row, and a function that samples the groups of the step after it."""
+    """The learner after some steps, its last row, and a function that samples the groups of the
+    step after it."""
     x = experiment(compose([*COMMON, *overrides]))
     torch.set_num_threads(1)
     rng.seed(x.seed)
@@ -68,8 +70,8 @@ def scored(monkeypatch):
 
 
 def test_only_the_trainers_old_policy_takes_a_pass(scored):
-    """Of the 16 rows of a step; the others score the few on which the drift is measured, and those of the first step with them. Without
-    staleness all three are one policy."""
+    """Of the 16 rows of a step; the others score the few on which the drift is measured, and those
+    of the first step with them. Without staleness all three are one policy."""
     rows = {}
     for old, whole in (("trainer", 1), ("sampler", 0), ("loglinear", 0)):
         scored.clear()
@@ -89,7 +91,8 @@ def test_only_the_trainers_old_policy_takes_a_pass(scored):
 
 
 def test_stale_samples_move_the_ratio_of_the_sampler_and_not_that_of_the_trainer():
-    """The second step is sampled by the start. One update a step: the trainer's ratio is 1, whatever the age, and its clip sees nothing."""
+    """The second step is sampled by the start. One update a step: the trainer's ratio is 1,
+    whatever the age, and its clip sees nothing."""
     words = [*LAG, "algorithm.minibatches=1"]
     rows = {
         old: stepped(*words, f"algorithm.old={old}")[1]
@@ -113,7 +116,8 @@ def test_stale_samples_move_the_ratio_of_the_sampler_and_not_that_of_the_trainer
 
 
 def test_with_one_update_a_step_the_correction_is_that_of_the_policy_before_it():
-    """There is no pass before such an update but for the correction; without one the policy is its own old one, and nothing corrects."""
+    """There is no pass before such an update but for the correction; without one the policy is its
+    own old one, and nothing corrects."""
     learner, _, groups = stepped(
         *LAG, "algorithm.minibatches=1", "algorithm/correction=token_truncate"
     )

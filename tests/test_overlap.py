@@ -1,4 +1,5 @@
-"""asynchrony=overlap: a second process samples what asynchrony=lag would, whoever is faster, and ends with the run."""
+"""asynchrony=overlap: a second process samples what asynchrony=lag would, whoever is faster, and
+ends with the run."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_a_second_sampler_gives_the_same_run(in_a_thread, same):
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("kind", LAWS)
 def test_overlap_is_lag_whoever_is_faster(kind, staleness, same, monkeypatch):
-    """Weights, groups and rows, with random waits in the environment and between the trainer's steps; none is lag(0).
+    """Weights, groups and rows, with random waits in the environment and between the trainer's
+    steps; none is lag(0).
 
     So nothing is dropped and nothing overtakes, however long some episodes take.
     """
@@ -155,7 +157,8 @@ def test_overlap_is_lag_whoever_is_faster(kind, staleness, same, monkeypatch):
 def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
     in_a_thread, tmp_path, same
 ):
-    """From a checkpoint that was written while nothing had arrived yet: with it go the weights that are due to sample them."""
+    """From a checkpoint that was written while nothing had arrived yet: with it go the weights that
+    are due to sample them."""
     words = [*COMMON, *mode("overlap", 2)]
     composed = compose(words)
     x = experiment(composed)
@@ -198,7 +201,8 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
 
 
 def test_every_version_has_its_place_in_memory(monkeypatch):
-    """Of several types and shapes, also larger than what is copied at a time; a place that holds another version is refused."""
+    """Of several types and shapes, also larger than what is copied at a time; a place that holds
+    another version is refused."""
     monkeypatch.setattr(overlap, "PIECE", 5)
     torch.manual_seed(0)
     model = torch.nn.ParameterDict(
@@ -283,7 +287,8 @@ def test_python_objects_are_refused():
 
 
 def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
-    """As itself, with the sentence that it has in one process; and a full memory and another model are said."""
+    """As itself, with the sentence that it has in one process; and a full memory and another model
+    are said."""
     with pytest.raises(
         overlap.RLKitError, match=r"OSError: the door is locked at .*overlap_parts.py"
     ):
@@ -312,7 +317,7 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
             process.receive(Asked(0, 0, None, None, ""))
 
 
-# ------------------------------------------------------------------------------------------------- whole processes
+# ---------------------------------------------------------------------------------- whole processes
 
 RUN = [
     "train",

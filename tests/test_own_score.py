@@ -1,5 +1,5 @@
-"""environment.score=file: what a program leaves as its reward is read without a hang, without a look elsewhere, and only where the user
-said so on this command line."""
+"""environment.score=file: what a program leaves as its reward is read without a hang, without a
+look elsewhere, and only where the user said so on this command line."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_program_that_ends_its_guard_gives_itself_no_score(tiny, tmp_path):
     assert rollout.truncation == "error" and not any(step.reward for step in rollout.steps)
 
 
-# ------------------------------------------------------------------------------------------------------- consent
+# ------------------------------------------------------------------------------------------ consent
 
 
 @pytest.mark.parametrize("command", ["train", "check", "rollout", "evaluate"])

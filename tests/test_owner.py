@@ -1,4 +1,5 @@
-"""A run folder has one owner: a second process is refused while it lives, a dead one locks nobody out, and one that is taken over stops."""
+"""A run folder has one owner: a second process is refused while it lives, a dead one locks nobody
+out, and one that is taken over stops."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def read(folder: Path) -> dict:
     return json.loads((folder / "owner.json").read_text())
 
 
-# ------------------------------------------------------------------------------------------------------- who owns it
+# -------------------------------------------------------------------------------------- who owns it
 
 
 def test_the_owner_is_named_while_it_works_and_leaves_nothing(tmp_path):
@@ -165,7 +166,8 @@ def test_which_owners_live(tmp_path, monkeypatch, make, alive):
 
 @pytest.mark.parametrize("ahead", [100, 10_000, 3e12])
 def test_a_beat_in_the_future_is_reported_with_both_times(tmp_path, ahead):
-    """It tells nothing of how long the owner has been silent, and the refusal said "0 s ago", for years."""
+    """It tells nothing of how long the owner has been silent, and the refusal said "0 s ago", for
+    years."""
     here = datetime.now().replace(microsecond=0)
     write(tmp_path, elsewhere(host="elsewhere", beat=time.time() + ahead))
     with pytest.raises(Occupied) as refusal:
@@ -226,7 +228,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_used(tmp_path, capsys):
     assert "nothing keeps a second process" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------ beat and loss
+# ------------------------------------------------------------------------------------ beat and loss
 
 
 class Once:
@@ -324,7 +326,8 @@ for line in sys.stdin:
 def test_of_processes_that_start_at_the_same_moment_exactly_one_owns_the_folder(
     tmp_path, start, locks
 ):
-    """Real processes. On a file system without locks the exclusive creation of the file decides, where no dead owner's is there."""
+    """Real processes. On a file system without locks the exclusive creation of the file decides,
+    where no dead owner's is there."""
     racer = (
         RACER
         if locks
@@ -365,7 +368,7 @@ def test_of_processes_that_start_at_the_same_moment_exactly_one_owns_the_folder(
             r.communicate()
 
 
-# -------------------------------------------------------------------------------------------------------- the commands
+# ------------------------------------------------------------------------------------- the commands
 
 
 @pytest.fixture(scope="module")
@@ -448,7 +451,8 @@ def test_a_sweep_refuses_a_job_that_runs_already(tmp_path, other):
 
 @pytest.mark.slow
 def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, forked, capsys):
-    """Two real processes: the first stands in the middle of its second step while the other one does all that is left."""
+    """Two real processes: the first stands in the middle of its second step while the other one
+    does all that is left."""
     folder, log = tmp_path / "run", tmp_path / "log"
     at, go = (tmp_path / name for name in ("at", "go"))
     os.mkfifo(at), os.mkfifo(go)

@@ -1,4 +1,5 @@
-"""What a part gives: metrics of its own that no split changes, and a sentence where it gives anything else than its place takes."""
+"""What a part gives: metrics of its own that no split changes, and a sentence where it gives
+anything else than its place takes."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ ROWS = torch.tensor(
 
 
 def make_batch() -> Batch:
-    """12 rows of 9 rollouts of 3 prompts, of one width; one reward is unknown, and one row has no trained token."""
+    """12 rows of 9 rollouts of 3 prompts, of one width; one reward is unknown, and one row has no
+    trained token."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(12, 9, generator=generator) < 0.6
     mask[:, 0], mask[:, 2], mask[4] = False, True, False
@@ -91,7 +93,7 @@ def algorithm(**parts: Any) -> Algorithm:
     return Algorithm("test", **shipped | parts)
 
 
-# ------------------------------------------------------------------------------------------------- metrics of parts
+# --------------------------------------------------------------------------------- metrics of parts
 
 SHIPPED: dict[str, Callable[..., Any]] = {
     "group_filter": F.keep_all,
@@ -109,7 +111,8 @@ SHIPPED: dict[str, Callable[..., Any]] = {
 
 
 def with_metrics(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same part with a metric of each kind: of tokens, of rollouts, and a mean of its own over the tokens it was given."""
+    """The same part with a metric of each kind: of tokens, of rollouts, and a mean of its own over
+    the tokens it was given."""
 
     @functools.wraps(function)
     def measured(**given: Any) -> Any:
@@ -173,7 +176,8 @@ NAMES = {f"{name}/{kind}" for name in PARTS for kind in ("tokens", "rollouts", "
 
 
 def test_metrics_of_parts_are_the_same_for_every_split_and_every_order_of_minibatches():
-    """Sums over tokens or rollouts only: micro-batches, the number of minibatches and their order leave no trace."""
+    """Sums over tokens or rollouts only: micro-batches, the number of minibatches and their order
+    leave no trace."""
     a, kl = built(MEASURING)
     _, whole = updated(a, kl, budget=10**6)
     found = {name: value for name, value in whole.items() if name in NAMES}
@@ -251,7 +255,7 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
             part("ratio", lambda logprobs, value=value: (logprobs, {"mine": value}), given())
 
 
-# ------------------------------------------------------------------------------------------------- wrong values
+# ------------------------------------------------------------------------------------- wrong values
 
 
 def given() -> dict[str, Any]:
@@ -346,7 +350,7 @@ def test_a_quantity_that_is_not_there_yet_is_named():
         filter_rollouts(make_batch(), algorithm(group_filter=lambda advantages: advantages > 0))
 
 
-# ------------------------------------------------------------------------------------------------- new quantities
+# ----------------------------------------------------------------------------------- new quantities
 
 
 def composed(tmp_path, monkeypatch, source: str, *overrides: str):
@@ -415,7 +419,7 @@ def test_what_is_no_tensor_survives_selection_and_moves_and_a_checkpoint_is_spar
     assert kept.metadata is None and all(value is None or torch.is_tensor(value) for value in kept)
 
 
-# ------------------------------------------------------------------------------------------------- rewards and references
+# --------------------------------------------------------------------------- rewards and references
 
 ROLLOUT = Rollout(
     Task("row/0", ()), (Step((), (1,), (2,), (0.0,), "stop"),), metadata={"a": 0.25, "kept": 1}
@@ -495,7 +499,7 @@ def test_a_reference_whose_update_forgets_its_state_is_named_and_a_pair_is_a_sta
         )
 
 
-# ------------------------------------------------------------------------------------------------- a run
+# -------------------------------------------------------------------------------------------- a run
 
 
 def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
@@ -548,7 +552,7 @@ def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
         assert row["advantage/versions"] == row["step"] - 1
 
 
-# ------------------------------------------------------------------------------------------------- types
+# -------------------------------------------------------------------------------------------- types
 
 
 def test_every_option_of_conf_is_under_its_protocol():

@@ -1,4 +1,5 @@
-"""Every preset takes a real step on the embedded model; where it names a large one or a data set of the hub, that alone is replaced."""
+"""Every preset takes a real step on the embedded model; where it names a large one or a data set of
+the hub, that alone is replaced."""
 
 from __future__ import annotations
 

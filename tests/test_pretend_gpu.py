@@ -1,4 +1,5 @@
-"""Whole runs on a pretend GPU: nothing mixes devices, a decoding step never asks the host, an RL step a bounded number of times."""
+"""Whole runs on a pretend GPU: nothing mixes devices, a decoding step never asks the host, an RL
+step a bounded number of times."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ SMALL = {
     "generation.max_new_tokens": "10",
     "callbacks.checkpoint.every": "1",
 }
-# overrides, and the host reads of one RL step, rollouts and update, on the day that they were written down; a tenth more is allowed
+# overrides, and the host reads of one RL step, rollouts and update, on the day that they were
+# written down; a tenth more is allowed
 CASES = {
     "grpo": ({}, 311),
     "lora_ema": ({"model.lora.rank": "4", "reference": "ema"}, 369),
@@ -74,7 +76,8 @@ def train(folder, **overrides) -> int:
 
 @pytest.fixture
 def host_reads(gpu, monkeypatch):
-    """Host reads of each RL step: generation, scoring and update, without evaluation and start-up."""
+    """Host reads of each RL step: generation, scoring and update, without evaluation and
+    start-up."""
     counts, step = [], Learner.step
 
     def counted(self, *given, **named):
@@ -96,7 +99,7 @@ def host_reads(gpu, monkeypatch):
     return counts
 
 
-# ------------------------------------------------------------------------------------------------- the pretence itself
+# ------------------------------------------------------------------------------ the pretence itself
 
 
 def test_two_devices_in_one_operation_are_torchs_own_error(gpu):
@@ -139,12 +142,13 @@ def test_a_capture_changes_nothing_and_its_replay_does(gpu):
     assert x.tolist() == [6, 6, 6]
 
 
-# ------------------------------------------------------------------------------------------------------- decoding steps
+# ----------------------------------------------------------------------------------- decoding steps
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "max_thinking_tokens": 3}], ids=str)
 def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch):
-    """Captured or kernel by kernel, and nothing in it is on the host; the replies are those of the CPU."""
+    """Captured or kernel by kernel, and nothing in it is on the host; the replies are those of the
+    CPU."""
     policy = load_policy(path="tiny")
     prompts = [tuple(range(100, 100 + n)) for n in (5, 9, 9, 30)]
     expected = complete(
@@ -163,7 +167,8 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
     engine = Cached(check_every=4)
     found = complete(engine, policy, prompts, range(4), max_new_tokens=14, **params)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
-    # A capture waits once until the device is idle. Each shape runs kernel by kernel, is captured, and is replayed from then on.
+    # A capture waits once until the device is idle. Each shape runs kernel by kernel, is captured,
+    # and is replayed from then on.
     assert sum(asked) == gpu.captures == engine.captured_shapes > 0, gpu.report()
     assert (
         sum(map(bool, kernels)) == 2 * gpu.captures
@@ -172,7 +177,8 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
 
 
 def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatch):
-    """The first step finds it, before a capture could break; decoding goes on without graphs, with one warning."""
+    """The first step finds it, before a capture could break; decoding goes on without graphs, with
+    one warning."""
     policy = load_policy(path="tiny")
     policy.model.to("cuda")
     hidden = Scheduler.hidden
@@ -184,7 +190,7 @@ def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatc
     assert len(caught) == 1 and not gpu.captures and not gpu.replays
 
 
-# ---------------------------------------------------------------------------------------------------------- whole runs
+# --------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.mark.slow
@@ -207,7 +213,8 @@ def test_a_run_is_continued_on_a_gpu(gpu, tmp_path):
 
 @pytest.mark.slow
 def test_out_of_memory_in_the_probe_halves_the_micro_batches(gpu, tmp_path, monkeypatch, capsys):
-    """The probe's rollout ids were on the host and its rows on the device: the second try ended in torch's error about indices."""
+    """The probe's rollout ids were on the host and its rows on the device: the second try ended in
+    torch's error about indices."""
     forward, left = memory.forward_logprobs, [1]
 
     def exhausted(*given, **named):

@@ -98,7 +98,8 @@ def test_the_command_line_has_openmp_wait_without_spinning():
     platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what was freed"
 )
 def test_freed_blocks_are_taken_again_without_the_system():
-    """Each page from the system is a fault and is filled with zeros: an eighth of the time of a long update."""
+    """Each page from the system is a fault and is filled with zeros: an eighth of the time of a
+    long update."""
     program = """if True:
         import resource, sys
         import numpy as np

@@ -1,4 +1,5 @@
-"""`import rlkit`: its names, experiments from keywords and Python objects, whole runs and single steps, and how they look."""
+"""`import rlkit`: its names, experiments from keywords and Python objects, whole runs and single
+steps, and how they look."""
 
 import asyncio
 import functools
@@ -40,7 +41,7 @@ def doubled(rewards, group_ids, *, by=2.0):
     return by * group_mean(rewards, group_ids)
 
 
-# --------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 def test_the_names_at_the_top_are_few_and_all_there():
@@ -75,7 +76,7 @@ def test_importing_rlkit_imports_nothing_heavy():
     )
 
 
-# --------------------------------------------------------------------------------------------------------- experiments
+# -------------------------------------------------------------------------------------- experiments
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_what_cannot_be_placed_is_refused_in_a_sentence(given, said):
         rlkit.experiment(**given)
 
 
-# ---------------------------------------------------------------------------------------------------------------- runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 def test_train_steps_and_the_command_give_the_same_weights(tmp_path, capsys):
@@ -242,7 +243,7 @@ def test_episodes_are_collected_with_three_arguments(tiny):
     assert len(rollout.steps) == 1 and rollout.response_length <= 4
 
 
-# --------------------------------------------------------------------------------------------------------- how it looks
+# ------------------------------------------------------------------------------------- how it looks
 
 
 def test_a_rollout_reads_as_a_conversation_of_at_most_a_screen():

@@ -1,4 +1,5 @@
-"""Several ranks are one process: shares, gradients, metrics, checkpoints; and how it ends where one of them does not go on."""
+"""Several ranks are one process: shares, gradients, metrics, checkpoints; and how it ends where one
+of them does not go on."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from rlkit.system.device import quiet
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# ---------------------------------------------------------------------------------------------------------- shares
+# ------------------------------------------------------------------------------------------- shares
 
 
 @pytest.fixture
@@ -41,7 +42,8 @@ def as_rank(monkeypatch):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_every_item_is_worked_on_once_at_its_own_position(as_rank, monkeypatch, n):
-    """Also with fewer items than ranks, where some have nothing to do and `work` is not called on nothing."""
+    """Also with fewer items than ranks, where some have nothing to do and `work` is not called on
+    nothing."""
     monkeypatch.setattr(ranks, "gather", lambda make: [make()])
     for items in ([], [10], list(range(10, 15))):
         found = []
@@ -54,7 +56,8 @@ def test_every_item_is_worked_on_once_at_its_own_position(as_rank, monkeypatch, 
 
 
 def test_groups_are_dealt_whole_and_evenly(as_rank):
-    """Every row on exactly one rank, the rows of a group together, and loads that differ by less than the longest group."""
+    """Every row on exactly one rank, the rows of a group together, and loads that differ by less
+    than the longest group."""
     owners = torch.tensor([0, 1, 1, 2, 3, 3, 3, 4])
     lengths = torch.tensor([9, 2, 3, 7, 1, 1, 1, 4])
     masks = []
@@ -75,7 +78,7 @@ def test_every_rank_has_as_many_micro_batches_as_the_busiest(as_rank, monkeypatc
     assert ranks.pad_work([], spare=lambda: "s") == [("s", False)] * 3
 
 
-# -------------------------------------------------------------------------------------------------- configs and start
+# -------------------------------------------------------------------------------- configs and start
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,8 @@ def test_more_machines_need_a_launcher_from_outside(capsys):
 
 
 def test_ranks_are_started_once():
-    """Under torchrun, and under srun with a task a device, nothing is started; an allocation alone is no rank."""
+    """Under torchrun, and under srun with a task a device, nothing is started; an allocation alone
+    is no rank."""
     torchrun = dict.fromkeys(
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "1"
     )
@@ -119,7 +123,8 @@ def test_ranks_are_started_once():
 
 
 def test_a_run_where_a_cluster_is_entered_is_not_told_to_use_srun(tmp_path, monkeypatch):
-    """Lightning warns wherever the command is installed, and a warning is an error in these tests."""
+    """Lightning warns wherever the command is installed, and a warning is an error in these
+    tests."""
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -156,7 +161,7 @@ def test_a_rank_that_fails_ends_the_others_and_gives_its_status(monkeypatch, pro
     assert launch.start_ranks([sys.executable, "-c", END + program], 2) == status
 
 
-# ------------------------------------------------------------------------------------------------ two equal one
+# ------------------------------------------------------------------------------------ two equal one
 
 FAST = [
     "debug=fast",
@@ -262,8 +267,8 @@ EXACT, ROUNDED, DRIFTED = (
 
 
 def run(forked, root: Path, strategy: str, runs: list[tuple]) -> str:
-    """Runs of the worker, (folder, key of RUNS or OWN, folder of which it is the continuation or None), on one process ("single") or on
-    two, which are forks of this one; what they say."""
+    """Runs of the worker, (folder, key of RUNS or OWN, folder of which it is the continuation or
+    None), on one process ("single") or on two, which are forks of this one; what they say."""
     root.mkdir(exist_ok=True)
     more = [] if strategy == "single" else [f"trainer={strategy}", "trainer.timeout=300"]
     (root / "runs.json").write_text(
@@ -307,7 +312,8 @@ def one(tmp_path_factory, forked):
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def two(request, one, forked):
-    """The same runs on two ranks; one that one process has begun; and on one process one that the two have begun."""
+    """The same runs on two ranks; one that one process has begun; and on one process one that the
+    two have begun."""
     root = one.parent / request.param
     (root / "blocked" / "checkpoints" / "step_000001.ckpt" / "in the way").mkdir(parents=True)
     goes_on = {name: (key, f"../one/{key}") for name, key in FROM_ONE.items()} | {
@@ -335,7 +341,8 @@ def rows(folder: Path) -> list[dict]:
 
 
 def same_rows(ours: list[dict], theirs: list[dict], rel: float) -> None:
-    """All but the clock and what is rounding alone: the sampler's distance from the trainer, and how many zero KLs are not 0."""
+    """All but the clock and what is rounding alone: the sampler's distance from the trainer, and
+    how many zero KLs are not 0."""
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
@@ -352,8 +359,9 @@ def same_rows(ours: list[dict], theirs: list[dict], rel: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_have_the_gradients_and_metrics_of_one_process(one, two, name):
-    """Every optimiser step of the run. The first of policy and critic start from equal weights; later ones carry Adam's rounding, so
-    with SGD and weights in float64 ("double") they stay as close as the first."""
+    """Every optimiser step of the run. The first of policy and critic start from equal weights;
+    later ones carry Adam's rounding, so with SGD and weights in float64 ("double") they stay as
+    close as the first."""
     ours, theirs = gradients(two, name), gradients(one, name)
     assert len(ours) == len(theirs) > 1 and all(float(g.norm()) > 0 for g in theirs)
     assert distance(ours[0], theirs[0]) < (
@@ -375,8 +383,8 @@ def test_refills_were_needed_and_agreed(one, two):
     "name", [*FROM_ONE, *(name for name in ON_ONE if name.endswith("from_two"))]
 )
 def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
-    """Policy or adapters, critic, both optimizers, a moving reference, one of a phase, the KL controller: the second step is that of the
-    whole run."""
+    """Policy or adapters, critic, both optimizers, a moving reference, one of a phase, the KL
+    controller: the second step is that of the whole run."""
     key = (FROM_ONE | ON_ONE)[name]
     ours, theirs = gradients(two, name), gradients(one, key)
     assert distance(ours[0], theirs[-len(ours)]) < (EXACT if name in FROM_ONE else DRIFTED)
@@ -397,7 +405,8 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
 
 @pytest.mark.slow
 def test_each_rank_goes_on_with_its_own_generators(two):
-    """A reward draws from all of them. On as many ranks a resumed run is the whole one, bit for bit; on one process it has rank 0's."""
+    """A reward draws from all of them. On as many ranks a resumed run is the whole one, bit for
+    bit; on one process it has rank 0's."""
     whole, again, alone = (
         torch.load(two / name / "checkpoints" / "step_000002.ckpt", weights_only=True)
         for name in ("draws", "draws_on_two", "draws_on_one")
@@ -422,7 +431,8 @@ def test_each_rank_goes_on_with_its_own_generators(two):
 
 @pytest.mark.slow
 def test_all_ranks_go_on_after_a_save_that_failed(two):
-    """A folder stands where the first checkpoint belongs; the second is whole, with its adapters for from_pretrained."""
+    """A folder stands where the first checkpoint belongs; the second is whole, with its adapters
+    for from_pretrained."""
     said = (two / "said").read_text()
     assert (
         said.count("checkpoint step_000001.ckpt not written (Is a directory); the run goes on") == 1
@@ -466,7 +476,7 @@ def test_only_the_first_rank_writes(one, two):
     }
 
 
-# ------------------------------------------------------------------------------------------ a rank that does not go on
+# ----------------------------------------------------------------------- a rank that does not go on
 
 FAULTS = {
     "fails": (
@@ -490,7 +500,8 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", FAULTS)
 def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
-    """The fault is in a reward on rank 1, in training alone; the run folder keeps what was done before."""
+    """The fault is in a reward on rank 1, in training alone; the run folder keeps what was done
+    before."""
     what, status, said = FAULTS[how]
     (tmp_path / "faulty.py").write_text(
         "import os, signal, threading\nfrom rlkit.rewards import numeric\n\n"

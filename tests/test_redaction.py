@@ -1,4 +1,5 @@
-"""Secrets: whatever way they came into a run, none of its texts holds them, and it can be resumed."""
+"""Secrets: whatever way they came into a run, none of its texts holds them, and it can be
+resumed."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def nothing_known():
 
 
 def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
-    """The value is covered wherever it turns up, also escaped; what says nothing, and what the config says in clear, stays."""
+    """The value is covered wherever it turns up, also escaped; what says nothing, and what the
+    config says in clear, stays."""
     monkeypatch.setenv("SOME_API_KEY", "sk-0123456789")
     monkeypatch.setenv("PLAINLY", 'v4lue "of" origin')
     for name, value in {
@@ -88,7 +90,8 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
 
 
 def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):
-    """A traceback on standard error, a closed pipe, a full disk: the first showed the value, the others ended the run."""
+    """A traceback on standard error, a closed pipe, a full disk: the first showed the value, the
+    others ended the run."""
     KNOWN["s3cr3tvalue"] = REDACTED
     with (tmp_path / "log").open("wb") as file:
         out = Output(
@@ -108,7 +111,8 @@ def test_a_stream_covers_secrets_and_outlives_its_reader(tmp_path):
 
 
 def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
-    """A run with `generation.max_new_tokens=64`, or with the callback `tokens`, could not be resumed."""
+    """A run with `generation.max_new_tokens=64`, or with the callback `tokens`, could not be
+    resumed."""
     for text in (
         "generation.max_new_tokens=64",
         "generation.max_thinking_tokens=null",
@@ -150,7 +154,8 @@ SECRETS = {  # how it is given → the value that must not turn up
 
 @pytest.mark.slow
 def test_no_text_that_leaves_a_run_holds_a_secret(tmp_path):
-    """config, Hydra's files, summary, tracebacks, debug bundle, TensorBoard, checkpoints, report: searched byte by byte, unpacked."""
+    """config, Hydra's files, summary, tracebacks, debug bundle, TensorBoard, checkpoints, report:
+    searched byte by byte, unpacked."""
     (tmp_path / "talks.py").write_text(
         "import lightning as L\n\ndef extra(run, **given):\n    return Talks(given)\n\nclass Talks(L.Callback):\n"
         "    def __init__(self, given):\n        self.given = given\n"

@@ -1,4 +1,5 @@
-"""Reference policies: each moves by its rule and no other, under LoRA none costs a second copy, and none scores nothing."""
+"""Reference policies: each moves by its rule and no other, under LoRA none costs a second copy, and
+none scores nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_frozen_shares_no_memory_with_the_policy_and_takes_no_gradient(model):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_scoring_with_the_reference_builds_no_graph(model, lora):
-    """With the adapter off no weight that it uses is trained, but hooks and shared heads may be: nothing is recorded at all."""
+    """With the adapter off no weight that it uses is trained, but hooks and shared heads may be:
+    nothing is recorded at all."""
     policy = add_lora(model, LoRA(rank=2)) if lora else model
     kept = reference.frozen()
     with kept.model(kept.init(policy), policy):
@@ -73,7 +75,8 @@ def test_scoring_with_the_reference_builds_no_graph(model, lora):
 
 
 def test_under_lora_nothing_is_copied_and_the_base_is_scored(model):
-    """The state is None: the reference is the policy with its adapter off, even after the adapter has been trained."""
+    """The state is None: the reference is the policy with its adapter off, even after the adapter
+    has been trained."""
     start = scores(model)
     policy = add_lora(model, LoRA(rank=2))
     kept = reference.frozen()
@@ -119,7 +122,7 @@ def test_the_name_is_that_of_the_option(kept):
     )
 
 
-# ----------------------------------------------------------------------------------------- references that move
+# ----------------------------------------------------------------------------- references that move
 
 RULES = {"ema": {"decay": 0.9}, "periodic": {"every": 2}, "on_kl": {"threshold": 0.5}}
 MOVING = [getattr(reference, name)(**settings) for name, settings in RULES.items()]
@@ -130,7 +133,8 @@ adapted = pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 
 
 class Small(nn.Module):
-    """Parameters, buffers that count and average, and one that no checkpoint of the model would hold."""
+    """Parameters, buffers that count and average, and one that no checkpoint of the model would
+    hold."""
 
     def __init__(self, dtype=torch.float64):
         super().__init__()
@@ -175,7 +179,8 @@ def policy_of(model, lora):
 
 
 def test_ema_is_the_average_that_a_loop_gives():
-    """decay · reference + (1 - decay) · policy, number by number in float64; buffers are copied, also those that count."""
+    """decay · reference + (1 - decay) · policy, number by number in float64; buffers are copied,
+    also those that count."""
     policy, kept = Small().shake(0), reference.ema(decay=0.7)
     state, expected = kept.init(policy), [float(v) for v in flat(policy.parameters())]
     for step in range(1, 6):
@@ -195,7 +200,8 @@ def test_ema_is_the_average_that_a_loop_gives():
 
 
 def test_ema_of_a_bfloat16_policy_moves():
-    """In bfloat16 itself 0.999 · 1 + 0.001 · 2 is 1, for ever; the average is kept in float32 and scored in bfloat16."""
+    """In bfloat16 itself 0.999 · 1 + 0.001 · 2 is 1, for ever; the average is kept in float32 and
+    scored in bfloat16."""
     policy, kept = Small(torch.bfloat16), reference.ema(decay=0.999)
     nn.init.ones_(policy.linear.weight)
     state = kept.init(policy)
@@ -242,7 +248,8 @@ def test_periodic_copies_at_multiples_and_at_no_other_step(every):
 
 
 def test_on_kl_copies_when_the_sum_passes_the_threshold_and_starts_anew():
-    """0.25 + 0.25 does not pass 0.5, the next step does; what is left over is not carried on, and nan adds nothing."""
+    """0.25 + 0.25 does not pass 0.5, the next step does; what is left over is not carried on, and
+    nan adds nothing."""
     policy, kept = Small().shake(0), reference.on_kl(threshold=0.5)
     state, copied, sums = kept.init(policy), [], []
     for step, kl in enumerate(
@@ -260,7 +267,8 @@ def test_on_kl_copies_when_the_sum_passes_the_threshold_and_starts_anew():
 
 
 def test_on_kl_by_distance_copies_at_the_first_step_that_is_beyond_the_threshold():
-    """A policy that stays 0.25 nats away is never copied, where the accumulated measure copies every third step; nan copies nothing."""
+    """A policy that stays 0.25 nats away is never copied, where the accumulated measure copies
+    every third step; nan copies nothing."""
     kls = [0.25, 0.25, 0.25, NAN, 0.5, 0.75, 0.25, float("inf"), 0.625]
     copied = {}
     for measure in ("accumulated", "distance"):
@@ -282,7 +290,8 @@ def test_on_kl_refuses_a_measure_that_it_does_not_know():
 
 
 def factors(policy, name):
-    """Module → (A, B) of an adapter, in float64. The effective weight is W + scale · B A, the scale alike everywhere."""
+    """Module → (A, B) of an adapter, in float64. The effective weight is W + scale · B A, the scale
+    alike everywhere."""
     found = adapter(policy, name)
     return {
         n.partition(".lora_A")[0]: (
@@ -309,9 +318,11 @@ def factors(policy, name):
 def test_under_lora_ema_averages_the_factors_which_is_not_the_average_of_their_products(
     model, lr, decay, noise, least, most
 ):
-    """B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā), with Σ w = 1: what is left out is the covariance of the factors over the average's memory.
+    """B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā), with Σ w = 1: what is left out is the covariance of the
+    factors over the average's memory.
 
-    Twenty steps of AdamW leave out 5 %, 13 % and, where gradients are noise and the memory is long, 54 % of the averaged product's norm.
+    Twenty steps of AdamW leave out 5 %, 13 % and, where gradients are noise and the memory is long,
+    54 % of the averaged product's norm.
     """
     torch.manual_seed(0)  # the adapters' start: from other starts 13 % became 14 and 16
     policy, kept, generator = (
@@ -382,7 +393,8 @@ def test_ema_scores_between_its_start_and_the_policy(model, lora):
 
 @moving
 def test_under_lora_no_weight_of_the_base_is_copied(model, kept):
-    """The second adapter is all that is new, in float32 and without gradient; other random numbers are as they were."""
+    """The second adapter is all that is new, in float32 and without gradient; other random numbers
+    are as they were."""
     policy = policy_of(model, lora=True)
     before, trained = (
         {p.data_ptr() for p in policy.parameters()},
@@ -415,7 +427,8 @@ def test_under_lora_the_reference_of_a_bfloat16_base_is_float32(model):
 
 @moving
 def test_under_lora_scoring_leaves_the_policy_as_it_was(model, kept):
-    """Log-probs, active adapter, what is trained and training mode, also where scoring fails; and off still means the base."""
+    """Log-probs, active adapter, what is trained and training mode, also where scoring fails; and
+    off still means the base."""
     base = scores(model)
     policy = policy_of(model, lora=True)
     frozen_half = [p for n, p in policy.named_parameters() if "lora_A" in n]
@@ -449,7 +462,8 @@ def test_under_lora_scoring_leaves_the_policy_as_it_was(model, kept):
 
 @pytest.mark.parametrize("kept", cases(MOVING, 1), ids=lambda r: r.name)
 def test_the_policy_is_trained_as_without_a_reference(model, kept):
-    """A step with the second adapter in place moves the first one as it would alone, and the second one not at all."""
+    """A step with the second adapter in place moves the first one as it would alone, and the second
+    one not at all."""
     alone, beside = policy_of(copy.deepcopy(model), lora=True), policy_of(model, lora=True)
     beside.load_state_dict(alone.state_dict())
     state = kept.init(beside)
@@ -465,7 +479,8 @@ def test_the_policy_is_trained_as_without_a_reference(model, kept):
 
 @pytest.mark.parametrize("kept, lora", cases(product(MOVING, [False, True]), 2, unpack=True))
 def test_what_is_saved_continues_as_if_nothing_had_happened(model, kept, lora):
-    """Through a file that torch reads with weights_only, into a state that was made anew from another policy."""
+    """Through a file that torch reads with weights_only, into a state that was made anew from
+    another policy."""
     policy = policy_of(model, lora)
     twin = copy.deepcopy(policy)
     state = kept.update(kept.init(policy), policy, step=1, kl=0.25)

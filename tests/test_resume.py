@@ -1,4 +1,5 @@
-"""Resuming destroys no evidence: what cannot be read or is written again is set aside, and a run that has trained never begins again."""
+"""Resuming destroys no evidence: what cannot be read or is written again is set aside, and a run
+that has trained never begins again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""task.reuse: which groups are learned from again, how old they may be, and that a bound of 0 is off, bit for bit."""
+"""task.reuse: which groups are learned from again, how old they may be, and that a bound of 0 is
+off, bit for bit."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def test_what_has_nothing_to_use_again_is_refused():
 
 
 def test_sampler_and_reuse_are_the_runs_whatever_gives_the_tasks():
-    """Python objects in place of options, tasks as a list, and a mixture, whose factory is no partial."""
+    """Python objects in place of options, tasks as a list, and a mixture, whose factory is no
+    partial."""
     own = [*TASKS[:1], TASKS[1]._replace(answer="4", reward="numeric")]
     x = rlkit.experiment(
         "task/reuse=replay", "evaluation.n=0", task=own, task__sampler=variance_sampler(explore=0.3)

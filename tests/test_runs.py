@@ -1,4 +1,5 @@
-"""Run folders: which one a command means, what a continued run may change, and that nothing is ever overwritten."""
+"""Run folders: which one a command means, what a continued run may change, and that nothing is ever
+overwritten."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def make_run(parent: Path, name: str, age: int, config=None, ended: str | None =
     return folder
 
 
-# ----------------------------------------------------------------------------------------------------- folders
+# ------------------------------------------------------------------------------------------ folders
 
 
 def test_a_fresh_folder_is_never_one_that_exists(tmp_path, monkeypatch):
@@ -127,7 +128,8 @@ def test_what_is_no_run_is_refused_where_there_is_none(outputs):
 
 
 def test_a_misspelt_name_inside_a_run_is_refused(tmp_path, monkeypatch):
-    """`run=typo` from within a run folder, or RUN/typo, must not quietly mean that run: the path names nothing."""
+    """`run=typo` from within a run folder, or RUN/typo, must not quietly mean that run: the path
+    names nothing."""
     folder = make_run(tmp_path, "run", 0)
     monkeypatch.chdir(folder)
     for text in ("typo", str(folder / "typo")):
@@ -135,7 +137,7 @@ def test_a_misspelt_name_inside_a_run_is_refused(tmp_path, monkeypatch):
             runs.find_run(text, "run")
 
 
-# ----------------------------------------------------------------------------------------------------- configs
+# ------------------------------------------------------------------------------------------ configs
 
 
 def test_a_config_reads_back_as_it_was_written(tmp_path):
@@ -205,7 +207,7 @@ def test_a_key_that_only_begins_like_a_fixed_one_is_free():
     refuse_changes(Path("run"), {"tasks": (1, 2), "seeds.a": (1, 2), "modelling": (1, 2)})
 
 
-# ------------------------------------------------------------------------------------------------ resume=auto
+# -------------------------------------------------------------------------------------- resume=auto
 
 
 def test_the_newest_unfinished_run_of_this_config_is_continued(outputs):
@@ -237,20 +239,22 @@ def test_nothing_to_continue(outputs, name):
 
 @pytest.mark.parametrize("text", ["", "seed: 0\nmod", "name: 'gr"])
 def test_a_run_with_a_damaged_config_is_passed_over(outputs, text):
-    """A run killed while its config was being written must not keep `resume=auto` from the one before."""
+    """A run killed while its config was being written must not keep `resume=auto` from the one
+    before."""
     wanted = make_run(outputs / "grpo", "1", 50)
     damaged = make_run(outputs / "grpo", "2", 10)
     (damaged / "config.yaml").write_text(text)
     assert runs.newest_unfinished("grpo", CONFIG) == wanted
 
 
-# -------------------------------------------------------------------------------------------------- overrides
+# ---------------------------------------------------------------------------------------- overrides
 
 
 def test_saved_overrides_are_those_of_hydra(tmp_path):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(
-        "- seed=3\n- algorithm=grpo\n- ++optimizer.lr=1e-4\n- resume=auto\n- +takeover=true\n"  # the last two are of one process alone
+        # the last two are of one process alone
+        "- seed=3\n- algorithm=grpo\n- ++optimizer.lr=1e-4\n- resume=auto\n- +takeover=true\n"
     )
     assert runs.saved_overrides(tmp_path) == ["seed=3", "algorithm=grpo", "++optimizer.lr=1e-4"]
     assert runs.saved_overrides(tmp_path / "absent") == []

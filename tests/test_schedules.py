@@ -1,4 +1,5 @@
-"""Schedules: the functions of the step, conditions, numbers that follow measurements, and the phases of a run."""
+"""Schedules: the functions of the step, conditions, numbers that follow measurements, and the
+phases of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from rlkit.types import Controller
 NAN = float("nan")
 
 
-# ------------------------------------------------------------------------------------------ functions of the step
+# ---------------------------------------------------------------------------- functions of the step
 
 
 @pytest.mark.parametrize("shape", [linear, cosine])
@@ -91,7 +92,7 @@ def test_numbers_out_of_range_are_refused(call, words):
         call()
 
 
-# ------------------------------------------------------------------------------------------------------ conditions
+# --------------------------------------------------------------------------------------- conditions
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_nan_breaks_a_row_and_a_step_without_the_metric_does_not():
     assert row == [1, 1, 2, 0, 0, 1, 0]
 
 
-# ------------------------------------------------------------------------------------- numbers that follow measurements
+# ----------------------------------------------------------------- numbers that follow measurements
 
 
 def follow(controller: Controller, measured: list[dict[str, float]]) -> list[float]:
@@ -155,7 +156,8 @@ def follow(controller: Controller, measured: list[dict[str, float]]) -> list[flo
 
 
 def test_adaptive_by_hand():
-    """Ziegler et al.: the error is cut to ±0.2; one step of a horizon of ten moves a tenth of it."""
+    """Ziegler et al.: the error is cut to ±0.2; one step of a horizon of ten moves a tenth of
+    it."""
     made = adaptive(start=1.0, target=0.1, horizon=0.1, steps=100)
     found = follow(made, [{"kl/ref_k3": kl} for kl in (0.1, 0.11, 5.0, 0.0, NAN)] + [{}])
     assert found == pytest.approx(
@@ -175,7 +177,7 @@ def test_adaptive_entropy_by_hand():
     assert found == pytest.approx([0.0, 0.0, 0.3, 0.5, 0.5, 0.5, 0.2, 0.2])
 
 
-# ------------------------------------------------------------------------------------------------ numbers of a step
+# -------------------------------------------------------------------------------- numbers of a step
 
 
 @pytest.mark.parametrize(
@@ -313,7 +315,7 @@ def test_a_controller_is_found_in_any_part_and_keeps_whole_numbers_whole(experim
     assert now.generation.max_new_tokens == 16 and type(now.generation.max_new_tokens) is int
 
 
-# ----------------------------------------------------------------------------------------------------------- phases
+# ------------------------------------------------------------------------------------------- phases
 
 
 @pytest.fixture
@@ -411,7 +413,8 @@ def test_a_saved_progress_has_the_same_future(three, stop):
 
 
 def test_a_metric_that_is_never_measured_is_named(three):
-    """A condition on a misspelt metric would never hold, and nobody would know. Only what is in force is asked."""
+    """A condition on a misspelt metric would never hold, and nobody would know. Only what is in
+    force is asked."""
     measured = {"reward/mean": 1.0, "go": 0.0}
     assert not unmeasured(three, Progress(phase=1), measured)
     (text,) = unmeasured(three, Progress(phase=1), {"reward/means": 1.0, "go": 0.0})
@@ -555,7 +558,7 @@ def test_a_row_of_one_phase_does_not_count_in_the_next_and_the_last_phase_stays(
     assert seen == [0, 1, 1, 2, 2, 2, 2, 2]
 
 
-# --------------------------------------------------------------------------------------------------------- lengths
+# ------------------------------------------------------------------------------------------ lengths
 
 LENGTHS = (20, 200, 2000)
 SCHEDULES = sorted(f.stem for f in (conf_dir() / "schedule").glob("*.yaml"))
@@ -564,7 +567,8 @@ OWN = {"sft": ["task.path=rows.jsonl"]}  # what a preset does not run without
 
 
 def curves(x) -> dict[str, list[float]]:
-    """Path → value in every step of a run whose reward rises along a line and whose KL is twice the target; `phase` is one of them."""
+    """Path → value in every step of a run whose reward rises along a line and whose KL is twice the
+    target; `phase` is one of them."""
     progress, found = start(x), {}
     for step in range(x.trainer.steps):
         for path, value in (values(x, progress) | {"phase": progress.phase}).items():
@@ -580,7 +584,8 @@ def curves(x) -> dict[str, list[float]]:
 
 
 def check_curves(overrides: list[str], steps: int) -> None:
-    """A number that a preset schedules moves over nine tenths of the run, one way, and a phase is a tenth of the run at least."""
+    """A number that a preset schedules moves over nine tenths of the run, one way, and a phase is a
+    tenth of the run at least."""
     x = experiment_of(compose([*overrides, f"trainer.steps={steps}"]))
     for path, curve in curves(x).items():
         if path == "phase":
@@ -614,7 +619,8 @@ def test_the_numbers_of_a_preset_move_over_the_whole_run_whatever_its_length(nam
 
 @pytest.mark.parametrize("steps", cases(LENGTHS, 1))
 def test_the_ends_and_the_middle_of_the_shipped_curves(steps):
-    """One step after the last the end would be reached; half way along the line stands the mean of both ends."""
+    """One step after the last the end would be reached; half way along the line stands the mean of
+    both ends."""
     x = experiment_of(compose([f"trainer.steps={steps}"]))
     at_step = lambda x, step: values(x, Progress(step))  # noqa: E731
     lr = x.optimizer.keywords["lr"]
@@ -634,7 +640,8 @@ def test_the_ends_and_the_middle_of_the_shipped_curves(steps):
 
 
 def test_a_number_of_a_phase_spans_the_phase(experiment):
-    """The first phase lasts a fifth of the run, the second until its condition holds, which nobody knows: until the end of the run."""
+    """The first phase lasts a fifth of the run, the second until its condition holds, which nobody
+    knows: until the end of the run."""
     falls = {"kl.coef": partial(linear, start=1.0, end=0.0)}
     adapts = experiment.kl._replace(coef=adaptive(start=1.0, target=0.01))
     a = Phase(experiment.algorithm, numbers=falls, until=0.2)
@@ -679,7 +686,8 @@ def test_a_longer_run_says_what_it_changes(experiment):
 
 
 def test_keys_that_follow_the_length_of_the_run_are_found():
-    """Also by way of another key: a run of another length has other values there, and is the same run."""
+    """Also by way of another key: a run of another length has other values there, and is the same
+    run."""
     given = [
         "schedule.numbers.optimizer.lr.steps=${trainer.steps}",
         "evaluation.every=${schedule.numbers.optimizer.lr.steps}",

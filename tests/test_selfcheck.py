@@ -1,4 +1,5 @@
-"""What is proved before the first step: verifiers that score gold answers, and a trainer that sees what the sampler sampled."""
+"""What is proved before the first step: verifiers that score gold answers, and a trainer that sees
+what the sampler sampled."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def rows(*answers):
     ]
 
 
-# --------------------------------------------------------------------------------------------------- verifiers
+# ---------------------------------------------------------------------------------------- verifiers
 
 
 def test_gold_answers_that_score_and_empty_ones_that_do_not_pass():
@@ -62,7 +63,8 @@ def test_a_gold_answer_that_does_not_score_names_its_row():
 )
 @each("truth", [r"3\sqrt{2}", "10:30", "2k+2", "3,5,7", "two", "x = 5"])
 def test_a_truth_that_is_not_one_number_names_its_row_wherever_it_is(truth, function):
-    """Far behind the first rows too: it would be read in part, or leave its row out of every step without a word."""
+    """Far behind the first rows too: it would be read in part, or leave its row out of every step
+    without a word."""
     fine = rows(*map(str, range(300)), r"\frac{3}{4}", "#### 1,000", "18 apples", "- 5")
     check_truths(fine, reward_of(function))
     with pytest.raises(
@@ -102,7 +104,7 @@ def test_the_embedded_rows_pass(experiment):
         check_verifier(experiment.task(split=split)[:32], experiment.evaluation.reward)
 
 
-# ---------------------------------------------------------------------------------------------------- policies
+# ----------------------------------------------------------------------------------------- policies
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,8 @@ def test_a_right_scorer_passes_at_any_temperature(tiny, tasks, experiment, tempe
 
 
 def test_a_sampler_at_another_temperature_is_refused(tiny, tasks, experiment):
-    """The most common silent bug: log-probs before temperature on one side, after it on the other."""
+    """The most common silent bug: log-probs before temperature on one side, after it on the
+    other."""
 
     def hotter(policy, contexts, seeds, params):
         return complete(
@@ -142,7 +145,8 @@ def test_a_sampler_at_another_temperature_is_refused(tiny, tasks, experiment):
 
 
 def test_weights_that_change_between_sampling_and_scoring_are_refused(tiny, tasks, experiment):
-    """A norm in another precision, a stale copy in the engine: the smallest change of the model shows."""
+    """A norm in another precision, a stale copy in the engine: the smallest change of the model
+    shows."""
     policy = copied(tiny)
 
     def stale(policy, contexts, seeds, params):
@@ -182,7 +186,8 @@ def test_tokens_that_a_thinking_budget_wrote_are_no_difference(tiny, tasks, expe
 
 @pytest.mark.parametrize("engine", [Transformers, Cached])
 def test_logits_that_change_behind_the_trainers_back_are_refused(tiny, tasks, experiment, engine):
-    """A forward put in the place of the model's own is not what the trainer applies. An engine may leave it out too, and agree."""
+    """A forward put in the place of the model's own is not what the trainer applies. An engine may
+    leave it out too, and agree."""
     policy = copied(tiny)
     forward = policy.model.forward
 
@@ -221,7 +226,8 @@ def half(policy):
 def test_half_precision_may_differ_a_little_warns_of_more_and_refuses_much(
     tiny, tasks, experiment, gap, says
 ):
-    """bfloat16 rounds at 0.4 %: a mean gap above 0.05 nats is no rounding, and one above 0.5 is another policy."""
+    """bfloat16 rounds at 0.4 %: a mean gap above 0.05 nats is no rounding, and one above 0.5 is
+    another policy."""
     policy = half(tiny)
 
     def off(policy, contexts, seeds, params):
@@ -251,7 +257,8 @@ def test_log_probs_that_are_not_numbers_are_refused_in_half_precision_too(tiny, 
 
 
 def test_a_prompt_that_does_not_fit_is_the_rows_fault(tiny, tasks, experiment):
-    """Also where it is not among the first: the longest rows are measured, and the one that is too long is named."""
+    """Also where it is not among the first: the longest rows are measured, and the one that is too
+    long is named."""
     long = tasks[0]._replace(
         id="rows.jsonl:9", messages=({"role": "user", "content": "How many? " * 99},)
     )

@@ -1,4 +1,5 @@
-"""A teacher behind a server gives what the same teacher gives in process; the server is scripted and answers from a tiny model.
+"""A teacher behind a server gives what the same teacher gives in process; the server is scripted
+and answers from a tiny model.
 
 The same against vLLM itself: engines/test_vllm_real.py.
 """
@@ -147,7 +148,8 @@ def learner_of(x, tiny, teacher, loss):
 def test_every_token_and_the_weights_after_two_steps_are_those_of_the_teacher_in_process(
     loss, played, teacher, tiny, monkeypatch
 ):
-    """Tokens to 1e-5 nats; the weights after two steps of plain descent to 1e-4 of the way that they went."""
+    """Tokens to 1e-5 nats; the weights after two steps of plain descent to 1e-4 of the way that
+    they went."""
     x, rollouts = played
     folder, behind = teacher
     start = flat(tiny.model)
@@ -173,7 +175,8 @@ def test_every_token_and_the_weights_after_two_steps_are_those_of_the_teacher_in
 
 
 def test_each_part_of_a_mixture_is_scored_by_its_own_servers(played, teacher, tiny):
-    """The step of two teachers that are served is that of the same two in process; each server is asked about its own part alone."""
+    """The step of two teachers that are served is that of the same two in process; each server is
+    asked about its own part alone."""
     x, rollouts = played
     folder, behind = teacher
     mixed = [
@@ -224,7 +227,8 @@ def test_what_a_server_cannot_give_is_refused(overrides, says):
 
 
 def test_a_server_that_is_not_the_teacher_is_refused_before_a_model_is_loaded(tiny):
-    """One that does not answer, serves another model, or decodes an id to another text; the first such token is named."""
+    """One that does not answer, serves another model, or decodes an id to another text; the first
+    such token is named."""
 
     def refusal(url, *more):
         with pytest.raises(ConfigError) as error:

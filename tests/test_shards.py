@@ -1,4 +1,5 @@
-"""Many steps a file: each is found, all that was whole stays whole, and a resumed run cuts back to its checkpoint."""
+"""Many steps a file: each is found, all that was whole stays whole, and a resumed run cuts back to
+its checkpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_a_step_is_found_without_the_others_and_a_file_is_one_gzip_file_to_other
 
 
 def test_wherever_a_file_was_cut_off_a_resumed_run_keeps_its_steps_and_loses_nothing(folder):
-    """Cut anywhere: whole steps are read; cutting back keeps exactly those up to the checkpoint's and moves the rest aside, once."""
+    """Cut anywhere: whole steps are read; cutting back keeps exactly those up to the checkpoint's
+    and moves the rest aside, once."""
     kept, last = shards.files(folder)
     whole, before, aside = (
         last.read_bytes(),
@@ -114,7 +116,8 @@ def test_behind_a_damaged_header_the_next_steps_are_found(folder):
 
 
 def test_headers_that_lie_cost_nothing(folder):
-    """A folder of somebody else: no length is believed before the file has the bytes, and what is no header is searched once."""
+    """A folder of somebody else: no length is believed before the file has the bytes, and what is
+    no header is searched once."""
     path, last = shards.files(folder)
     path.write_bytes(shards.HEAD.pack(shards.SAME, 1, 2**63) + path.read_bytes())
     last.write_bytes(shards.HEAD.pack(shards.SAME, 1, 0) * 100_000 + last.read_bytes())

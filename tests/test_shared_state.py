@@ -1,4 +1,5 @@
-"""Code of the user that changes what it shares with the rest of the run: rows, and state of the process such as the working directory."""
+"""Code of the user that changes what it shares with the rest of the run: rows, and state of the
+process such as the working directory."""
 
 from __future__ import annotations
 
@@ -244,7 +245,7 @@ def as_before():
     assert left == []
 
 
-# ----------------------------------------------------------------------------------------------------- state of the process
+# ----------------------------------------------------------------------------- state of the process
 
 STATE_DOORS = [
     "reward",
@@ -308,7 +309,8 @@ def test_a_change_of_shared_state_is_put_back_and_named_once(kind, door, same, c
 
 
 def test_a_change_that_holds_over_a_wait_is_put_back_while_others_run(same, capfd, as_before):
-    """An async function that leaves grad mode off and waits: nothing else of the episode computes without gradients."""
+    """An async function that leaves grad mode off and waits: nothing else of the episode computes
+    without gradients."""
     seen = []
 
     async def stop(rollout, index):
@@ -326,7 +328,8 @@ def test_a_change_that_holds_over_a_wait_is_put_back_while_others_run(same, capf
 
 
 def test_what_cannot_be_put_back_ends_the_run_with_the_name_of_the_function(as_before):
-    """A device that is entered as a context and never left lies over the default that torch can set."""
+    """A device that is entered as a context and never left lies over the default that torch can
+    set."""
     entered = torch.device("meta")
 
     def reward(rollout):
@@ -399,7 +402,7 @@ def test_a_look_costs_little():
     assert put_back(before, kinds) == [] and len(reads) == 2 * len(kinds)
 
 
-# ------------------------------------------------------------------------------------------------------ the working directory
+# ---------------------------------------------------------------------------- the working directory
 
 RUN = [
     "debug=fast",
@@ -441,7 +444,8 @@ MODES = {
 
 
 def ran(place, mode, folder, forked, away=None):
-    """A run, resumed by resume=auto in the same process and evaluated after that, in a folder of its own: what is there afterwards."""
+    """A run, resumed by resume=auto in the same process and evaluated after that, in a folder of
+    its own: what is there afterwards."""
     words = ["train", *RUN, *PLACES[place], *MODES[mode]]
 
     def before():
@@ -504,7 +508,8 @@ def content(path):
 def test_a_run_whose_functions_change_the_folder_writes_what_its_twin_writes(
     place, mode, tmp_path, forked, same
 ):
-    """Rewards, tools, environments, their `step` and an advantage go elsewhere, to folders that are gone: nothing is written there."""
+    """Rewards, tools, environments, their `step` and an advantage go elsewhere, to folders that are
+    gone: nothing is written there."""
     away = tmp_path / "away"
     away.mkdir()
     twin = ran(place, mode, tmp_path / "twin", forked)
@@ -521,7 +526,8 @@ def test_a_run_whose_functions_change_the_folder_writes_what_its_twin_writes(
 
 
 def test_a_run_from_python_stays_in_its_folder(tmp_path, monkeypatch):
-    """The representative: a reward, an environment and an advantage that leave for a folder that is gone, and a relative run folder."""
+    """The representative: a reward, an environment and an advantage that leave for a folder that is
+    gone, and a relative run folder."""
     away = tmp_path / "away"
     away.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -547,11 +553,12 @@ def test_a_run_from_python_stays_in_its_folder(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] in (["away", "mine"], ["mine", "away"])
 
 
-# ------------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def ruin(*given):
-    """Changes all that can be reached: mappings are emptied, lists grow, attributes are set, tensors are zeroed."""
+    """Changes all that can be reached: mappings are emptied, lists grow, attributes are set,
+    tensors are zeroed."""
     for value in given:
         if isinstance(value, dict):
             ruin(*value.values())
@@ -621,7 +628,7 @@ def test_a_function_that_changes_its_rows_changes_no_step(door, same):
     assert wanted[1] == found[1] and "ruined" not in found[1] and "whole" in found[1]
 
 
-# -------------------------------------------------------------------------------------------- state between a function's calls
+# ----------------------------------------------------------------- state between a function's calls
 
 
 @stateful

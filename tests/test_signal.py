@@ -1,4 +1,5 @@
-"""An update is skipped where its gradient is known to be 0, and nowhere else. So skipping changes no gradient."""
+"""An update is skipped where its gradient is known to be 0, and nowhere else. So skipping changes
+no gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SIZES = [3, 20, 9, 14, 5, 17, 2, 11]
 
 
 def rollouts_of(rewards: list[float]) -> list[Rollout]:
-    """Rollouts of many lengths, two a prompt. What the sampler says of their tokens is far from what the trainer says."""
+    """Rollouts of many lengths, two a prompt. What the sampler says of their tokens is far from
+    what the trainer says."""
     draw = random.Random(5)
     prompts = [tuple(draw.randrange(5, 300) for _ in range(6 + i)) for i in range(4)]
     out = []
@@ -102,7 +104,7 @@ def gradients(
     return found
 
 
-# --------------------------------------------------------------------------------------------------- the declarations
+# --------------------------------------------------------------------------------- the declarations
 
 LOSSES = POLICY_LOSSES | {
     "kl_cov free": functools.partial(f.kl_cov, coef=0),
@@ -147,7 +149,8 @@ def of_loss(loss, advantages: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_says_so_exactly_where_it_is_constant_without_advantages(name):
-    """The penalties of dppo and kl_cov have a gradient without advantages; with a weight of 0 they have none."""
+    """The penalties of dppo and kl_cov have a gradient without advantages; with a weight of 0 they
+    have none."""
     declared = "without_advantages" in (declarations(LOSSES[name], "vanishes") or ())
     gradient = of_loss(LOSSES[name], torch.zeros(2, 3, dtype=torch.float64))
     assert declared == (name in CONSTANT) == (not gradient.any())
@@ -192,7 +195,7 @@ def test_a_wrapper_declares_for_itself():
         vanishes("without_advantage")
 
 
-# ------------------------------------------------------------------------------------------- skipping changes no gradient
+# --------------------------------------------------------------------- skipping changes no gradient
 
 LOSS_OPTIONS = [
     "clipped",
@@ -234,11 +237,13 @@ SPLITS = {
     "4": ["algorithm.minibatches=4"],
     "2 × 2": ["algorithm.minibatches=2", "algorithm.epochs=2"],
 }
-# A ratio to the sampler that would be corrected twice, and a loss that reads another old policy than the ratio's.
+# A ratio to the sampler that would be corrected twice, and a loss that reads another old policy
+# than the ratio's.
 REFUSED = {(loss, term) for loss in ("dppo", "vespo") for term in ("corrected", "by m2po")} | {
     ("kl_cov", "sampler as old")
 }
-# Every loss with every other term. The ways to split follow one another, and begin with another one for each loss.
+# Every loss with every other term. The ways to split follow one another, and begin with another one
+# for each loss.
 WAYS = list(SPLITS)
 TABLE = [
     (loss, term, WAYS[(i + j) % len(WAYS)])
@@ -259,7 +264,8 @@ FAST = {
     ("loss", "term", "split"), cases(TABLE, lambda row: row[:2] in FAST, unpack=True)
 )
 def test_skipping_changes_no_gradient(loss, term, split, monkeypatch):
-    """Equal rewards in every group, then in all groups but one. What is skipped would have had a gradient of exactly 0."""
+    """Equal rewards in every group, then in all groups but one. What is skipped would have had a
+    gradient of exactly 0."""
     words = ["algorithm=grpo", f"algorithm/policy_loss={loss}", *TERMS[term], *SPLITS[split]]
     if (loss, term) in REFUSED:
         pytest.skip("refused by composition")
@@ -284,7 +290,8 @@ def penalised(
 
 
 def test_the_loss_of_a_user_is_skipped_only_if_it_declares_so(monkeypatch):
-    """With the declaration a term of its own is lost; that is what a declaration means, and no default."""
+    """With the declaration a term of its own is lost; that is what a declaration means, and no
+    default."""
     words = ["algorithm=grpo", "kl=none", "reference=none"]
     assert all(
         g is not None and g.any()
@@ -335,7 +342,8 @@ def noisy(logprobs: torch.Tensor, logprobs_ref: torch.Tensor) -> torch.Tensor:
 
 
 def test_which_minibatch_pays_a_penalty_is_not_drawn(monkeypatch):
-    """dppo: one group has a signal. Every minibatch pays the penalty, and not only the one into which that group was shuffled."""
+    """dppo: one group has a signal. Every minibatch pays the penalty, and not only the one into
+    which that group was shuffled."""
     for seed in range(3):
         words = [
             "algorithm=grpo",
@@ -378,7 +386,7 @@ def test_an_update_without_a_trained_token_is_skipped(monkeypatch):
     assert gradients(learner_of(*words), cut, monkeypatch, skips=True) == [None, None]
 
 
-# ------------------------------------------------------------------------------------------------- at the reference
+# --------------------------------------------------------------------------------- at the reference
 
 KEPT = {
     "k1": ["kl=k1"],
@@ -408,7 +416,8 @@ SKIPPED = {
     "name", cases([*KEPT, *SKIPPED], ["k1", "entropy", "k3", "full", "once", "adapters", "ema"])
 )
 def test_the_first_step_without_signal_is_skipped_at_the_reference(name):
-    """Neither weights nor moments move, and the KL is 0 in the row. After an update the KL pulls, and no step is skipped."""
+    """Neither weights nor moments move, and the KL is 0 in the row. After an update the KL pulls,
+    and no step is skipped."""
     words = (KEPT | SKIPPED)[name]
     learner = learner_of("algorithm=grpo", *words, lr=1e-3)
     before = {key: value.clone() for key, value in learner.model.state_dict().items()}
@@ -438,7 +447,8 @@ def test_the_first_step_without_signal_is_skipped_at_the_reference(name):
 
 
 def test_weights_that_somebody_else_moved_are_not_the_reference():
-    """A callback, or a loop of the user's own: no optimiser has stepped, and still the KL pulls back."""
+    """A callback, or a loop of the user's own: no optimiser has stepped, and still the KL pulls
+    back."""
     learner = learner_of("algorithm=grpo", "kl=k3")
     with torch.no_grad():
         next(learner.model.parameters()).mul_(1.01)

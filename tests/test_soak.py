@@ -1,4 +1,5 @@
-"""A run holds no more memory, files and processes at its end than in its middle. The long version: experiments/soak/run.py."""
+"""A run holds no more memory, files and processes at its end than in its middle. The long version:
+experiments/soak/run.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Streams add up: each has its own tokens, weights and coefficient, and leaves the gradients of the others as they are."""
+"""Streams add up: each has its own tokens, weights and coefficient, and leaves the gradients of the
+others as they are."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def gradients(x, rollouts, policy, *, micro=1 << 14, of=None, **own):
 
 
 def test_streams_add_up_however_they_are_split(played, tiny):
-    """One rollout is masked by the overlong rule: the teacher reads it, the reward does not, and neither count is the other's."""
+    """One rollout is masked by the overlong rule: the teacher reads it, the reward does not, and
+    neither count is the other's."""
     x, rollouts = played
     plain, _ = gradients(x, rollouts, tiny)
     alone, _ = gradients(x, rollouts, tiny, teacher=KL)
@@ -120,7 +122,8 @@ def test_streams_add_up_however_they_are_split(played, tiny):
 
 @pytest.mark.slow
 def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, forked):
-    """Three rollouts on one rank and two on the other, each in micro-batches; a teacher of one part leaves a rank without tokens."""
+    """Three rollouts on one rank and two on the other, each in micro-batches; a teacher of one part
+    leaves a rank without tokens."""
     x, rollouts = played
     mixed = [r._replace(task=r.task._replace(part="ab"[r.group])) for r in rollouts[:5]]
     own = {
@@ -154,7 +157,8 @@ def test_streams_add_up_on_two_ranks_of_uneven_tokens(played, tiny, tmp_path, fo
 
 
 def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny):
-    """The loss is the divergence of two plain forward passes; an off-by-one would compare other tokens."""
+    """The loss is the divergence of two plain forward passes; an off-by-one would compare other
+    tokens."""
     x, rollouts = played
     _, metrics = gradients(x, rollouts, tiny, teacher=KL)
     found = []
@@ -178,7 +182,8 @@ def test_the_teacher_reads_the_sampled_tokens_behind_its_own_prompt(played, tiny
 
 @pytest.mark.parametrize("old", ["sampler", "loglinear"])
 def test_a_sampled_teacher_is_weighed_by_policy_over_sampler_whatever_old_is(old, played, tiny):
-    """Sampled 0.3 nats less likely than the trainer has it, every token counts e^0.3 as much; with old=trainer the correction would."""
+    """Sampled 0.3 nats less likely than the trainer has it, every token counts e^0.3 as much; with
+    old=trainer the correction would."""
     x, rollouts = played
     away = [
         r._replace(
@@ -243,7 +248,8 @@ SHOWS = {"sdft": demonstration, "sdpo": sibling, "opsd": answer}
 def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocabulary(
     name, played, tiny
 ):
-    """A model that is float64 throughout, row by row through its own forward: every token's distributions, enumerated."""
+    """A model that is float64 throughout, row by row through its own forward: every token's
+    distributions, enumerated."""
     _, rollouts = played
     with rng.drawn_from(1):
         config = GPT2Config(
@@ -409,7 +415,8 @@ def test_rows_that_do_not_hold_what_a_stream_reads_are_refused(overrides, says):
 
 
 def reordered(policy, folder):
-    """Saves the model with its tokens in another order, one more token among those added, and rows of padding behind."""
+    """Saves the model with its tokens in another order, one more token among those added, and rows
+    of padding behind."""
     tokenizer, drawn = policy.renderer.tokenizer, torch.Generator().manual_seed(5)
     tokenizer.save_pretrained(folder)
     spec = json.loads((folder / "tokenizer.json").read_text())
@@ -435,7 +442,8 @@ def reordered(policy, folder):
 
 
 def test_a_teacher_whose_tokens_have_another_order_gives_the_same_gradients(played, tiny, tmp_path):
-    """The tiny model with weights that have moved, as it is and in another order with rows between: equal bits, tied head and all."""
+    """The tiny model with weights that have moved, as it is and in another order with rows between:
+    equal bits, tied head and all."""
     x, rollouts = played
     moved = tiny._replace(model=copy.deepcopy(tiny.model))
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""What a model, a task and a trainer suggest reaches the groups that own the keys, and a value that a user sets wins."""
+"""What a model, a task and a trainer suggest reaches the groups that own the keys, and a value that
+a user sets wins."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def numbers(config):
     return {key: at(config, key) for key in OF_TINY}
 
 
-# ------------------------------------------------------------------------------------------------------ composition
+# -------------------------------------------------------------------------------------- composition
 
 PRODUCT = [(task, model) for task in TASKS for model in MODELS]
 FAST = [
@@ -64,7 +65,8 @@ FAST = [
 
 @pytest.mark.parametrize(("task", "model"), cases(PRODUCT, FAST, unpack=True))
 def test_every_task_composes_to_sane_numbers_with_every_model(task, model):
-    """The command of the README composed to 64 tokens with thinking, the tiny model's learning rate, and 20 steps."""
+    """The command of the README composed to 64 tokens with thinking, the tiny model's learning
+    rate, and 20 steps."""
     config = composed(f"task={task}", f"model={model}")
     if model in EMBEDDED:
         assert numbers(config) == OF_TINY
@@ -165,14 +167,15 @@ def test_a_suggestion_that_nothing_could_take_is_refused_though_it_is_hidden(wor
 
 
 def test_other_suggestions_do_not_keep_a_run_from_going_on():
-    """A run folder keeps the numbers, and a later version may advise others: the numbers decide whether it is the same run."""
+    """A run folder keeps the numbers, and a later version may advise others: the numbers decide
+    whether it is the same run."""
     old = {"model": {"path": "tiny", "suggests": {"lr": 1e-3}}}
     assert difference(old, {"model": {"path": "tiny"}}) == {} and difference(
         old, {"model": {"path": "other"}}
     )
 
 
-# ------------------------------------------------------------------------------------------------------ advertised
+# --------------------------------------------------------------------------------------- advertised
 
 ADVERTISED = [
     c for c in COMMANDS if c.startswith("rlkit train") and re.search("model=qwen3|trainer=gpu", c)
@@ -203,7 +206,7 @@ def test_every_advertised_command_for_a_real_model_can_learn(command):
     assert shlex.split(command)[:2] == ["rlkit", "train"]
 
 
-# ------------------------------------------------------------------------------------------------------ doubts
+# ------------------------------------------------------------------------------------------- doubts
 
 
 def of_numbers(*words, **parts):

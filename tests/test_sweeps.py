@@ -1,4 +1,5 @@
-"""Sweeps: which jobs there are, what is refused before the first, and what each plugin does for real."""
+"""Sweeps: which jobs there are, what is refused before the first, and what each plugin does for
+real."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_a_sweep_is_every_combination():
 
 
 def test_a_search_is_checked_at_its_ends():
-    """Every end and choice once, so that a search does not find out after hours that one of them cannot run."""
+    """Every end and choice once, so that a search does not find out after hours that one of them
+    cannot run."""
     jobs = corners(["optimizer.lr=tag(log, interval(1e-4, 1e-2))", "kl=k1,k3", "seed=4"])
     assert jobs == [
         ["optimizer.lr=0.0001", "kl=k1", "seed=4"],
@@ -66,7 +68,8 @@ def test_a_search_is_checked_at_its_ends():
 
 
 def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, monkeypatch):
-    """hydra.sweeper.params in a preset; the command line narrows them. A key that only a signature knows needs no plus here either."""
+    """hydra.sweeper.params in a preset; the command line narrows them. A key that only a signature
+    knows needs no plus here either."""
     (tmp_path / "experiment").mkdir()
     preset = (
         "# @package _global_\nhydra:\n  sweeper:\n    params:\n      kl: k1,k3\n      seed: 1,2,3\n"
@@ -214,7 +217,8 @@ def test_the_reason_of_a_failure_is_rlkits_own_sentence(tmp_path):
 
 
 def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch):
-    """All of them landed on the first one. A job that ends makes room for the next; more jobs than GPUs go round."""
+    """All of them landed on the first one. A job that ends makes room for the next; more jobs than
+    GPUs go round."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
 
     def place(stack, *, jobs=4, devices=1):
@@ -269,7 +273,7 @@ def test_a_job_is_started_on_its_gpu(tmp_path, monkeypatch):
     assert started == ["1"]
 
 
-# ---------------------------------------------------------------------------------------------- real jobs, minutes
+# ------------------------------------------------------------------------------- real jobs, minutes
 
 
 def train(folder, *words, **settings):
@@ -287,7 +291,8 @@ def finished(root):
 
 @pytest.mark.slow
 def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path):
-    """A job whose checkpoint cannot be written fails; a second command does the other ones not again."""
+    """A job whose checkpoint cannot be written fails; a second command does the other ones not
+    again."""
     words = ["algorithm=grpo", "seed=1,2,3", *FAST]
     root = tmp_path / "outputs" / "sweep"
     root.mkdir(parents=True)
@@ -315,7 +320,8 @@ def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path):
 
 
 def begin(command: list[str], folder: Path, **more) -> subprocess.Popen:
-    """Starts a command that takes Ctrl-C, even where a shell without job control started pytest with SIGINT ignored."""
+    """Starts a command that takes Ctrl-C, even where a shell without job control started pytest
+    with SIGINT ignored."""
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, text=True, preexec_fn=heed, **more
@@ -351,7 +357,8 @@ def needs(plugin):
     "launcher", ["basic", pytest.param("parallel", marks=needs("hydra_joblib_launcher"))]
 )
 def test_a_ctrl_c_ends_a_sweep_and_leaves_no_process(launcher, tmp_path):
-    """What a terminal does: SIGINT to every process of the foreground group, the launcher's workers among them."""
+    """What a terminal does: SIGINT to every process of the foreground group, the launcher's workers
+    among them."""
     words = [
         f"hydra/launcher={launcher}",
         "seed=1,2",
@@ -386,7 +393,8 @@ def test_a_ctrl_c_ends_a_sweep_and_leaves_no_process(launcher, tmp_path):
 
 
 def session_or_folder(process, session, folder):
-    """Whether a process is of a session, or works in a folder: a job has a group, but no session of its own."""
+    """Whether a process is of a session, or works in a folder: a job has a group, but no session of
+    its own."""
     try:
         return (
             int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session

@@ -1,4 +1,5 @@
-"""What a run says in a terminal and in a pipe: header, a line a step with the time left, nothing that moves where nobody sees it."""
+"""What a run says in a terminal and in a pipe: header, a line a step with the time left, nothing
+that moves where nobody sees it."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def module_at(step, row, *, max_time=None):
 
 @pytest.fixture
 def lines(monkeypatch, capsys):
-    """The lines of a piped run whose steps take 2.5 s and whose evaluations take 4 s, every second step."""
+    """The lines of a piped run whose steps take 2.5 s and whose evaluations take 4 s, every second
+    step."""
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: 100.0)
 
     def run(steps, *, max_time=None):
@@ -103,7 +105,8 @@ def test_the_countdown_counts_down(monkeypatch):
 
 
 def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monkeypatch):
-    """A machine without isolation was found out in the middle of the first episode, and the header said nothing of it."""
+    """A machine without isolation was found out in the middle of the first episode, and the header
+    said nothing of it."""
     environment = tool_use(
         tools={"python": python_tool(sandbox=Sandbox(min_level="kernel+ns"))}, parse_calls=hermes
     )
@@ -121,7 +124,8 @@ def test_a_tool_that_runs_code_gets_its_sandbox_before_the_model_is_loaded(monke
 
 
 def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
-    """The header's words; no control character, no advert; a warning that is none of the frameworks' habits comes through."""
+    """The header's words; no control character, no advert; a warning that is none of the
+    frameworks' habits comes through."""
     monkeypatch.chdir(tmp_path)
     probe.cache_clear()  # another test of this process may have asked for a sandbox
     with warnings.catch_warnings(record=True) as caught:
@@ -149,7 +153,8 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_run_in_a_terminal(tmp_path):
-    """One bar that is drawn over itself, the lines of all steps above it, the cursor shown again at the end."""
+    """One bar that is drawn over itself, the lines of all steps above it, the cursor shown again at
+    the end."""
     ours, theirs = pty.openpty()
     command = [
         sys.executable,

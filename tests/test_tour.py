@@ -1,4 +1,5 @@
-"""The notebooks of examples/: kept without outputs, listed on their page, and run whole, with the claims of their last cells."""
+"""The notebooks of examples/: kept without outputs, listed on their page, and run whole, with the
+claims of their last cells."""
 
 from __future__ import annotations
 

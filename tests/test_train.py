@@ -1,4 +1,5 @@
-"""`rlkit train` as a user runs it, in an empty folder: what it writes, how it resumes, what it refuses."""
+"""`rlkit train` as a user runs it, in an empty folder: what it writes, how it resumes, what it
+refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 from rlkit.commands.cli import main
 from rlkit.episodes import load_rollouts
 
-SPAN = "schedule.numbers.optimizer.lr.steps=20"  # a length of its own: a run that is continued with more steps is exact
+# a length of its own: a run that is continued with more steps is exact
+SPAN = "schedule.numbers.optimizer.lr.steps=20"
 LEARNS = [
     "batch.group_size=8",
     "optimizer.lr=1e-3",
@@ -84,14 +86,16 @@ def test_summary_says_how_it_went(whole):
 
 
 def test_first_minibatch_is_on_policy(whole):
-    """Ratio 1 and trainer = sampler: the cheapest guard against mask, temperature and log-prob bugs."""
+    """Ratio 1 and trainer = sampler: the cheapest guard against mask, temperature and log-prob
+    bugs."""
     for row in rows(whole)[1:]:
         assert row["ratio/first_mean"] == pytest.approx(1.0, abs=1e-6)
         assert row["mismatch/logp_abs_max"] < 1e-3
 
 
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path, same, timeless):
-    """Stopped after two of four steps and continued in the same folder: weights, metrics and rollouts are identical."""
+    """Stopped after two of four steps and continued in the same folder: weights, metrics and
+    rollouts are identical."""
     folder = tmp_path / "halves"
     assert train(folder, "trainer.steps=2", *LEARNS) == 0
     middle = torch.load(folder / "checkpoints" / "step_000002.ckpt", weights_only=True)[
@@ -146,7 +150,8 @@ REFERENCES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("option", REFERENCES)
 def test_resumed_run_with_a_moving_reference_equals_an_uninterrupted_one(tmp_path, same, option):
-    """Policy, reference, its counters and all metrics; the reference has moved and is not the policy, or this shows nothing."""
+    """Policy, reference, its counters and all metrics; the reference has moved and is not the
+    policy, or this shows nothing."""
     words = [*MOVES, *REFERENCES[option]]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train(whole, "trainer.steps=4", *words) == 0
@@ -251,7 +256,8 @@ def test_other_compositions_train(tmp_path, overrides):
 
 @pytest.mark.slow
 def test_a_reward_that_fails_in_training_leaves_its_rollout_behind(tmp_path, monkeypatch, capsys):
-    """It passed the try on gold answers; the run stops, and the sample is there to look at. Allowed, it goes on and says so."""
+    """It passed the try on gold answers; the run stops, and the sample is there to look at.
+    Allowed, it goes on and says so."""
     (tmp_path / "failing_reward.py").write_text(
         "def late(r):\n    return 1.0 if not r.steps[0].response_ids or r.sample else r.nothing\n"
     )
@@ -351,7 +357,8 @@ def test_max_time_ends_a_run_whole(tmp_path):
 
 @pytest.mark.slow
 def test_a_target_ends_a_run_as_finished(tmp_path):
-    """evaluation.stop_at 0 is reached at the first evaluation; test problems are played once more then."""
+    """evaluation.stop_at 0 is reached at the first evaluation; test problems are played once more
+    then."""
     folder = tmp_path / "target"
     assert train(folder, "trainer.steps=50", "evaluation.every=2", "evaluation.stop_at=0.0") == 0
     summary = json.loads((folder / "summary.json").read_text())
@@ -411,7 +418,8 @@ def test_a_model_that_no_run_has_touched_is_evaluated(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_ppo_runs_on_the_warm_start_of_guess_number(tmp_path, capsys):
-    """Episodes of many steps, end to end; a found number counts as right, and the mean reward stands beside it."""
+    """Episodes of many steps, end to end; a found number counts as right, and the mean reward
+    stands beside it."""
     folder = tmp_path / "guess"
     few = [
         "trainer.steps=2",
@@ -433,7 +441,8 @@ def test_ppo_runs_on_the_warm_start_of_guess_number(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_threads_on_a_machine_of_other_cores(tmp_path, monkeypatch, capsys):
-    """Sums of another number of threads are rounded differently, so the continuation would not be the uninterrupted run's."""
+    """Sums of another number of threads are rounded differently, so the continuation would not be
+    the uninterrupted run's."""
     before = torch.get_num_threads()
     try:
         for threads, words in [

@@ -1,4 +1,5 @@
-"""A run folder from a stranger: its config is data until the user says otherwise, and nothing in it ends a command with a traceback."""
+"""A run folder from a stranger: its config is data until the user says otherwise, and nothing in it
+ends a command with a traceback."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ MODEL = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tin
 
 @pytest.fixture
 def stranger(tmp_path, monkeypatch):
-    """A run folder whose config names a module; importing that leaves a file behind. (folder, file, module)"""
+    """A run folder whose config names a module; importing that leaves a file behind. (folder, file,
+    module)"""
     trace, name = (
         tmp_path / "imported",
         f"strange_{tmp_path.name}",
@@ -128,7 +130,7 @@ def test_values_of_the_environment_come_from_it_again(monkeypatch):
         with_environment({"a": ["${oc.env:WHERE}/b"]})
 
 
-# ------------------------------------------------------------------------------------------------ files that attack
+# -------------------------------------------------------------------------------- files that attack
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
@@ -173,7 +175,7 @@ def test_what_rlkit_writes_it_can_read(tmp_path):
     assert read_yaml(tmp_path / "config.yaml")["b"]["c"] == shared
 
 
-# ----------------------------------------------------------------------------------------------- readers of odd rows
+# ------------------------------------------------------------------------------ readers of odd rows
 
 ODD = [
     None,
@@ -199,7 +201,8 @@ ODD = [
     "first, last", cases([(0, 1), *((n, n + 2) for n in range(1, 17, 2))], [(0, 1)], unpack=True)
 )
 def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path):
-    """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is replaced by another type, at random."""
+    """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is
+    replaced by another type, at random."""
     pytest.importorskip("matplotlib")
     from rlkit.episodes import save_rollouts
     from rlkit.types import Rollout, Step, Task

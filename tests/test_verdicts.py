@@ -1,4 +1,5 @@
-"""What a stranger's folder may set: a verdict for each parameter of a shipped function, and the commands that ask for the rest."""
+"""What a stranger's folder may set: a verdict for each parameter of a shipped function, and the
+commands that ask for the rest."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ BY = Folder(conf_dir())
 
 
 def settable(target: str) -> list[str]:
-    """The parameters that a config can set: a function's required positional ones are what it is called with."""
+    """The parameters that a config can set: a function's required positional ones are what it is
+    called with."""
     function = resolve(target)
     return [
         key
@@ -96,7 +98,7 @@ def test_safe_by_type(hint, expected):
     assert safe_by_type(hint) == expected
 
 
-# ------------------------------------------------------------------------------------------------ a stranger's folder
+# ------------------------------------------------------------------------------ a stranger's folder
 
 
 def bad_value(target: str, key: str, canary: str) -> Any:
@@ -312,7 +314,8 @@ class Asked(Exception):
 
 
 def judge(folder: Path, mine: list[str], entry: str) -> None:
-    """Raises ConfigError where a command would ask; otherwise Asked, before anything is imported."""
+    """Raises ConfigError where a command would ask; otherwise Asked, before anything is
+    imported."""
     ask = asker(f"run={folder}", folder, mine, Arguments(mine), entry=entry, own_model=True)
 
     def stop(config):
@@ -327,7 +330,8 @@ def judge(folder: Path, mine: list[str], entry: str) -> None:
     "kind", cases(OVERRIDES, ["a weaker sandbox", "a search path behind a space", "a program"])
 )
 def test_every_way_around_is_closed(kind, tmp_path, monkeypatch):
-    """Each is refused by evaluate and by resume, and none where the user says the same on his own command line."""
+    """Each is refused by evaluate and by resume, and none where the user says the same on his own
+    command line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "strange").mkdir()

@@ -1,4 +1,5 @@
-"""A scripted MCP server without the package: `python tool_server.py` over standard input and output, `… PORT` over HTTP.
+"""A scripted MCP server without the package: `python tool_server.py` over standard input and
+output, `… PORT` over HTTP.
 
 Its tools do what tests need: keep a count, fail, wait, say too much, and die.
 """

@@ -17,7 +17,8 @@ EOS = 0
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`vllm serve` as far as the engine uses it: the completion is the prompt's last id + 1, and the end."""
+    """`vllm serve` as far as the engine uses it: the completion is the prompt's last id + 1, and
+    the end."""
 
     def do_GET(self):
         self.server.absences -= 1
@@ -58,7 +59,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler=Handler):
-    """A server. `dies_at`: the path at which it goes away, for `away` looks at it; `holds`: what it does before a completion."""
+    """A server. `dies_at`: the path at which it goes away, for `away` looks at it; `holds`: what it
+    does before a completion."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
         http.model, http.asked, http.missing, http.dies_at, http.absences, http.away, http.holds = (
             "base",
@@ -82,7 +84,8 @@ def serving(handler=Handler):
 
 
 class Model(Handler):
-    """One that samples from the weights that it was given. `salt` moves the draws: with another one a server gives other tokens."""
+    """One that samples from the weights that it was given. `salt` moves the draws: with another one
+    a server gives other tokens."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

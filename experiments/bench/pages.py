@@ -1,8 +1,10 @@
-"""Writes the pages of the committed rows again, without a run: after a change of what a page says or how it counts.
+"""Writes the pages of the committed rows again, without a run: after a change of what a page says
+or how it counts.
 
     python experiments/bench/pages.py
 
-Reads results.csv of the matrix, of every study and of the pairs; writes README.md, comparisons.csv, scores.png, pairs.md and pairs.png.
+Reads results.csv of the matrix, of every study and of the pairs; writes README.md, comparisons.csv,
+scores.png, pairs.md and pairs.png.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ HERE = Path(__file__).parent
 
 
 def write_again(folder: Path) -> None:
-    """The page, the comparisons and the plot of one folder. What failed stands in its page alone, and stays there."""
+    """The page, the comparisons and the plot of one folder. What failed stands in its page alone,
+    and stays there."""
     rows = list(csv.DictReader((folder / "results.csv").open()))
     old = (folder / "README.md").read_text()
     failed = re.search(r"Failed:\n\n(.*?)\n\n", old, re.DOTALL)

@@ -1,8 +1,10 @@
-"""Draws the rows of a matrix: a panel a task, a line an arm, a dot a seed, a diamond the mean with its 95 % interval.
+"""Draws the rows of a matrix: a panel a task, a line an arm, a dot a seed, a diamond the mean with
+its 95 % interval.
 
     python experiments/bench/plot.py [FOLDER …]
 
-Without folders, the matrix and all studies of this page. Reads results.csv of each folder and writes scores.png beside it.
+Without folders, the matrix and all studies of this page. Reads results.csv of each folder and
+writes scores.png beside it.
 """
 
 from __future__ import annotations

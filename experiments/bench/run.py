@@ -1,15 +1,19 @@
-"""Does every task of the bench tell apart the pair that it was built for? On ten seeds, and again on the next ten.
+"""Does every task of the bench tell apart the pair that it was built for? On ten seeds, and again
+on the next ten.
 
     python experiments/bench/run.py [--tasks chain proxy] [--jobs 2] [--folder outputs/pairs]
-    python experiments/bench/run.py --seeds 100 101 102 --also model.opinions=1 model.init_std=0.18 --to outputs/pilot
+    python experiments/bench/run.py --seeds 100 101 102 --also model.opinions=1 model.init_std=0.18
+    --to outputs/pilot
 
-The second form is a pilot: `--also` goes to every run, and the rows and the page are written elsewhere.
+The second form is a pilot: `--also` goes to every run, and the rows and the page are written
+elsewhere.
 
-pairs.yaml names, for each task, its arms and its pairs, of which the second is expected to be better, and the seed from which on a pair
-counts, 0 where none stands there. Without --seeds, both arms of a pair run on the twenty seeds from there on. Runs that are finished are
-not repeated. A row a run in results.csv, and two tables in pairs.md, of the first ten seeds of every pair and of its next ten: the
-differences of the scores (1 - regret) within seeds, and the false-discovery rate over all pairs of the table. pairs.png shows the
-differences, a dot a seed.
+pairs.yaml names, for each task, its arms and its pairs, of which the second is expected to be
+better, and the seed from which on a pair counts, 0 where none stands there. Without --seeds, both
+arms of a pair run on the twenty seeds from there on. Runs that are finished are not repeated. A row
+a run in results.csv, and two tables in pairs.md, of the first ten seeds of every pair and of its
+next ten: the differences of the scores (1 - regret) within seeds, and the false-discovery rate over
+all pairs of the table. pairs.png shows the differences, a dot a seed.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ def named() -> dict[str, Any]:
 def rows_of(
     task: str, folder: Path, seeds: Sequence[int], jobs: int, also: Sequence[str]
 ) -> list[bench.Row]:
-    """The rows of the arms of one task's pairs, run where they are missing; without seeds, those on which each pair counts."""
+    """The rows of the arms of one task's pairs, run where they are missing; without seeds, those on
+    which each pair counts."""
     own = named()[task]
     cells = [
         cell
@@ -88,7 +93,8 @@ class Compared(NamedTuple):
 
 
 def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
-    """Every pair on its first ten seeds, counted from the one from which on it counts (ten = 0), or on its next ten (1)."""
+    """Every pair on its first ten seeds, counted from the one from which on it counts (ten = 0), or
+    on its next ten (1)."""
     of = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
     out = []
     for task, own in named().items():
@@ -113,7 +119,8 @@ def compared(rows: Sequence[bench.Row], ten: int) -> list[Compared]:
 
 
 def table(pairs: Sequence[Compared]) -> str:
-    """A line a pair: both scores, their difference within seeds, and whether it is a claim over all lines of the table."""
+    """A line a pair: both scores, their difference within seeds, and whether it is a claim over all
+    lines of the table."""
     out = []
     for pair, (d, q, sees) in zip(
         pairs, tested_together([pair.sides() for pair in pairs]), strict=True
@@ -156,7 +163,8 @@ def page(rows: Sequence[bench.Row]) -> str:
 
 
 def plot(rows: Sequence[bench.Row], path: Path) -> None:
-    """The difference of each pair: a dot a seed, the mean with its 95 % interval, a line for every ten seeds."""
+    """The difference of each pair: a dot a seed, the mean with its 95 % interval, a line for every
+    ten seeds."""
     import matplotlib
 
     matplotlib.use("Agg")

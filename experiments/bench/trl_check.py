@@ -3,10 +3,11 @@
     bash experiments/benchmarks/peers_env.sh FOLDER
     python experiments/bench/trl_check.py --python FOLDER/bin/python [--tasks scales needle]
 
-rlkit's rows are those of GRPO on scales in matrix/results.csv, and of GRPO without a KL on needle in results.csv. TRL draws other noise
-and splits a step's replies into its two updates by reply, not by group, so runs of a seed share their start and problems and nothing else.
-Its score is exact: the chance of the right replies, from the trained model's probabilities. A row a run in trl.csv, and a table with the
-differences within seeds.
+rlkit's rows are those of GRPO on scales in matrix/results.csv, and of GRPO without a KL on needle
+in results.csv. TRL draws other noise and splits a step's replies into its two updates by reply, not
+by group, so runs of a seed share their start and problems and nothing else. Its score is exact: the
+chance of the right replies, from the trained model's probabilities. A row a run in trl.csv, and a
+table with the differences within seeds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What the benchmarks of this folder have in common: their command line, processes of their own, memory, exponents, and the CSV.
+"""What the benchmarks of this folder have in common: their command line, processes of their own,
+memory, exponents, and the CSV.
 
-A run that is measured is the command `rlkit train` itself, in a process of its own, with parts of this file put in by `_target_`: a model
-that never ends a reply (`endless`), a clock (`clock`), conversations of a fixed number of turns (`talk`), a reward that needs no tool
-(`solved`).
+A run that is measured is the command `rlkit train` itself, in a process of its own, with parts of
+this file put in by `_target_`: a model that never ends a reply (`endless`), a clock (`clock`),
+conversations of a fixed number of turns (`talk`), a reward that needs no tool (`solved`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STUDENT = (
 )  # 97.5 % quantile of t by degrees of freedom, from 1
 
 
-# ------------------------------------------------------------------------------------------------- command and CSV
+# ---------------------------------------------------------------------------------- command and CSV
 
 
 def parser(
@@ -72,8 +73,8 @@ def parser(
 
 
 def once(work: Callable[[], Any]) -> None:
-    """Prints the processor seconds of one round, after another that warms up, and of one more for each line of standard input: for pairs
-    with another checkout (`--once`, pairs.py)."""
+    """Prints the processor seconds of one round, after another that warms up, and of one more for
+    each line of standard input: for pairs with another checkout (`--once`, pairs.py)."""
     work()
     while True:
         begun = time.process_time()
@@ -118,7 +119,8 @@ def installed(package: str) -> str:
 
 
 def write(out: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """name.csv, and the rows on the screen without what is the same in all of them. Rows of other devices stay in the file."""
+    """name.csv, and the rows on the screen without what is the same in all of them. Rows of other
+    devices stay in the file."""
     out.mkdir(parents=True, exist_ok=True)
     shown, rows = (
         rows,
@@ -145,11 +147,12 @@ def elsewhere(file: Path, devices: set[Any]) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(opened) if row.get("device", "cpu") not in devices]
 
 
-# --------------------------------------------------------------------------------------------- processes and memory
+# ----------------------------------------------------------------------------- processes and memory
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Of a child: this checkout and this folder importable, one number of threads, no network, no progress bars."""
+    """Of a child: this checkout and this folder importable, one number of threads, no network, no
+    progress bars."""
     path = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
@@ -162,7 +165,8 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def child(command: Sequence[str], *, threads: int, cwd: Path | None = None) -> Any:
-    """What a process that ends with `answer` says. Raises RuntimeError with the end of its output where it says nothing."""
+    """What a process that ends with `answer` says. Raises RuntimeError with the end of its output
+    where it says nothing."""
     done = subprocess.run(
         list(command),
         env=environment(threads),
@@ -185,7 +189,8 @@ def answer(result: Any) -> None:
 
 
 def memory(field: str) -> float:
-    """MiB of this process, as Linux counts them: VmRSS is now, VmHWM the most since the start or `forget_peak`."""
+    """MiB of this process, as Linux counts them: VmRSS is now, VmHWM the most since the start or
+    `forget_peak`."""
     found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, f"/proc/self/status has no {field}"
     return int(found.group(1)) / 1024
@@ -200,11 +205,12 @@ def forget_peak() -> float:
     return memory("VmRSS")
 
 
-# ---------------------------------------------------------------------------------------------------------- numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, float, float]:
-    """k of cost ~ size^k by least squares of the logarithms, and its 95 % interval (Student's t). For three to ten points."""
+    """k of cost ~ size^k by least squares of the logarithms, and its 95 % interval (Student's t).
+    For three to ten points."""
     x, y = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
     mean = statistics.fmean(x)
     spread = sum((a - mean) ** 2 for a in x)
@@ -216,11 +222,12 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> tuple[float, flo
     return slope, slope - half, slope + half
 
 
-# ------------------------------------------------------------------------------------------------- models for speed
+# --------------------------------------------------------------------------------- models for speed
 
 
 def shape(name: str, device: str) -> Any:
-    """Random weights in a known model's shape: enough for speed. bfloat16 on a GPU, float32 elsewhere."""
+    """Random weights in a known model's shape: enough for speed. bfloat16 on a GPU, float32
+    elsewhere."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -256,12 +263,14 @@ def shape(name: str, device: str) -> Any:
         )
 
 
-# Millions of parameters → hidden size and layers of random weights beside the embedded tokenizer; None: the embedded model itself.
+# Millions of parameters → hidden size and layers of random weights beside the embedded tokenizer;
+# None: the embedded model itself.
 SIZES: dict[str, tuple[int, int] | None] = {"0.9": None, "4.5": (256, 5), "26": (512, 8)}
 
 
 def model_folder(size: str, folder: Path) -> str:
-    """A model of this size with random weights, beside the embedded tokenizer; its path. "0.6b-shape": as `shape` gives it."""
+    """A model of this size with random weights, beside the embedded tokenizer; its path.
+    "0.6b-shape": as `shape` gives it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -296,7 +305,8 @@ def model_folder(size: str, folder: Path) -> str:
 
 
 def card() -> Any:
-    """The GPU of this machine in the table of rlkit.models.roofline; None where it is not listed, or there is none."""
+    """The GPU of this machine in the table of rlkit.models.roofline; None where it is not listed,
+    or there is none."""
     import torch
 
     from rlkit.models.roofline import CARDS
@@ -305,7 +315,7 @@ def card() -> Any:
     return next((card for key, card in CARDS.items() if key in name), None)
 
 
-# -------------------------------------------------------------------------------------- parts put in by `_target_`
+# ----------------------------------------------------------------------- parts put in by `_target_`
 
 
 def endless(**given: Any) -> Any:
@@ -316,12 +326,14 @@ def endless(**given: Any) -> Any:
 
 
 def spread_text(text: str, answer: str) -> float:
-    """1 or 0, by the characters of the text: random weights solve nothing, and groups that agree teach nothing."""
+    """1 or 0, by the characters of the text: random weights solve nothing, and groups that agree
+    teach nothing."""
     return 1.0 if text.strip() == answer else float(bool(text) and sum(map(ord, text)) % 2)
 
 
 def spread(rollout: Any, /) -> float:
-    """1 for every second sample of a prompt, so that no group agrees and every step has its updates."""
+    """1 for every second sample of a prompt, so that no group agrees and every step has its
+    updates."""
     return float(rollout.sample % 2)
 
 
@@ -335,7 +347,8 @@ SPREAD = [
 
 
 def solved_text(text: str, answer: str) -> float:
-    """1 where the expression that a reply hands to the calculator has the value of the answer, else 0: one reply, no tool needed."""
+    """1 where the expression that a reply hands to the calculator has the value of the answer, else
+    0: one reply, no tool needed."""
     from rlkit.environments import calculator
 
     found = re.findall(r'"expression": "([^"]*)"', text)
@@ -346,7 +359,8 @@ def solved_text(text: str, answer: str) -> float:
 
 
 def solved(rollout: Any, /) -> float:
-    """`solved_text` of the last reply; an answer alone counts too, so that the gold answers score 1."""
+    """`solved_text` of the last reply; an answer alone counts too, so that the gold answers score
+    1."""
     text = rollout.steps[-1].content if rollout.steps else ""
     return float(text.strip() == rollout.task.answer) or solved_text(text, rollout.task.answer)
 
@@ -369,7 +383,8 @@ MARKS: dict[str, Any] = {}  # what a clock saw in this process
 
 
 def clock(run: Path, /) -> Any:
-    """A callback that notes when training began and when each RL step had ended, metrics and other callbacks included, and each row."""
+    """A callback that notes when training began and when each RL step had ended, metrics and other
+    callbacks included, and each row."""
     import lightning as L
 
     MARKS.update(ends=[], rows=[])
@@ -387,7 +402,8 @@ def clock(run: Path, /) -> Any:
 
 
 def steps_of(overrides: Sequence[str], folder: Path) -> tuple[list[float], list[dict[str, Any]]]:
-    """`rlkit train` in this process without evaluation, checkpoints or copies of rollouts; seconds and metrics of each RL step."""
+    """`rlkit train` in this process without evaluation, checkpoints or copies of rollouts; seconds
+    and metrics of each RL step."""
     from rlkit.commands.cli import main
 
     quiet = [

@@ -1,20 +1,24 @@
-"""Tokens a second of the rollout engines on one machine: `transformers` (Hugging Face generate), `cached`, and their peers.
+"""Tokens a second of the rollout engines on one machine: `transformers` (Hugging Face generate),
+`cached`, and their peers.
 
-    python experiments/benchmarks/decode.py [--rows 64 256] [--tokens 96] [--vllm-python /tmp/vllm/bin/python]
-    python experiments/benchmarks/decode.py --device cuda --model qwen3_0.6b-shape --rows 512 --prompt 512 --tokens 512 --rounds 2
+    python experiments/benchmarks/decode.py [--rows 64 256] [--tokens 96] [--vllm-python
+    /tmp/vllm/bin/python] python experiments/benchmarks/decode.py --device cuda --model
+    qwen3_0.6b-shape --rows 512 --prompt 512 --tokens 512 --rounds 2
 
-The embedded model, real prompts of the default task, groups of 8; or random weights in a known model's shape and random prompts of one
-length. No reply ends before its limit, so all engines draw the same number of tokens, each with its log-prob, at temperature 1. Rounds
-alternate between the engines; medians and the median of the paired ratios go into decode.csv. The prompts are read anew in every round and
-count in neither figure, their time does in both.
+The embedded model, real prompts of the default task, groups of 8; or random weights in a known
+model's shape and random prompts of one length. No reply ends before its limit, so all engines draw
+the same number of tokens, each with its log-prob, at temperature 1. Rounds alternate between the
+engines; medians and the median of the paired ratios go into decode.csv. The prompts are read anew
+in every round and count in neither figure, their time does in both.
 
-`continuous` is transformers' continuous batching (`generate_batch`, its manager kept between rounds); it is so slow on a CPU that it takes
-part in one round. `vllm` runs in a process of another environment (--vllm-python; tests/vllm_env.sh makes one) with prefix caching
-as it comes. On a GPU `limit_tokens_per_second` is what the memory's bandwidth allows, 0.9 of the data sheet's: every step reads all weights
-once, and keys and values of all rows.
+`continuous` is transformers' continuous batching (`generate_batch`, its manager kept between
+rounds); it is so slow on a CPU that it takes part in one round. `vllm` runs in a process of another
+environment (--vllm-python; tests/vllm_env.sh makes one) with prefix caching as it comes. On a GPU
+`limit_tokens_per_second` is what the memory's bandwidth allows, 0.9 of the data sheet's: every step
+reads all weights once, and keys and values of all rows.
 
-`--once` prints the processor seconds of one round of `cached` for each number of rows instead, to be compared with another checkout's
-(served.py).
+`--once` prints the processor seconds of one round of `cached` for each number of rows instead, to
+be compared with another checkout's (served.py).
 """
 
 from __future__ import annotations
@@ -49,11 +53,12 @@ Contexts = Sequence[tuple[int, ...]]
 Engine = Callable[[Contexts, int], Any]  # (contexts, new tokens) → replies
 
 
-# --------------------------------------------------------------------------------------------- what is decoded
+# ---------------------------------------------------------------------------------- what is decoded
 
 
 def policy_of(model: str, device: str) -> Policy:
-    """The embedded policy, or random weights in another shape beside its tokenizer; neither ends a reply."""
+    """The embedded policy, or random weights in another shape beside its tokenizer; neither ends a
+    reply."""
     policy = load_policy(path="tiny")._replace(eos_token_ids=bench.NEVER)
     if model != "tiny":
         shaped = bench.shape(model, device)
@@ -77,7 +82,8 @@ def prompts(policy: Policy, rows: int, length: int | None) -> Contexts:
 
 
 def limit(model: Any, contexts: Contexts, tokens: int) -> float:
-    """Tokens a second that the bandwidth of a listed card allows (rlkit.models.roofline.decode_limit); nan elsewhere."""
+    """Tokens a second that the bandwidth of a listed card allows
+    (rlkit.models.roofline.decode_limit); nan elsewhere."""
     card = bench.card() if next(model.parameters()).is_cuda else None
     context = statistics.fmean(map(len, contexts)) + tokens / 2
     return (
@@ -87,7 +93,7 @@ def limit(model: Any, contexts: Contexts, tokens: int) -> float:
     )
 
 
-# ------------------------------------------------------------------------------------------------- the engines
+# -------------------------------------------------------------------------------------- the engines
 
 
 def own(engine: str, policy: Policy) -> Engine:
@@ -115,7 +121,8 @@ def continuous(policy: Policy) -> Engine:
     model.set_attn_implementation("sdpa")
 
     def decode(contexts: Contexts, tokens: int) -> int:
-        # On a CPU it would take nine tenths of the machine's memory for its cache, and an attention mask over all of it.
+        # On a CPU it would take nine tenths of the machine's memory for its cache, and an attention
+        # mask over all of it.
         longest = max(map(len, contexts)) + tokens
         room = {
             "page_size": PAGE,
@@ -149,7 +156,8 @@ def continuous(policy: Policy) -> Engine:
 
 @contextmanager
 def vllm(policy: Policy, contexts: Contexts, asked: argparse.Namespace) -> Iterator[Engine]:
-    """vLLM in a process of its own environment, which loads the model once and then decodes the same prompts on every word."""
+    """vLLM in a process of its own environment, which loads the model once and then decodes the
+    same prompts on every word."""
     with tempfile.TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         policy.renderer.tokenizer.save_pretrained(folder)
@@ -234,7 +242,7 @@ def check(lengths: Sequence[int], rows: int, tokens: int) -> int:
     return sum(lengths)
 
 
-# ---------------------------------------------------------------------------------------------------- measuring
+# ---------------------------------------------------------------------------------------- measuring
 
 
 def timed(engine: Engine, contexts: Contexts, tokens: int, device: str) -> tuple[float, Any]:

@@ -1,19 +1,26 @@
 """Every figure that only a GPU can give, with one command on a machine that has nothing else.
 
     python experiments/benchmarks/gpu.py [--wheels FOLDER] [--python TRL_ENVIRONMENT/bin/python]
-    python experiments/benchmarks/gpu.py --device cpu --quick            # the plumbing, without a GPU
+    python experiments/benchmarks/gpu.py --device cpu --quick            # the plumbing, without a
+    GPU
 
-It needs torch, transformers, lightning and peft; what else is missing (hydra-core, omegaconf, pytest, …) it names, and installs from a
-folder of wheels (--wheels) without an index. Each part is a process of its own, and one that fails does not stop the others:
+It needs torch, transformers, lightning and peft; what else is missing (hydra-core, omegaconf,
+pytest, …) it names, and installs from a folder of wheels (--wheels) without an index. Each part is
+a process of its own, and one that fails does not stop the others:
 
     tests     pytest -m gpu tests/gpu
-    decode    decode.py: tokens a second of a 0.6 B shape against the limit of the bandwidth         → decode.csv
-    memory    memory.py: peak of an update at a vocabulary of 151,936                                → memory.csv
-    step      whole RL steps with adapters and with all weights: seconds and peak against the roofline model, the peak that the memory
-              probe promises, and the gap in nats between sampler and trainer in bfloat16            → gpu.csv
-    peers     peers.py: a step against TRL's, with vLLM in its process; skipped where TRL is absent  → peers.csv
+    decode    decode.py: tokens a second of a 0.6 B shape against the limit of the bandwidth
+              → decode.csv
+    memory    memory.py: peak of an update at a vocabulary of 151,936
+              → memory.csv
+    step      whole RL steps with adapters and with all weights: seconds and peak against the
+              roofline model, the peak that the memory probe promises, and the gap in nats between
+              sampler and trainer in bfloat16            → gpu.csv
+    peers     peers.py: a step against TRL's, with vLLM in its process; skipped where TRL is absent
+              → peers.csv
 
-gpu.csv also has a row a part: done, skipped or failed, and why. Rows of other devices stay in every CSV. Exit status 1 where a part failed.
+gpu.csv also has a row a part: done, skipped or failed, and why. Rows of other devices stay in every
+CSV. Exit status 1 where a part failed.
 """
 
 from __future__ import annotations
@@ -47,7 +54,8 @@ LAST = 600  # characters of a failure that are kept
 
 
 def step(given: dict[str, Any]) -> dict[str, Any]:
-    """Steps of one setting in this process: seconds, peaks in GB and the mismatch, measured and expected."""
+    """Steps of one setting in this process: seconds, peaks in GB and the mismatch, measured and
+    expected."""
 
     from rlkit.commands import forecast
     from rlkit.config.compose import compose, experiment
@@ -123,11 +131,12 @@ def peak(device: Any) -> float:
     )
 
 
-# --------------------------------------------------------------------------------------------------- in the parent
+# ------------------------------------------------------------------------------------ in the parent
 
 
 def missing(wheels: Path | None) -> list[str]:
-    """Packages that are needed and not here, after those that lie in `wheels` have been installed from there."""
+    """Packages that are needed and not here, after those that lie in `wheels` have been installed
+    from there."""
 
     def absent() -> list[str]:
         importlib.invalidate_caches()

@@ -1,12 +1,15 @@
-"""What grows with the turns of an episode: memory of its rollout, its rows in a file, and resident memory of a run that trains on it.
+"""What grows with the turns of an episode: memory of its rollout, its rows in a file, and resident
+memory of a run that trains on it.
 
     python experiments/benchmarks/growth.py [--turns 5 20 50]
 
-64 episodes of the embedded tokenizer with 24 tokens drawn at random a turn, under both histories. These bytes are counted, so any machine
-gives the same: `memory_mib` is every Python object that the rollouts hold, each once; `lines_mib` and `file_mib` are their JSON lines, as
-they are and compressed. The last row of a history (`turns` is empty) has the exponents k of bytes ~ turns^k: 1 is linear.
-`peak_mib` is the most that `rlkit train` held in two RL steps of 8 × 8 episodes of up to 64 tokens a turn, in a process of its own; nearly
-all of it is torch, the engine's cache and the update.
+64 episodes of the embedded tokenizer with 24 tokens drawn at random a turn, under both histories.
+These bytes are counted, so any machine gives the same: `memory_mib` is every Python object that the
+rollouts hold, each once; `lines_mib` and `file_mib` are their JSON lines, as they are and
+compressed. The last row of a history (`turns` is empty) has the exponents k of bytes ~ turns^k: 1
+is linear. `peak_mib` is the most that `rlkit train` held in two RL steps of 8 × 8 episodes of up to
+64 tokens a turn, in a process of its own; nearly all of it is torch, the engine's cache and the
+update.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Peak memory of one update at a vocabulary of 151,936, over the tokens of a micro-batch: rlkit against the naive form.
+"""Peak memory of one update at a vocabulary of 151,936, over the tokens of a micro-batch: rlkit
+against the naive form.
 
     python experiments/benchmarks/memory.py [--tokens 512 1024 2048 4096]
     python experiments/benchmarks/memory.py --device cuda --tokens 2048 4096 8192 16384
 
-Forward and backward of `forward_logprobs` and the clipped surrogate, against logits [B, T, V] → log_softmax → gather and the same
-surrogate. The trunk is so small (one layer of width 64) that the head is all there is. Rows of 512 tokens, a quarter of each its prompt.
-Every figure is a process of its own; what is counted is what was resident at the most above model and gradients, on a GPU what torch had
-allocated. Both forms give the same gradient: the relative difference of its norms is in memory.csv. The entropy of every token,
-which rlkit's form computes in the same pass, is no part of the naive form.
+Forward and backward of `forward_logprobs` and the clipped surrogate, against logits [B, T, V] →
+log_softmax → gather and the same surrogate. The trunk is so small (one layer of width 64) that the
+head is all there is. Rows of 512 tokens, a quarter of each its prompt. Every figure is a process of
+its own; what is counted is what was resident at the most above model and gradients, on a GPU what
+torch had allocated. Both forms give the same gradient: the relative difference of its norms is in
+memory.csv. The entropy of every token, which rlkit's form computes in the same pass, is no part of
+the naive form.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
-"""Which share of an RL step is spent outside model compute: rewards, environment, assembly, logging?
+"""Which share of an RL step is spent outside model compute: rewards, environment, assembly,
+logging?
 
     python experiments/benchmarks/overhead.py [--steps 8] [--million 26] [OVERRIDE ...]
 
-The default of `rlkit train`, its callbacks and its logger included, without evaluation; or with overrides of yours. What counts as the
-model is said in one place, `rlkit.training.metrics.performance`: the engine at work, the scoring of given tokens, backward and optimiser.
-Each round is a run in a process of its own; figures are medians over the steps of all rounds without the first of each. A step runs from
-the end of a step to the end of the next. overhead.csv has a row a part:
+The default of `rlkit train`, its callbacks and its logger included, without evaluation; or with
+overrides of yours. What counts as the model is said in one place,
+`rlkit.training.metrics.performance`: the engine at work, the scoring of given tokens, backward and
+optimiser. Each round is a run in a process of its own; figures are medians over the steps of all
+rounds without the first of each. A step runs from the end of a step to the end of the next.
+overhead.csv has a row a part:
 
     decode        the engine at work: passes, draws, its slots          (model)
     train         scoring, backward, optimizer                          (model)
-    generation    the rest of sampling: environment, tools, template, tokenizer, the service around the engine
+    generation    the rest of sampling: environment, tools, template, tokenizer, the service around
+                  the engine
     reward        scores of the rollouts
     update        the rest of the update: assembly, advantages, the terms that metrics are made of
     metrics       the row

@@ -5,12 +5,14 @@
 Seconds an RL step of the default run, one thread a process, in turn:
 
 none      sampling, then the update
-overlap   a second process samples while this one updates (asynchrony=overlap, staleness 1); handover: weights and groups between them
-ceiling   two processes that know nothing of one another, one of which samples and one of which updates, side by side: the slower one's
+overlap   a second process samples while this one updates (asynchrony=overlap, staleness 1);
+          handover: weights and groups between them ceiling   two processes that know nothing of one
+          another, one of which samples and one of which updates, side by side: the slower one's
           seconds. Cores share caches and memory, so this is less than twice as fast as none
 
-Each with the default engine, and with one that waits a second before it decodes, as one on another machine does: there an overlapped
-step should take the longer of the two kinds of work. `reached` is the ceiling's seconds over those of overlap.
+Each with the default engine, and with one that waits a second before it decodes, as one on another
+machine does: there an overlapped step should take the longer of the two kinds of work. `reached` is
+the ceiling's seconds over those of overlap.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def run(folder: str, overrides: list[str]) -> None:
 
 
 def side(what: str, folder: str, overrides: list[str], steps: int) -> None:
-    """One of the two kinds of work alone, from when the other process is ready too until both have done their steps; its seconds a step."""
+    """One of the two kinds of work alone, from when the other process is ready too until both have
+    done their steps; its seconds a step."""
     import torch
 
     from rlkit.config.compose import compose, experiment

@@ -1,10 +1,12 @@
-"""Does packing pay: forward and backward of an update over packed rows, against padded rows of nearly one length?
+"""Does packing pay: forward and backward of an update over packed rows, against padded rows of
+nearly one length?
 
     python experiments/benchmarks/packing.py
 
-Both sides go through `rlkit.models.forward_logprobs` over the same rows of the embedded model: groups of 8 replies of 19 to
-38 tokens to prompts of 40 tokens. `padded` reads the rows as a model does that cannot be packed. `apart` packs rows
-whose prompts all differ, so that nothing is shared. Rounds alternate in one process.
+Both sides go through `rlkit.models.forward_logprobs` over the same rows of the embedded model:
+groups of 8 replies of 19 to 38 tokens to prompts of 40 tokens. `padded` reads the rows as a model
+does that cannot be packed. `apart` packs rows whose prompts all differ, so that nothing is shared.
+Rounds alternate in one process.
 """
 
 from __future__ import annotations

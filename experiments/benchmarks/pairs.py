@@ -1,11 +1,13 @@
-"""What decoding costs beside an older checkout, pair by pair: the ratio of processor seconds, this checkout over the older one.
+"""What decoding costs beside an older checkout, pair by pair: the ratio of processor seconds, this
+checkout over the older one.
 
     git worktree add /tmp/before 149a62e
     python experiments/benchmarks/pairs.py /tmp/before [--pairs 40]
 
-Two processes, one a checkout, on the same core of their choice with one thread; in turn each does a round of `decode.py --once` or
-`turns.py --once`, and which goes first alternates. pairs.csv has the median ratio and its 95 % interval, free of any distribution: the
-order statistics between which the median lies with 95 % by the binomial law.
+Two processes, one a checkout, on the same core of their choice with one thread; in turn each does a
+round of `decode.py --once` or `turns.py --once`, and which goes first alternates. pairs.csv has the
+median ratio and its 95 % interval, free of any distribution: the order statistics between which the
+median lies with 95 % by the binomial law.
 """
 
 from __future__ import annotations

@@ -1,22 +1,26 @@
-"""One GRPO step of rlkit against one of TRL: seconds, tokens a second, memory, and whether both learn the same.
+"""One GRPO step of rlkit against one of TRL: seconds, tokens a second, memory, and whether both
+learn the same.
 
     bash experiments/benchmarks/peers_env.sh /tmp/peers
     python experiments/benchmarks/peers.py --python /tmp/peers/bin/python
     python experiments/benchmarks/peers.py --python /tmp/peers/bin/python --curve
 
-Both sides: the embedded model, the same prompts in the same order, the same group size, reward, loss (grpo: sequence means, group
-standard deviation), one update a step, AdamW at a constant rate, float32 on a CPU, bfloat16 autocast on a GPU, no checkpointing of
-activations, neither evaluation nor checkpoint, one micro-batch (or --micro-batches of as many rows, on rlkit's side by tokens, so about as
-many), the same number of threads. The model is the embedded one, or random weights of another size (--model), whose
-replies get 0 or 1 by their characters.
-Each measurement is a process of its own, sides in turn: rlkit, TRL, rlkit, TRL. `forced` replies never end, so that both sides draw exactly
-the same number of tokens; `natural` ones end where they end. A step's seconds run from the end of a step to the end of the next, so that
-everything a framework does in between is in them. TRL samples by its transformers backend, or with
---vllm by vLLM in its own process (colocate); rlkit by its default engine.
+Both sides: the embedded model, the same prompts in the same order, the same group size, reward,
+loss (grpo: sequence means, group standard deviation), one update a step, AdamW at a constant rate,
+float32 on a CPU, bfloat16 autocast on a GPU, no checkpointing of activations, neither evaluation
+nor checkpoint, one micro-batch (or --micro-batches of as many rows, on rlkit's side by tokens, so
+about as many), the same number of threads. The model is the embedded one, or random weights of
+another size (--model), whose replies get 0 or 1 by their characters.
+Each measurement is a process of its own, sides in turn: rlkit, TRL, rlkit, TRL. `forced` replies
+never end, so that both sides draw exactly the same number of tokens; `natural` ones end where they
+end. A step's seconds run from the end of a step to the end of the next, so that everything a
+framework does in between is in them. TRL samples by its transformers backend, or with --vllm by
+vLLM in its own process (colocate); rlkit by its default engine.
 
-peers.csv: a row for each side, length and beta. Peak memory is the most that was resident; `above_import_mib` leaves out what was there
-before the model was loaded. On a GPU both are of torch's allocator. peers_curve.csv (--curve): accuracy on the step's own samples for each
-seed, and greedy accuracy on held-out problems at the end.
+peers.csv: a row for each side, length and beta. Peak memory is the most that was resident;
+`above_import_mib` leaves out what was there before the model was loaded. On a GPU both are of
+torch's allocator. peers_curve.csv (--curve): accuracy on the step's own samples for each seed, and
+greedy accuracy on held-out problems at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ TARGETS = {"seconds": 1 / 3, "memory": 1 / 2}
 HELD_OUT = 256
 
 
-# ------------------------------------------------------------------------------------------------ in both processes
+# -------------------------------------------------------------------------------- in both processes
 
 
 def problems(given: dict[str, Any]) -> list[Any]:
@@ -256,7 +260,7 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------- in the parent
+# ------------------------------------------------------------------------------------ in the parent
 
 
 def measure(python: str, side: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +274,8 @@ def measure(python: str, side: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for each side: of a round the median of its steps without the first, of a side the median of its rounds."""
+    """A row for each side: of a round the median of its steps without the first, of a side the
+    median of its rounds."""
     runs: dict[str, list[dict[str, Any]]] = {"rlkit": [], "trl": []}
     for number in range(rounds):
         for side in sorted(runs, reverse=bool(number % 2)):  # which goes first alternates
@@ -321,7 +326,8 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
 
 
 def curves(given: dict[str, Any], python: str, seeds: list[int]) -> list[dict[str, Any]]:
-    """A row for each side, seed and step; the last step of each also has the accuracy on held-out problems."""
+    """A row for each side, seed and step; the last step of each also has the accuracy on held-out
+    problems."""
     rows = []
     for seed in seeds:
         for side in ("rlkit", "trl"):

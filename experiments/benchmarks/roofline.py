@@ -1,11 +1,14 @@
-"""Does the roofline model of `rlkit check check.device=…` give the seconds of a step? Measured on this machine's processor.
+"""Does the roofline model of `rlkit check check.device=…` give the seconds of a step? Measured on
+this machine's processor.
 
     python experiments/benchmarks/roofline.py [--rounds 2]        # about five minutes
 
-Three sizes of model, 0.9, 4.5 and 26 million parameters, none of them special to the model but for the first, which ships with rlkit and
-which it measures. Replies never end, so that a step's tokens are known. Rounds alternate between a forecast and a run of `rlkit train`,
-each in a process of its own; both count processor seconds of one thread, so that a busy machine moves them little. roofline.csv: a row a
-size with both, their ratio, and whether it lies within 25 %; the parts that both know stand beside.
+Three sizes of model, 0.9, 4.5 and 26 million parameters, none of them special to the model but for
+the first, which ships with rlkit and which it measures. Replies never end, so that a step's tokens
+are known. Rounds alternate between a forecast and a run of `rlkit train`, each in a process of its
+own; both count processor seconds of one thread, so that a busy machine moves them little.
+roofline.csv: a row a size with both, their ratio, and whether it lies within 25 %; the parts that
+both know stand beside.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ BASE = [*bench.SPREAD, "trainer.accelerator=cpu", "trainer.threads=1"]
 
 
 def processor_clock(run: Path, /) -> Any:
-    """A callback: processor seconds at the start of training and at the end of every step, in bench.MARKS."""
+    """A callback: processor seconds at the start of training and at the end of every step, in
+    bench.MARKS."""
     import lightning as L
 
     bench.MARKS.update(ends=[], rows=[])
@@ -44,14 +48,16 @@ def processor_clock(run: Path, /) -> Any:
     return Clock()
 
 
-# ------------------------------------------------------------------------------------ the processor of this machine as a card
+# ---------------------------------------------------------- the processor of this machine as a card
 
 
 def processor(shape: Any, threads: int, clock: Callable[[], float] = time.process_time) -> Any:
-    """This machine's processor as a card: what its products, its memory, and the engine and the update of the embedded model take.
+    """This machine's processor as a card: what its products, its memory, and the engine and the
+    update of the embedded model take.
 
-    A decode step and an update of the embedded model are measured at two numbers of tokens each. What they take beyond their products
-    is a part for each call and a part for each token, and both are carried over to another model by its layers and its width.
+    A decode step and an update of the embedded model are measured at two numbers of tokens each.
+    What they take beyond their products is a part for each call and a part for each token, and both
+    are carried over to another model by its layers and its width.
 
     Args:
       shape: of the model that is asked about; products are measured at its sizes.
@@ -118,7 +124,8 @@ def stream_rate(clock: Callable[[], float]) -> float:
 
 
 def product_rates(shape: Any, clock: Callable[[], float]) -> tuple[float, float]:
-    """Operations a second of float32 products of this model's MLP: forward and backward of a micro-batch, and the rows of a decode step."""
+    """Operations a second of float32 products of this model's MLP: forward and backward of a
+    micro-batch, and the rows of a decode step."""
     import torch
 
     weight = torch.randn(shape.mlp, shape.hidden, requires_grad=True)
@@ -187,7 +194,7 @@ def update_seconds(policy: Any, tokens: int, clock: Callable[[], float]) -> floa
     return taken(work, clock)
 
 
-# -------------------------------------------------------------------------------------------------------- both sides
+# --------------------------------------------------------------------------------------- both sides
 
 
 def overrides(given: dict[str, Any], path: str) -> list[str]:

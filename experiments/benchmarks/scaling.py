@@ -2,12 +2,14 @@
 
     python experiments/benchmarks/scaling.py [--axes batch length group turns rank]
 
-Whole `rlkit train` steps of the embedded model; replies never end, so that every point has exactly the tokens that its settings say.
-Each point is run once a round, points in turn; a figure is the median of the steps of all rounds without the first step of each. The
-exponent k of cost ~ size^k is fitted by least squares of the logarithms and given with its 95 % interval, for the whole step,
-generation and update. Beside it stands the exponent of the tokens that go through the update: cost that is linear in tokens has the same
-one. An exponent below that is a cost that does not grow with size; above it, one that grows faster: attention with length and turns.
-scaling.csv: a row a point, then a row (`size` is empty) for each axis with the exponents.
+Whole `rlkit train` steps of the embedded model; replies never end, so that every point has exactly
+the tokens that its settings say. Each point is run once a round, points in turn; a figure is the
+median of the steps of all rounds without the first step of each. The exponent k of cost ~ size^k is
+fitted by least squares of the logarithms and given with its 95 % interval, for the whole step,
+generation and update. Beside it stands the exponent of the tokens that go through the update: cost
+that is linear in tokens has the same one. An exponent below that is a cost that does not grow with
+size; above it, one that grows faster: attention with length and turns. scaling.csv: a row a point,
+then a row (`size` is empty) for each axis with the exponents.
 """
 
 from __future__ import annotations

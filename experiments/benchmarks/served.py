@@ -1,4 +1,5 @@
-"""rlkit's own engines as plain functions: the same in this checkout and in one from before engines were services.
+"""rlkit's own engines as plain functions: the same in this checkout and in one from before engines
+were services.
 
 So that one script can be timed against both, pair by pair:
 
@@ -22,7 +23,8 @@ def completions(
     """The last completion of each prompt, all sampled side by side.
 
     Args:
-      name: "cached" or "transformers". given: max_rows, `follow` (of "cached" alone), and how a completion is sampled.
+      name: "cached" or "transformers". given: max_rows, `follow` (of "cached" alone), and how a
+        completion is sampled.
     """
     try:
         from rlkit import engines

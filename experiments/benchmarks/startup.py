@@ -1,10 +1,13 @@
-"""How long until something happens: `rlkit --help`, a refused config, the first line and the first RL step of the default.
+"""How long until something happens: `rlkit --help`, a refused config, the first line and the first
+RL step of the default.
 
     python experiments/benchmarks/startup.py
 
-Each run is a process of its own in an empty folder, in turn, after one of each that brings the files into the machine's memory. Help and
-refusal are timed to their end, the default from its start to its first line, and to the line that says that its first step is done; then
-it is stopped. The first line is to come within 1.3 times the import of torch, transformers and peft, measured in turn with it.
+Each run is a process of its own in an empty folder, in turn, after one of each that brings the
+files into the machine's memory. Help and refusal are timed to their end, the default from its start
+to its first line, and to the line that says that its first step is done; then it is stopped. The
+first line is to come within 1.3 times the import of torch, transformers and peft, measured in turn
+with it.
 """
 
 from __future__ import annotations

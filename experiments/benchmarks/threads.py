@@ -2,10 +2,11 @@
 
     python experiments/benchmarks/threads.py
 
-neighbours: seconds an RL step of the default run, alone and beside one and three processes that never rest, with torch's own choice of
-threads, which spin between operations (as `rlkit train` ran before it chose), the same without spinning, and as `rlkit train` chooses.
-sizes: seconds of a decode step and of an update of models from one to some fifty million parameters with one and two threads, alone: the
-figures behind `rlkit.system.processors.PARAMETERS_PER_THREAD`.
+neighbours: seconds an RL step of the default run, alone and beside one and three processes that
+never rest, with torch's own choice of threads, which spin between operations (as `rlkit train` ran
+before it chose), the same without spinning, and as `rlkit train` chooses. sizes: seconds of a
+decode step and of an update of models from one to some fifty million parameters with one and two
+threads, alone: the figures behind `rlkit.system.processors.PARAMETERS_PER_THREAD`.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def child(folder: str, overrides: list[str]) -> None:
 
 
 def sizes(rounds: int, shapes: dict[int, tuple[int, int]]) -> list[dict]:
-    """Median seconds of a decode step of 64 rows and of an update of 16 rows of 128 tokens, one and two threads in turn."""
+    """Median seconds of a decode step of 64 rows and of an update of 16 rows of 128 tokens, one and
+    two threads in turn."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 

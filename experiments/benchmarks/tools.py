@@ -1,11 +1,14 @@
-"""What slow tools cost: seconds of a step whose episodes each call one tool, under every rule of admission, against an instant tool.
+"""What slow tools cost: seconds of a step whose episodes each call one tool, under every rule of
+admission, against an instant tool.
 
     python experiments/benchmarks/tools.py [--rounds 5] [--threads 2] [--tokens 96]
 
-The embedded model with the engine `cached`. Every episode has two replies with one call between them, of a tool that does nothing but wait:
-64 episodes with one of 0.25 s, and 128 with one of 1 s. What a reply says is not read as a call: each first reply is given one, so that
-all episodes do the same. Rounds alternate between the rules and the instant tool; tools.csv has medians, and `more_than_instant`, the
-median of the paired differences in seconds. Called one after the other, the tools alone would take `apart_s`.
+The embedded model with the engine `cached`. Every episode has two replies with one call between
+them, of a tool that does nothing but wait: 64 episodes with one of 0.25 s, and 128 with one of 1 s.
+What a reply says is not read as a call: each first reply is given one, so that all episodes do the
+same. Rounds alternate between the rules and the instant tool; tools.csv has medians, and
+`more_than_instant`, the median of the paired differences in seconds. Called one after the other,
+the tools alone would take `apart_s`.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ instant.bounded = True  # type: ignore[attr-defined]
 
 
 class OneCall:
-    """A session that answers the first reply with the result of a tool, and ends after the second."""
+    """A session that answers the first reply with the result of a tool, and ends after the
+    second."""
 
     def __init__(self, task: Task, seconds: float):
         self.task, self.tools = task, {"wait": self.wait if seconds else instant}

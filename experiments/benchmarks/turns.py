@@ -1,11 +1,15 @@
-"""Seconds a turn of append-only episodes, at turn 5 and at turn 50: does a turn cost its new tokens, or its history again?
+"""Seconds a turn of append-only episodes, at turn 5 and at turn 50: does a turn cost its new
+tokens, or its history again?
 
-    python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2] [--once]
+    python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2]
+    [--once]
 
-Every turn adds 16 tokens and draws 8, with the embedded model, so a context is about 150 tokens long at turn 5 and 1,250 at turn 50. Turns
-of all episodes keep pace, since no reply ends before its limit. turns.csv has, for each engine, the seconds and the tokens that went
-through the model at both turns; the last column is the ratio of one decode step alone at both lengths of context, written by hand.
-`--once` prints the processor seconds of one round of `cached` instead, to be compared with another checkout's (served.py).
+Every turn adds 16 tokens and draws 8, with the embedded model, so a context is about 150 tokens
+long at turn 5 and 1,250 at turn 50. Turns of all episodes keep pace, since no reply ends before its
+limit. turns.csv has, for each engine, the seconds and the tokens that went through the model at
+both turns; the last column is the ratio of one decode step alone at both lengths of context,
+written by hand. `--once` prints the processor seconds of one round of `cached` instead, to be
+compared with another checkout's (served.py).
 """
 
 from __future__ import annotations
@@ -75,7 +79,8 @@ def episodes(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, floa
 
 
 def decode_step(policy, rows: int, length: int, rounds: int = 20) -> float:
-    """Seconds of one token for all rows after `length` tokens: the model's own forward with its own cache, nothing else."""
+    """Seconds of one token for all rows after `length` tokens: the model's own forward with its own
+    cache, nothing else."""
     ids = torch.randint(100, 600, (rows, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         cache = policy.model(input_ids=ids, use_cache=True).past_key_values

@@ -1,10 +1,12 @@
-"""Do fused norms, rotary positions and gates pay: one update's forward and backward pass with either `model.kernel`.
+"""Do fused norms, rotary positions and gates pay: one update's forward and backward pass with
+either `model.kernel`.
 
     python experiments/benchmarks/update_kernel.py
 
-Both sides go through `rlkit.models.forward_logprobs` over the same 64 rows of the embedded model, groups of 8 replies to prompts of 40
-tokens, in alternating rounds of one process. Three lengths of replies, with one thread and with two; and two larger models with random
-weights at the middle length.
+Both sides go through `rlkit.models.forward_logprobs` over the same 64 rows of the embedded model,
+groups of 8 replies to prompts of 40 tokens, in alternating rounds of one process. Three lengths of
+replies, with one thread and with two; and two larger models with random weights at the middle
+length.
 """
 
 from __future__ import annotations

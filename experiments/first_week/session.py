@@ -1,10 +1,13 @@
-"""The first week of a new user as one session: everything is typed as a user types it, and every outcome is asserted.
+"""The first week of a new user as one session: everything is typed as a user types it, and every
+outcome is asserted.
 
     python experiments/first_week/session.py CLONE FOLDER
 
-Makes a fresh virtual environment in FOLDER/venv, which must not exist yet, installs rlkit from CLONE as the README says, and works in
-FOLDER. The transcript is FOLDER/transcript.txt; paths in it are shortened. `--venv VENV` takes an environment that is there already.
-Exits with 1 where an outcome was not what it should be. Needs the package index for the installation, and nothing else of the network.
+Makes a fresh virtual environment in FOLDER/venv, which must not exist yet, installs rlkit from
+CLONE as the README says, and works in FOLDER. The transcript is FOLDER/transcript.txt; paths in it
+are shortened. `--venv VENV` takes an environment that is there already. Exits with 1 where an
+outcome was not what it should be. Needs the package index for the installation, and nothing else of
+the network.
 """
 
 from __future__ import annotations
@@ -166,7 +169,8 @@ class Terminal:
         shown: int = SHOWN,
         within: Path | None = None,
     ) -> str:
-        """Runs a command. Its status has to be this, its output has to match each expression, and no traceback may stand in it."""
+        """Runs a command. Its status has to be this, its output has to match each expression, and
+        no traceback may stand in it."""
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=within or self.folder,
@@ -246,7 +250,8 @@ def first_run(t: Terminal) -> None:
 
 
 def own_parts(t: Terminal, clone: Path) -> None:
-    """A task, a reward, a tool, an environment, an advantage and metrics of one's own, from the pages."""
+    """A task, a reward, a tool, an environment, an advantage and metrics of one's own, from the
+    pages."""
     t.chapter("Day 2: my own task, reward, tool, environment, advantage, metrics")
     t.page(clone / "docs" / "first_task.md")
     t.page(clone / "docs" / "own_parts.md")
@@ -362,7 +367,8 @@ def disks(t: Terminal) -> None:
 
 
 def data(t: Terminal, *, fresh: bool) -> None:
-    """What a run wrote, opened with the usual tools; runs listed, compared, exported, reported, continued."""
+    """What a run wrote, opened with the usual tools; runs listed, compared, exported, reported,
+    continued."""
     t.chapter("Day 4: rollouts as data")
     t.type("rlkit train --config small.yaml", "finished", shown=3)
     run = t.newest()
@@ -401,7 +407,8 @@ def data(t: Terminal, *, fresh: bool) -> None:
 
 
 def install(t: Terminal, clone: Path, *, fresh: bool, tests: bool) -> None:
-    """The two commands of the README; the second one only if it is asked for, since .ci/run does it too."""
+    """The two commands of the README; the second one only if it is asked for, since .ci/run does it
+    too."""
     t.chapter("Day 1: installation")
     if fresh:
         subprocess.run([sys.executable, "-m", "venv", str(t.folder / "venv")], check=True)

@@ -1,9 +1,11 @@
-"""Does PPO with turn-level GAE learn on episodes of many steps? Three seeds of experiment=guess_number_ppo, one after the other.
+"""Does PPO with turn-level GAE learn on episodes of many steps? Three seeds of
+experiment=guess_number_ppo, one after the other.
 
     python experiments/guess_number/run.py [--seeds 0 1 2]
 
-Every run is `rlkit train` on one torch thread in an empty folder. Writes a row to results.csv and one a step to curves.csv after each
-run, passes over seeds that are there already, and draws curve.png.
+Every run is `rlkit train` on one torch thread in an empty folder. Writes a row to results.csv and
+one a step to curves.csv after each run, passes over seeds that are there already, and draws
+curve.png.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def write(name: str, rows: list[dict]) -> None:
 
 
 def plot(results: list[dict], curves: list[dict]) -> None:
-    """Mean reward of the training games of each step, and of the evaluation games before and after."""
+    """Mean reward of the training games of each step, and of the evaluation games before and
+    after."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,5 @@
-"""An MCP server with one tool, a calculator, made with the official package. It knows nothing of rlkit but the tool's arithmetic.
+"""An MCP server with one tool, a calculator, made with the official package. It knows nothing of
+rlkit but the tool's arithmetic.
 
     python experiments/mcp_tools/calculator_server.py [PORT]
 

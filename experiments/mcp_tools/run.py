@@ -1,10 +1,12 @@
-"""Does a policy learn with the tools of an MCP server as it does with the same function in the process?
+"""Does a policy learn with the tools of an MCP server as it does with the same function in the
+process?
 
     pip install -c constraints.txt -e '.[mcp]'
     python experiments/mcp_tools/run.py [--seeds 0 1 2] [--steps 25]
 
-First 64 episodes each way with the same weights: their token ids and log-probs are compared, and a server with a process for each
-episode with a shared one. Then the default run both ways. Writes results.csv beside itself. No network.
+First 64 episodes each way with the same weights: their token ids and log-probs are compared, and a
+server with a process for each episode with a shared one. Then the default run both ways. Writes
+results.csv beside itself. No network.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ ENV = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # a server inherits no m
 
 
 def equal_episodes(seed: int) -> dict:
-    """64 episodes with the tool in the process, with a shared server, and with a process for each episode that calls."""
+    """64 episodes with the tool in the process, with a shared server, and with a process for each
+    episode that calls."""
     import rlkit
     from rlkit.environments import calculator, mcp, tool_use
     from rlkit.tasks import arithmetic

@@ -1,11 +1,13 @@
-"""A plain agent that knows nothing of rlkit: one question, a calculator, and the loop that everyone writes. Needs the `openai` package."""
+"""A plain agent that knows nothing of rlkit: one question, a calculator, and the loop that everyone
+writes. Needs the `openai` package."""
 
 import json
 import os
 
 from openai import OpenAI
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to it.
+# The embedded model has seen one tool, described in these words; other words are another prompt to
+# it.
 TOOL = {
     "type": "function",
     "function": {

@@ -1,4 +1,5 @@
-"""An agent that knows nothing of rlkit: one question, a calculator, and the loop that everyone writes. Needs the `anthropic` package."""
+"""An agent that knows nothing of rlkit: one question, a calculator, and the loop that everyone
+writes. Needs the `anthropic` package."""
 
 import json
 import os

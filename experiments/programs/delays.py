@@ -1,10 +1,11 @@
-"""Do delays and crashes of some programs change what the others say? 64 episodes of one RL step of fixed weights, three times.
+"""Do delays and crashes of some programs change what the others say? 64 episodes of one RL step of
+fixed weights, three times.
 
     python experiments/programs/delays.py [--episodes 64] [--delay 2.0] [--crashes 0.1]
 
-Each program is a process, waiting_agent.py. It waits before its requests for a time drawn from its task, and some crash on the way.
-Compared with the same episodes without delays: token ids of those that survive, and their log-probs. Then processes and sockets that
-are left.
+Each program is a process, waiting_agent.py. It waits before its requests for a time drawn from its
+task, and some crash on the way. Compared with the same episodes without delays: token ids of those
+that survive, and their log-probs. Then processes and sockets that are left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A game played by an agent of a kept agent library, pydantic-ai's, which knows nothing of rlkit. Needs `pydantic-ai-slim[openai]`.
+"""A game played by an agent of a kept agent library, pydantic-ai's, which knows nothing of rlkit.
+Needs `pydantic-ai-slim[openai]`.
 
-The program hides a number from 1 to 20, tells the agent "higher" or "lower", and writes to reward.txt how quickly it was found.
+The program hides a number from 1 to 20, tells the agent "higher" or "lower", and writes to
+reward.txt how quickly it was found.
 """
 
 import json

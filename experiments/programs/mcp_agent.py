@@ -1,4 +1,5 @@
-"""An MCP client that knows nothing of rlkit: it starts a tool server, offers the server's tools to its model, and runs what is called.
+"""An MCP client that knows nothing of rlkit: it starts a tool server, offers the server's tools to
+its model, and runs what is called.
 
 Needs the `mcp` package, and nothing else.
 """
@@ -30,7 +31,8 @@ def ask(messages: list, tools: list) -> dict:
 
 
 def offered(tool) -> dict:
-    """A tool of the server as chat templates take it: `return` is the schema of its result, where the server gives one."""
+    """A tool of the server as chat templates take it: `return` is the schema of its result, where
+    the server gives one."""
     result = {"return": tool.output_schema} if tool.output_schema else {}
     described = {
         "name": tool.name,

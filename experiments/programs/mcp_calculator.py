@@ -1,4 +1,5 @@
-"""An MCP server with one tool, a calculator, over standard input and output. It is started by mcp_agent.py and needs the `mcp` package."""
+"""An MCP server with one tool, a calculator, over standard input and output. It is started by
+mcp_agent.py and needs the `mcp` package."""
 
 import asyncio
 
@@ -6,7 +7,8 @@ from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 from mcp.types import CallToolResult, ListToolsResult, TextContent, Tool
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to it.
+# The embedded model has seen one tool, described in these words; other words are another prompt to
+# it.
 CALCULATOR = Tool(
     name="calculator",
     description="Evaluates arithmetic.",

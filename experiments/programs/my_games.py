@@ -1,4 +1,5 @@
-"""Games of guess-a-number that the program hosts: the task says how they begin, and the reward is what the program writes."""
+"""Games of guess-a-number that the program hosts: the task says how they begin, and the reward is
+what the program writes."""
 
 from __future__ import annotations
 

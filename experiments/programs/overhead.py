@@ -1,9 +1,11 @@
-"""What does the gateway cost for each request, beside the engine? Compared with a bare echo server of the same library.
+"""What does the gateway cost for each request, beside the engine? Compared with a bare echo server
+of the same library.
 
     python experiments/programs/overhead.py [--requests 256]
 
-One client at a time, and 64 at once, each with a conversation of about 8 kB. The engine answers at once. Processor seconds of this
-process, in which both servers and the clients run, so the client's share is in both figures.
+One client at a time, and 64 at once, each with a conversation of about 8 kB. The engine answers at
+once. Processor seconds of this process, in which both servers and the clients run, so the client's
+share is in both figures.
 """
 
 from __future__ import annotations

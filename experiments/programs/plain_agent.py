@@ -1,10 +1,12 @@
-"""A plain agent that knows nothing of rlkit: one question, a calculator, a loop. Nothing but the standard library."""
+"""A plain agent that knows nothing of rlkit: one question, a calculator, a loop. Nothing but the
+standard library."""
 
 import json
 import os
 import urllib.request
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to it.
+# The embedded model has seen one tool, described in these words; other words are another prompt to
+# it.
 TOOL = {
     "type": "function",
     "function": {

@@ -1,4 +1,5 @@
-"""An agent of pydantic-ai that knows nothing of rlkit: one question and a calculator. Needs `pydantic-ai-slim[openai]`."""
+"""An agent of pydantic-ai that knows nothing of rlkit: one question and a calculator. Needs
+`pydantic-ai-slim[openai]`."""
 
 import json
 import os
@@ -9,7 +10,8 @@ from pydantic_ai.exceptions import AgentRunError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.usage import UsageLimits
 
-# The embedded model has seen one tool, described in these words; other words are another prompt to it.
+# The embedded model has seen one tool, described in these words; other words are another prompt to
+# it.
 WORDS = {
     "name": "calculator",
     "description": "Evaluates arithmetic.",
@@ -47,7 +49,8 @@ def main() -> None:
         description=WORDS["description"],
         json_schema=WORDS["parameters"],
     )
-    # The library has no field for the schema of a result in this protocol, and adds others. So the tools of a request are written here.
+    # The library has no field for the schema of a result in this protocol, and adds others. So the
+    # tools of a request are written here.
     written = [{"type": "function", "function": {**WORDS, "return": {"type": "string"}}}]
     model = OpenAIChatModel(
         "policy", settings={"extra_body": {"tools": written}}

@@ -1,10 +1,13 @@
-"""Do programs that know nothing of rlkit train? One run of each agent beside this file, on two cores, without a network.
+"""Do programs that know nothing of rlkit train? One run of each agent beside this file, on two
+cores, without a network.
 
     pip install -c constraints.txt -e '.[programs]' anthropic "pydantic-ai-slim[openai]" mcp
-    python experiments/programs/run.py [--agents agent mcp_agent pydantic_agent] [--seeds 0] [--steps 8] [--n 32] [--prompts 8]
+    python experiments/programs/run.py [--agents agent mcp_agent pydantic_agent] [--seeds 0]
+    [--steps 8] [--n 32] [--prompts 8]
 
-Writes results.csv beside itself: greedy test accuracy before and after, and the versions of the clients. Rows of other agents and seeds
-stay. Packages of another folder are found by PYTHONPATH, which is passed on to the programs.
+Writes results.csv beside itself: greedy test accuracy before and after, and the versions of the
+clients. Rows of other agents and seeds stay. Packages of another folder are found by PYTHONPATH,
+which is passed on to the programs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""An agent for delays.py: it asks twice, waits before each request, and perhaps crashes. Nothing but the standard library."""
+"""An agent for delays.py: it asks twice, waits before each request, and perhaps crashes. Nothing
+but the standard library."""
 
 import json
 import os

@@ -2,16 +2,18 @@
 
     python experiments/prose/sentences.py --seed 14 [--at COMMIT] [--csv FILE] [--under conf docs]
 
-A page is a file. Its prose is the docstrings, comments and error messages of rlkit/**/*.py, the comments of conf/**/*.yaml, the
-README and the pages of docs/ that are written by hand. Code, formulas, tables of numbers and generated pages are left out.
+A page is a file. Its prose is the docstrings, comments and error messages of rlkit/**/*.py, the
+comments of conf/**/*.yaml, the README and the pages of docs/ that are written by hand. Code,
+formulas, tables of numbers and generated pages are left out.
 
 The length of a sentence's parse is approximated without a parser:
 
     length = words + 2 · (commas + semicolons + colons + opening brackets + dashes + subordinators)
 
-A subordinator is one of SUBORDINATORS below, such as "which" or "where". A code span, a number or a symbol counts as one word.
-The seed orders the pages that have at least MINIMUM sentences at the commit BEFORE. The first ten that still have prose in the
-working tree are read, so a change of the prose does not change the choice.
+A subordinator is one of SUBORDINATORS below, such as "which" or "where". A code span, a number or a
+symbol counts as one word. The seed orders the pages that have at least MINIMUM sentences at the
+commit BEFORE. The first ten that still have prose in the working tree are read, so a change of the
+prose does not change the choice.
 """
 
 from __future__ import annotations
@@ -72,11 +74,12 @@ class Sentence(NamedTuple):
         return self.words + 2 * (len(MARKS.findall(text)) + len(SUBORDINATE.findall(text)))
 
 
-# ------------------------------------------------------------------------------------------------------ reading a tree
+# ----------------------------------------------------------------------------------- reading a tree
 
 
 def reader(commit: str | None) -> tuple[list[str], Callable[[str], str]]:
-    """The paths of a commit, or of the working tree where none is given, and a function that reads one of them."""
+    """The paths of a commit, or of the working tree where none is given, and a function that reads
+    one of them."""
     if commit is None:
         paths = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
         return [path for path in paths if (ROOT / path).is_file()], lambda path: (
@@ -116,7 +119,7 @@ def of_file(path: str, text: str) -> Iterator[Sentence]:
             yield Sentence(path, line, sentence)
 
 
-# ----------------------------------------------------------------------------------------------------- finding the prose
+# -------------------------------------------------------------------------------- finding the prose
 
 
 def of_python(text: str) -> Iterator[tuple[int, str]]:
@@ -154,7 +157,8 @@ def message_of(node: ast.expr) -> str:
 
 
 def of_docstring(line: int, doc: str) -> Iterator[tuple[int, str]]:
-    """(line, paragraph) of a docstring; an argument or a row of a list is a paragraph; formulas, sources and examples are left out."""
+    """(line, paragraph) of a docstring; an argument or a row of a list is a paragraph; formulas,
+    sources and examples are left out."""
     start, gathered, after_blank = line, [], True
     for offset, raw in enumerate([*doc.splitlines(), ""]):
         text = raw.strip()
@@ -175,7 +179,8 @@ def of_docstring(line: int, doc: str) -> Iterator[tuple[int, str]]:
 
 
 def of_comments(comments: Iterator[tuple[int, int, str]]) -> Iterator[tuple[int, str]]:
-    """(line, paragraph) of comments given as (line, column, text); neighbours in one column are a paragraph, a row of a list is one too."""
+    """(line, paragraph) of comments given as (line, column, text); neighbours in one column are a
+    paragraph, a row of a list is one too."""
     start, last, column, gathered = 0, -1, -1, ""
     for line, at, text in comments:
         words = text.lstrip("#! ").strip()
@@ -225,7 +230,8 @@ def of_markdown(text: str) -> Iterator[tuple[int, str]]:
 
 
 def masked(text: str) -> str:
-    """A text of the same length in which code spans, short quotations and abbreviations hold no spaces and no marks."""
+    """A text of the same length in which code spans, short quotations and abbreviations hold no
+    spaces and no marks."""
     spans = r"`[^`]+`|\$\{[^}]*\}|\"[^\" ]+\"|\b(?:e\.g|i\.e|et al|eq|vs|cf|No|Fig|resp)\.(?= )"
     return re.sub(spans, lambda span: re.sub(r"[\s,;:.(\[]", "_", span[0]), text)
 
@@ -243,11 +249,12 @@ def split(paragraph: str) -> list[str]:
     return [part for part in parts if len(re.findall(r"[A-Za-z]{2,}", part)) >= 2]
 
 
-# --------------------------------------------------------------------------------------------------------------- figures
+# ------------------------------------------------------------------------------------------ figures
 
 
 def drawn(seed: int, under: list[str]) -> list[str]:
-    """The pages that a seed chooses from those with enough prose at BEFORE, without pages that are gone now."""
+    """The pages that a seed chooses from those with enough prose at BEFORE, without pages that are
+    gone now."""
     pages = sorted(
         path
         for path, found in sentences(BEFORE).items()
@@ -280,7 +287,8 @@ def figures(found: list[Sentence]) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the ten longest sentences of the drawn pages and the totals; write them as CSV where asked."""
+    """Print the ten longest sentences of the drawn pages and the totals; write them as CSV where
+    asked."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

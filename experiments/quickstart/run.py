@@ -1,8 +1,10 @@
-"""Does `rlkit train` learn, and how fast? Three seeds of the default run, one after the other, each in an empty folder.
+"""Does `rlkit train` learn, and how fast? Three seeds of the default run, one after the other, each
+in an empty folder.
 
     python experiments/quickstart/run.py [--seeds 0 1 2]
 
-Writes results.csv, rewards.csv and learning.png beside itself. Wall time is the whole process: start-up, both evaluations, training.
+Writes results.csv, rewards.csv and learning.png beside itself. Wall time is the whole process:
+start-up, both evaluations, training.
 """
 
 from __future__ import annotations

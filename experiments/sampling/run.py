@@ -1,15 +1,20 @@
-"""What choosing problems saves: a pool where one problem in ten carries signal, and the tokens until 0.9 of these are solved.
+"""What choosing problems saves: a pool where one problem in ten carries signal, and the tokens
+until 0.9 of these are solved.
 
-    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 800] [--known]
+    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 800]
+    [--known]
 
-The model of the bench (20,000 parameters, made on the spot, replies with a random letter of eight) is asked problems of two letters. One
-in ten has a right letter; the others have none, so their groups teach nothing. The curve is greedy, on the problems with signal
-themselves: the question is how soon a pool is learned, and not how far it carries. Every run is `rlkit train` until
-`evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not repeated. `tokens` counts what the policy has read and
-sampled in training until then. The ratio to the uniform sampler is paired by seed.
+The model of the bench (20,000 parameters, made on the spot, replies with a random letter of eight)
+is asked problems of two letters. One in ten has a right letter; the others have none, so their
+groups teach nothing. The curve is greedy, on the problems with signal themselves: the question is
+how soon a pool is learned, and not how far it carries. Every run is `rlkit train` until
+`evaluation.stop_at=0.9`. A row a run in results.csv; runs that it holds are not repeated. `tokens`
+counts what the policy has read and sampled in training until then. The ratio to the uniform sampler
+is paired by seed.
 
-`--known`: every problem has a right letter, and the policy starts with those of nine in ten (taught by imitation, before the run), while
-it replies at random to the rest. So what carries signal is what is not known yet, and the policy already reads its prompts.
+`--known`: every problem has a right letter, and the policy starts with those of nine in ten (taught
+by imitation, before the run), while it replies at random to the rest. So what carries signal is
+what is not known yet, and the policy already reads its prompts.
 """
 
 from __future__ import annotations
@@ -61,7 +66,8 @@ SAMPLERS = ("uniform", "pools", "variance", "prioritised", "unsolved")
 
 
 def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") -> Sequence[Task]:
-    """Problems of two letters, of which one in ten has a right reply; for validation and test those alone."""
+    """Problems of two letters, of which one in ten has a right reply; for validation and test those
+    alone."""
     rng = random.Random(f"pool of {seed}")
     prompts = rng.sample(
         [first + second for first in LETTERS[8:] for second in LETTERS[8:]], max_samples
@@ -79,7 +85,8 @@ def pool(*, split: Split, seed: int, max_samples: int, placebo: str = "none") ->
 def known_pool(
     *, split: Split, seed: int, max_samples: int, placebo: str = "none"
 ) -> Sequence[Task]:
-    """The same prompts; every one has a right reply, and the start policy knows nine in ten of them."""
+    """The same prompts; every one has a right reply, and the start policy knows nine in ten of
+    them."""
     rows = _questions(seed, max_samples)
     rows, count = (rows, len(rows)) if split == "train" else (rows[::ONE_IN], SAMPLED)
     return dealt(
@@ -96,7 +103,8 @@ def _questions(seed: int, count: int) -> list[Question]:
 def knowing(
     *, pool: int, seed: int = 0, device: torch.device | str = "cpu", **options: Any
 ) -> Policy:
-    """The bench's fresh policy, taught the right letter of nine problems in ten of a pool and any letter for the rest."""
+    """The bench's fresh policy, taught the right letter of nine problems in ten of a pool and any
+    letter for the rest."""
     policy = fresh_policy(seed=seed, **options)
     questions = _questions(seed, pool)
     model, rng = policy.model, random.Random(f"lessons of {seed}")
@@ -196,7 +204,8 @@ def main() -> None:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """A line a sampler. The ratio is the geometric mean over seeds, with Student's 95 % interval of its logarithm."""
+    """A line a sampler. The ratio is the geometric mean over seeds, with Student's 95 % interval of
+    its logarithm."""
     base = {r["seed"]: int(r["tokens"]) for r in rows if r["sampler"] == "uniform"}
     lines = [
         "| sampler | reached 0.9 | steps | tokens | uniform's tokens / its own, 95 % |",

@@ -2,8 +2,8 @@
 
     python experiments/sandbox/run.py MBPP.jsonl [--programs 200]
 
-Latency of one program after another, at every level that this kernel gives; throughput of all cores; then every reference solution.
-Prints tables; the README holds what they gave.
+Latency of one program after another, at every level that this kernel gives; throughput of all
+cores; then every reference solution. Prints tables; the README holds what they gave.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def latency(jobs: Sequence[Job], features: Sequence[str]) -> list[float]:
 
 
 def processor(jobs: Sequence[Job], features: Sequence[str]) -> float:
-    """Seconds of processor time a program, parent and child: what a busy machine does not change much."""
+    """Seconds of processor time a program, parent and child: what a busy machine does not change
+    much."""
     before = os.times()
     for job in jobs:
         run_with(job, SANDBOX, features)

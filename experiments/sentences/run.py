@@ -194,7 +194,7 @@ def kept(promise: Promise, setting: Setting, count: Count, errors: float = 3.5) 
     return share >= level - error if promise.at_least is not None else share <= level + error
 
 
-# ------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 def main() -> None:

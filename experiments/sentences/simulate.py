@@ -1,4 +1,5 @@
-"""Figures of runs whose truth is known, and how often what the package says of them holds. run.py has the promises."""
+"""Figures of runs whose truth is known, and how often what the package says of them holds. run.py
+has the promises."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Count(NamedTuple):
     of: int
 
 
-# ------------------------------------------------------------------------------------------ the world
+# ---------------------------------------------------------------------------------------- the world
 
 
 @functools.cache
@@ -65,7 +66,8 @@ def problems(accuracy: float) -> np.ndarray:
 
 
 def figures(setting: Setting, pages: int, arms: int, rng: np.random.Generator) -> np.ndarray:
-    """Figures of equal arms, [pages, arms, seeds]. Problems are fixed, and the truth is `accuracy`."""
+    """Figures of equal arms, [pages, arms, seeds]. Problems are fixed, and the truth is
+    `accuracy`."""
     shape = (pages, arms, setting.seeds)
     common = rng.normal(size=(pages, 1, setting.seeds))
     run = SPREAD * (math.sqrt(SHARED) * common + math.sqrt(1 - SHARED) * rng.normal(size=shape))
@@ -121,7 +123,8 @@ def compare_claims(setting: Setting, pages: int, rng: np.random.Generator) -> Co
 
 
 def compare_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Intervals of three comparisons that hold the true difference, half of the pages with a real one."""
+    """Intervals of three comparisons that hold the true difference, half of the pages with a real
+    one."""
     drawn = figures(setting, pages, 4, rng)
     effect = 2 * spread_of_differences(setting)
     hits = 0
@@ -158,7 +161,8 @@ def compare_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Coun
 
 
 def compare_enough(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:
-    """Pages that call their seeds enough for a difference which as many find less than four times in five: 0.8 spreads, at ten."""
+    """Pages that call their seeds enough for a difference which as many find less than four times
+    in five: 0.8 spreads, at ten."""
     if setting.seeds < TO_CLAIM:
         return None
     effect = 0.8 * spread_of_differences(setting)
@@ -172,7 +176,8 @@ def compare_enough(setting: Setting, pages: int, rng: np.random.Generator) -> Co
 def found_with(
     setting: Setting, seeds: Sequence[int], effects: Sequence[float], rng: np.random.Generator
 ) -> Count:
-    """How many comparisons of two arms, of as many seeds and with that true difference, make the claim."""
+    """How many comparisons of two arms, of as many seeds and with that true difference, make the
+    claim."""
     hits = 0
     for n, effect in zip(seeds, effects, strict=True):
         own = setting._replace(seeds=min(n, 400))
@@ -201,7 +206,8 @@ def line_of(before: np.ndarray, after: np.ndarray, label: str) -> Group:
 
 
 def falls_claimed(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Pages of three lines that did not change of which one is said to have fallen, for more than chance."""
+    """Pages of three lines that did not change of which one is said to have fallen, for more than
+    chance."""
     hits = 0
     for page in figures(setting, pages, 6, rng):
         lines = [line_of(page[2 * i], page[2 * i + 1], f"line {i}") for i in range(3)]
@@ -237,7 +243,8 @@ def plan_needs(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
 
 
 def plan_likely(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """The same of the number that holds if the pilot's spread is the true one: normal differences of it."""
+    """The same of the number that holds if the pilot's spread is the true one: normal differences
+    of it."""
     hits = of = 0
     for page in figures(setting, pages, 2, rng):
         verdict = judged(page, setting)[0]
@@ -271,7 +278,8 @@ def matrix(page: np.ndarray, shifts: Sequence[float], names: Sequence[str]) -> b
 
 
 def bench_claims(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Share of false claims among the claims of a page, in the mean; of six arms three are equal, and three better."""
+    """Share of false claims among the claims of a page, in the mean; of six arms three are equal,
+    and three better."""
     return Count(sum(false_share(*own) for own in mixed(setting, pages, rng, "abcdef")), pages)
 
 
@@ -301,7 +309,8 @@ def bench_placebos(setting: Setting, pages: int, rng: np.random.Generator) -> Co
 def mixed(
     setting: Setting, pages: int, rng: np.random.Generator, names: Sequence[str]
 ) -> Iterator[tuple[list[bench.Pair], dict[str, float]]]:
-    """Pages of six arms, of which the last three are better by 1, 2 and 3 spreads: their pairs and the truth of each arm."""
+    """Pages of six arms, of which the last three are better by 1, 2 and 3 spreads: their pairs and
+    the truth of each arm."""
     spread = spread_of_differences(setting)
     shifts = [0.0, 0.0, 0.0, spread, 2 * spread, 3 * spread]
     for page in figures(setting, pages, 6, rng):
@@ -325,7 +334,8 @@ def bench_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> C
 
 
 def bench_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count | None:
-    """Pairs with the difference that a page of equal arms says would be seen that another page claims."""
+    """Pairs with the difference that a page of equal arms says would be seen that another page
+    claims."""
     if setting.seeds < TO_CLAIM:
         return None
     hits = 0
@@ -392,7 +402,8 @@ def report_marks(setting: Setting, pages: int, rng: np.random.Generator) -> Coun
 
 
 def one_run(setting: Setting, rng: np.random.Generator) -> tuple[dict, dict]:
-    """Two evaluations of a policy on 7 · 43 rows of fresh problems, some of which stand in the file more often than others."""
+    """Two evaluations of a policy on 7 · 43 rows of fresh problems, some of which stand in the file
+    more often than others."""
     sizes = 1 + rng.integers(13, size=43)
     sides = []
     for _ in range(2):
@@ -431,7 +442,8 @@ def run_changes(setting: Setting, pages: int, rng: np.random.Generator) -> Count
 
 
 def health(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
-    """Healthy runs of 30 steps, of which every figure varies by chance alone, that a check of the whole run speaks of."""
+    """Healthy runs of 30 steps, of which every figure varies by chance alone, that a check of the
+    whole run speaks of."""
     step = {"kl.coef": 0.0, "reward.terms.shadow.weight": 0.0}
     hits = 0
     for _ in range(pages):

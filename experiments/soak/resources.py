@@ -10,14 +10,16 @@ from typing import Any
 
 
 def resources(run: Path, /) -> Any:
-    """Writes resources.jsonl into the run folder: step, rss (MiB), handles, children, seconds since the run's first step, yardstick (s)."""
+    """Writes resources.jsonl into the run folder: step, rss (MiB), handles, children, seconds since
+    the run's first step, yardstick (s)."""
     import lightning as L
     import torch
 
     matrix, product = torch.ones(256, 256), torch.empty(256, 256)
 
     def yardstick() -> float:
-        """Seconds of a fixed piece of work, in Python and in torch: how fast the machine is just now, whatever the run does."""
+        """Seconds of a fixed piece of work, in Python and in torch: how fast the machine is just
+        now, whatever the run does."""
         begun = time.perf_counter()
         sum(i * i for i in range(20_000))
         for _ in range(10):
@@ -41,7 +43,8 @@ def resources(run: Path, /) -> Any:
 
 
 def held() -> dict[str, float]:
-    """Resident memory in MiB, open file handles and living child processes of this process (Linux)."""
+    """Resident memory in MiB, open file handles and living child processes of this process
+    (Linux)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     children = [
         pid

@@ -1,6 +1,8 @@
-"""Does a long run leak? `python experiments/soak/run.py` trains 3,000 steps of 2 × 4 short rollouts with tools and checks what it holds.
+"""Does a long run leak? `python experiments/soak/run.py` trains 3,000 steps of 2 × 4 short rollouts
+with tools and checks what it holds.
 
-Exit status 1 where a law is broken. `--steps 150` is the short version of the test suite, which does not look at the time.
+Exit status 1 where a law is broken. `--steps 150` is the short version of the test suite, which
+does not look at the time.
 """
 
 from __future__ import annotations
@@ -70,14 +72,16 @@ def main() -> int:
 def broken(rows: list[dict], *, settled: int, timed: bool) -> list[str]:
     """The laws that do not hold, as sentences.
 
-    Medians of the first third of the steps after `settled` are held against those of the last third: what is resident at the end of a step
-    moves by a percent from one step to the next.
+    Medians of the first third of the steps after `settled` are held against those of the last
+    third: what is resident at the end of a step moves by a percent from one step to the next.
 
     Args:
       rows: of resources.jsonl.
-      settled: the step from which on nothing may grow: memory by 1 % at most, handles and children not at all.
-      timed: whether seconds per step have to be flat too, counted in yardsticks (a fixed piece of work, done after every step), since
-        machines are not equally fast all the time: 10 % slower at most.
+      settled: the step from which on nothing may grow: memory by 1 % at most, handles and children
+        not at all.
+      timed: whether seconds per step have to be flat too, counted in yardsticks (a fixed piece of
+        work, done after every step), since machines are not equally fast all the time: 10 % slower
+        at most.
     """
     third = (len(rows) - settled) // 3
     parts = rows[settled : settled + third], rows[-third:]

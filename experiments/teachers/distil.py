@@ -1,11 +1,14 @@
 """Distils a trained policy into the start: how far a third of GRPO's steps goes, on several seeds.
 
-    python experiments/teachers/distil.py [--seeds 0 1 2] [--steps 6] [--only opd "opd, exact"] [--teacher-steps 60]
+    python experiments/teachers/distil.py [--seeds 0 1 2] [--steps 6] [--only opd "opd, exact"]
+    [--teacher-steps 60]
 
-For every seed: `rlkit train` with the defaults (GRPO, 20 steps on the embedded model) makes the teacher, and then every variant starts
-again from model=tiny with `teacher=path`, without a reward in its loss. A row a run in results.csv; runs that it holds are not repeated.
-`--teacher-steps`: GRPO goes on for that many steps before it teaches; its row and those of its students say so in their names.
-Accuracies are greedy. `target`: the first step whose validation accuracy is at least 0.97.
+For every seed: `rlkit train` with the defaults (GRPO, 20 steps on the embedded model) makes the
+teacher, and then every variant starts again from model=tiny with `teacher=path`, without a reward
+in its loss. A row a run in results.csv; runs that it holds are not repeated. `--teacher-steps`:
+GRPO goes on for that many steps before it teaches; its row and those of its students say so in
+their names. Accuracies are greedy. `target`: the first step whose validation accuracy is at least
+0.97.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Builds the embedded tiny model: tokenizer, warm-up on conversations of mixed quality, weights, measured accuracy.
+"""Builds the embedded tiny model: tokenizer, warm-up on conversations of mixed quality, weights,
+measured accuracy.
 
     python experiments/tiny_model/build.py [--out rlkit/models/tiny] [--steps 800] [--seed 0]
 
-The demonstrations are wrong on purpose, and *systematically* so: most demonstrations with a verb of loss add where they should
-subtract, most that share equally leave the division out, most with a distractor add it. So the model starts bad in greedy
-decoding too, not only when sampled, and there is behaviour for reinforcement learning to find. A small share has random slips.
-Everything follows from the seed; held-out problems never appear (see rlkit.tasks.arithmetic).
+The demonstrations are wrong on purpose, and *systematically* so: most demonstrations with a verb of
+loss add where they should subtract, most that share equally leave the division out, most with a
+distractor add it. So the model starts bad in greedy decoding too, not only when sampled, and there
+is behaviour for reinforcement learning to find. A small share has random slips. Everything follows
+from the seed; held-out problems never appear (see rlkit.tasks.arithmetic).
 """
 
 from __future__ import annotations
@@ -105,11 +107,12 @@ def conversations(
         yield p.question, demonstration(p, rng, slips=slips)
 
 
-# ---------------------------------------------------------------------------------------------------- tokenizer
+# ---------------------------------------------------------------------------------------- tokenizer
 
 
 def corpus(count: int) -> Iterator[str]:
-    """The pieces that are ever encoded: scaffolding and contents, apart, as rlkit.models.chat encodes them."""
+    """The pieces that are ever encoded: scaffolding and contents, apart, as rlkit.models.chat
+    encodes them."""
     for question, turns in conversations(count, seed=7):
         yield question
         for role, text in turns:
@@ -141,7 +144,8 @@ def rendered_scaffold() -> list[str]:
 
 
 def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; digits stay single, everything else may merge across words, so that sequences are short."""
+    """Byte-level BPE; digits stay single, everything else may merge across words, so that sequences
+    are short."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -170,7 +174,7 @@ def build_tokenizer(vocabulary: int, out: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(out)
 
 
-# ------------------------------------------------------------------------------------------------------ warm-up
+# ------------------------------------------------------------------------------------------ warm-up
 
 
 def encode_conversation(
@@ -217,7 +221,8 @@ def warm_up(
     lr: float,
     log,
 ) -> None:
-    """Supervised training on demonstrations that never repeat: ids and loss masks, steps × batch of them."""
+    """Supervised training on demonstrations that never repeat: ids and loss masks, steps × batch of
+    them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=lr, total_steps=steps, pct_start=0.1
@@ -283,7 +288,8 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
 
-    # Built beside the target and moved at the end: a reader never sees a new tokenizer with old weights.
+    # Built beside the target and moved at the end: a reader never sees a new tokenizer with old
+    # weights.
     part = arguments.out.with_name(arguments.out.name + ".part")
     tokenizer = build_tokenizer(arguments.vocabulary, part)
     renderer = make_renderer(tokenizer)

@@ -1,9 +1,11 @@
-"""Builds the warm start of guess_number: the tiny model after a warm-up on games of a mediocre player.
+"""Builds the warm start of guess_number: the tiny model after a warm-up on games of a mediocre
+player.
 
     python experiments/tiny_model/build_guess.py [--out rlkit/models/tiny] [--steps 100] [--seed 0]
 
-The player halves the bounds, but most of its turns it is stubborn and says its last number again. So the form is right, and there is much
-to gain. Only the guesses are trained on, in the very token stream of the environment. Everything
+The player halves the bounds, but most of its turns it is stubborn and says its last number again.
+So the form is right, and there is much to gain. Only the guesses are trained on, in the very token
+stream of the environment. Everything
 follows from the seed.
 """
 

@@ -1,10 +1,12 @@
 """A conversation with tools and without training: `rlkit agent` and `run_agent`.
 
-The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use: what is sampled here is sampled in training.
+The loop is rlkit.episodes.collect, the environment rlkit.environments.tool_use: what is sampled
+here is sampled in training.
 
     hook            signature
-    tool_parser     (text without thinking) → list of calls; a parser of the core, (content) → (content, calls), does as well
-    tool_executor   (call) → str; what it raises is a sentence that the policy reads
+    tool_parser     (text without thinking) → list of calls; a parser of the core, (content) →
+                    (content, calls), does as well tool_executor   (call) → str; what it raises is a
+                    sentence that the policy reads
     stop_condition  (conversation) → bool, after each reply and before its calls are run
 """
 
@@ -61,7 +63,9 @@ class AgentResult(NamedTuple):
     messages: list[
         Message
     ]  # the given ones and all that followed, thinking apart, results with the ids of their calls
-    final_response: str  # content of the last reply; '' where a limit or stop_condition cut the episode off before an answer
+    # content of the last reply; '' where a limit or stop_condition cut the episode off before an
+    # answer
+    final_response: str
     tool_calls: list[dict[str, Any]]  # as OpenAI's API has them, ids unique in the conversation
     turns: int  # replies
     rollout: Rollout  # its `status` and `truncation` say how it ended
@@ -95,7 +99,8 @@ def run_agent(
       messages: the conversation so far, or one question.
       tools: typed functions with docstrings, or schemas of OpenAI's API; none: one reply.
       tool_implementations: name → function, for tools that are schemas.
-      policy: what is talked to; or `model` and `tokenizer`, a causal LM and its tokenizer with a chat template.
+      policy: what is talked to; or `model` and `tokenizer`, a causal LM and its tokenizer with a
+        chat template.
       engine: what samples; None: a new `rlkit.engines.Cached`.
       tool_parser, tool_executor, stop_condition: see the head of this file.
       system_prompt: put in front; None adds none.
@@ -103,8 +108,10 @@ def run_agent(
       max_chars: of a tool's result; the rest is cut. timeout: seconds of a call; None: no limit.
       max_new_tokens: of one reply. temperature: 0 is greedy. seed: all the randomness there is.
       settings: further ones of the engine, such as max_thinking_tokens or top_p.
-    Returns: an AgentResult. An episode that a limit ends has no final response; its rollout says which limit.
-    Raises: ConfigError, TemplateError where the tools, the limits or the model do not fit; a tool never raises.
+    Returns: an AgentResult. An episode that a limit ends has no final response; its rollout says
+      which limit.
+    Raises: ConfigError, TemplateError where the tools, the limits or the model do not fit; a tool
+      never raises.
     """
     if policy is None:
         if model is None or tokenizer is None:
@@ -160,7 +167,8 @@ def named_tools(
 
     Args:
       executed: an executor runs the calls, so that schemas need no implementation.
-    Raises: ConfigError for a schema without implementation, an implementation without schema, and two tools of one name.
+    Raises: ConfigError for a schema without implementation, an implementation without schema, and
+      two tools of one name.
     """
     named: dict[str, Callable[..., Any]] = {}
     for tool in tools.values() if isinstance(tools, Mapping) else tools:
@@ -189,7 +197,8 @@ def _by_the_executor(**arguments: Any) -> None:
 
 
 def core_parser(tool_parser: Callable[..., Any]) -> ToolParser:
-    """A parser of the core. A list of calls does not say where they stood, so the content of a reply with calls is left out then."""
+    """A parser of the core. A list of calls does not say where they stood, so the content of a
+    reply with calls is left out then."""
 
     @wraps(tool_parser)
     def parse(content: str, **given: Any) -> tuple[str, list[ToolCall]]:
@@ -216,7 +225,8 @@ def _with_hooks(
     if tool_executor is not None:
 
         async def answer(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> ToolResult:
-            """The executor in the place of the tool: its limits hold, and what it raises is text."""
+            """The executor in the place of the tool: its limits hold, and what it raises is
+            text."""
             given = {call.name: partial(tool_executor, as_dict(call))}
             return await execute(
                 call._replace(arguments={}), given, max_chars=max_chars, timeout=timeout
@@ -226,7 +236,7 @@ def _with_hooks(
     return environment
 
 
-# ------------------------------------------------------------------------------------------------- calls as dicts
+# ----------------------------------------------------------------------------------- calls as dicts
 
 
 def as_dict(call: ToolCall) -> dict[str, Any]:
@@ -250,11 +260,12 @@ def to_call(call: Any, id: str = "call_0") -> ToolCall:
     return made._replace(arguments={}, error=str(call["error"])) if call.get("error") else made
 
 
-# ------------------------------------------------------------------------------------------------------ the command
+# -------------------------------------------------------------------------------------- the command
 
 
 def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
-    """The tools that `tools=[…]` names: shipped ones by name, a user's own as module.function. Raises ConfigError."""
+    """The tools that `tools=[…]` names: shipped ones by name, a user's own as module.function.
+    Raises ConfigError."""
     from rlkit.config.schema import nearest, resolve
 
     shipped: dict[str, Callable[..., Any]] = {
@@ -272,7 +283,8 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
 
 
 def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
-    """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where the settings are out of range."""
+    """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where
+    the settings are out of range."""
     if problems := sampling_problems(x.generation):
         raise ConfigError("\n".join(problems))
     tools = find_tools(x)
@@ -300,7 +312,8 @@ def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> Agent
 
 
 def show(rollout: Rollout) -> None:
-    """Prints a conversation, each part under its name; colours on a terminal alone, and text of the model never as markup."""
+    """Prints a conversation, each part under its name; colours on a terminal alone, and text of the
+    model never as markup."""
     from rich.console import Console
     from rich.text import Text
 
@@ -322,7 +335,8 @@ def show(rollout: Rollout) -> None:
 
 
 def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
-    """A conversation part by part: (system, user, thinking, assistant, call ID, result ID or failed ID; text)."""
+    """A conversation part by part: (system, user, thinking, assistant, call ID, result ID or failed
+    ID; text)."""
     for i, step in enumerate(rollout.steps):
         yield from (
             (m["role"], m.get("content") or "")
@@ -360,7 +374,8 @@ def _ending(rollout: Rollout) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """One question, answered with tools by a model as it is, or by that of a run (run=FOLDER: its newest checkpoint)."""
+    """One question, answered with tools by a model as it is, or by that of a run (run=FOLDER: its
+    newest checkpoint)."""
     from rlkit.config.schema import build
 
     if len(arguments.texts) != 1 or not arguments.texts[0].strip():
@@ -378,7 +393,8 @@ def command(arguments: Arguments) -> int:
 
 
 def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | None]:
-    """The config of a command that talks to a model, and the checkpoint of run=FOLDER, whose model takes the place of the config's.
+    """The config of a command that talks to a model, and the checkpoint of run=FOLDER, whose model
+    takes the place of the config's.
 
     Raises: ConfigError where there is no such run, or where a model is named beside it.
     """

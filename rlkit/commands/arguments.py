@@ -30,7 +30,8 @@ class Arguments(NamedTuple):
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
-    """Flags and overrides; with `texts` also other words, and names of files that are there. Raises ConfigError for an unknown flag."""
+    """Flags and overrides; with `texts` also other words, and names of files that are there. Raises
+    ConfigError for an unknown flag."""
     arguments, file, name = Arguments([], words=tuple(words)), list[str](), ""
     rest = iter(words)
     for word in rest:
@@ -62,7 +63,8 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
             or " " in word.partition("=")[0].strip()
             or not re.match(r"[-~]|[^=]+=", word)
         ):
-            # Folders of a sweep have a = in their names. A question may be longer than a file's name, which Path.exists raises on.
+            # Folders of a sweep have a = in their names. A question may be longer than a file's
+            # name, which Path.exists raises on.
             arguments = arguments._replace(texts=(*arguments.texts, word))
         elif word.startswith("-"):
             raise ConfigError(_no_flag(word, next(rest, "VALUE")))
@@ -110,7 +112,8 @@ def option(overrides: Sequence[str], key: str) -> str | None:
 
 
 def is_trusted(overrides: Sequence[str]) -> bool:
-    """Whether the command line says trust=true. Raises ConfigError for any other value than true or false."""
+    """Whether the command line says trust=true. Raises ConfigError for any other value than true or
+    false."""
     given = option(overrides, "trust")
     if given not in (None, "true", "false"):
         raise ConfigError(f"trust={given}: must be true or false")
@@ -118,7 +121,8 @@ def is_trusted(overrides: Sequence[str]) -> bool:
 
 
 def added(saved: list[str], overrides: list[str]) -> list[str]:
-    """Overrides after those of a run; what is said again word for word is said once, since `+group=option` can stand only once."""
+    """Overrides after those of a run; what is said again word for word is said once, since
+    `+group=option` can stand only once."""
     return [text for text in saved if text not in overrides] + overrides
 
 
@@ -133,7 +137,8 @@ def quote(text: str) -> str:
 
 
 def unquote(text: str) -> str:
-    """The inverse of `quote`; a text without quotes stays as it is, whatever Hydra's grammar would make of it."""
+    """The inverse of `quote`; a text without quotes stays as it is, whatever Hydra's grammar would
+    make of it."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1].replace("\\" + text[0], text[0])
     return text

@@ -1,4 +1,5 @@
-"""`rlkit bench`: algorithms × tasks × seeds on small tasks with a known optimum, and one page of what can be claimed."""
+"""`rlkit bench`: algorithms × tasks × seeds on small tasks with a known optimum, and one page of
+what can be claimed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ SETTINGS = {
 
 
 def command(arguments: Arguments) -> int:
-    """algorithms=A,B or arms=FILE, tasks=, seeds=N, placebo=false, jobs=N, folder=; every other override goes to every run."""
+    """algorithms=A,B or arms=FILE, tasks=, seeds=N, placebo=false, jobs=N, folder=; every other
+    override goes to every run."""
     from rlkit.runs import bench
 
     given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
@@ -68,7 +70,8 @@ def command(arguments: Arguments) -> int:
 
 
 def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]) -> str:
-    """Writes results.csv, comparisons.csv and README.md from the runs' rows; the page and where they are, to print."""
+    """Writes results.csv, comparisons.csv and README.md from the runs' rows; the page and where
+    they are, to print."""
     from rlkit.runs import bench
 
     bench.write_rows(folder / "results.csv", rows)
@@ -89,7 +92,8 @@ def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
 
 
 def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """Name → overrides: options of `algorithm`, and those of a file of names and lists of overrides."""
+    """Name → overrides: options of `algorithm`, and those of a file of names and lists of
+    overrides."""
     from rlkit.runs.bench import PLACEBOS, folder_of
 
     arms: dict[str, tuple[str, ...]] = {
@@ -140,7 +144,8 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
 
 
 def compose_all(cells: list, config_dir: str | None, *, trusted: bool) -> None:
-    """Composes the first seed of every arm on every task. Raises ConfigError with what is wrong, before anything runs."""
+    """Composes the first seed of every arm on every task. Raises ConfigError with what is wrong,
+    before anything runs."""
     from rlkit.config.experiment import experiment
 
     problems: dict[str, str] = {}

@@ -1,7 +1,9 @@
-"""`rlkit check`: one small step of a run, through every part of it, and what the run would take; nothing is kept.
+"""`rlkit check`: one small step of a run, through every part of it, and what the run would take;
+nothing is kept.
 
-The config is composed and dry-run before, as for `rlkit train`. Here the rows are tried with the verifier, the model is loaded, trainer
-and sampler are compared, one prompt's group is played and scored, and the policy (and the critic, where there is one) takes one step.
+The config is composed and dry-run before, as for `rlkit train`. Here the rows are tried with the
+verifier, the model is loaded, trainer and sampler are compared, one prompt's group is played and
+scored, and the policy (and the critic, where there is one) takes one step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ GROUP = 4  # rollouts where a group is one sample
 
 
 class Memory(NamedTuple):
-    """Bytes: what the run holds from its first step to its last, and the most that there was at once in the small step."""
+    """Bytes: what the run holds from its first step to its last, and the most that there was at
+    once in the small step."""
 
     weights: int
     gradients: int
@@ -59,7 +62,8 @@ class Report(NamedTuple):
 
 
 def small(x: Experiment) -> Experiment:
-    """The experiment cut to one step of one update on one prompt: short replies, no evaluation, no logger, no callbacks."""
+    """The experiment cut to one step of one update on one prompt: short replies, no evaluation, no
+    logger, no callbacks."""
     from rlkit.training.schedules import Schedule
 
     limit = min(x.generation.max_new_tokens, REPLY)
@@ -85,7 +89,8 @@ def run(x: Experiment, tasks: Splits) -> Report:
     """One step of the experiment.
 
     Args:
-      x: the whole run at its first step, without open schedules (rlkit.config.problems.schedules.first_steps).
+      x: the whole run at its first step, without open schedules
+        (rlkit.config.problems.schedules.first_steps).
       tasks: at least one training row; the others are only counted.
     Raises: the refusals of a run.
     """
@@ -133,8 +138,8 @@ def run(x: Experiment, tasks: Splits) -> Report:
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:
-    """A reward that keeps the scored rollouts in `played`, and gives 0 and 1 in turn where all are worth the same: no algorithm would
-    take a step on those."""
+    """A reward that keeps the scored rollouts in `played`, and gives 0 and 1 in turn where all are
+    worth the same: no algorithm would take a step on those."""
 
     def scores(rollouts: Sequence[Rollout]) -> list[float | None]:
         played[:] = score_rollouts(rollouts, reward)
@@ -145,7 +150,8 @@ def telling(reward: Reward, played: list[Rollout]) -> Reward:
 
 
 def size_of(node: Any) -> int:
-    """Bytes of all tensors in a nest of modules, mappings, tuples and lists; what two of them share counts once."""
+    """Bytes of all tensors in a nest of modules, mappings, tuples and lists; what two of them share
+    counts once."""
     import torch
 
     sizes: dict[int, int] = {}
@@ -237,7 +243,8 @@ def _size(count: int) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """What `rlkit train` would do with these overrides, in one small step; or with check.device what it would take on another card."""
+    """What `rlkit train` would do with these overrides, in one small step; or with check.device
+    what it would take on another card."""
     from rlkit.commands import forecast
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import warnings

@@ -1,4 +1,5 @@
-"""The command line: each command is a file of this folder. Refusals are one sentence and exit status 2, without a traceback."""
+"""The command line: each command is a file of this folder. Refusals are one sentence and exit
+status 2, without a traceback."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ groups and their options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status: 0 done, 1 failed, 2 refused, 130 interrupted.
 
-    Without `argv` the words are those of the process, which is the command's own: it ends with the command (`rlkit.system.leaving`).
+    Without `argv` the words are those of the process, which is the command's own: it ends with the
+    command (`rlkit.system.leaving`).
     """
     if argv is not None:
         return run_command(argv)

@@ -13,7 +13,8 @@ SETTINGS = ("figure", "at", "pairs", "effect", "seeds")
 
 
 def command(arguments: Arguments) -> int:
-    """Run folders or folders of runs, each line against the first; and figure=, at=, pairs=all, effect=."""
+    """Run folders or folders of runs, each line against the first; and figure=, at=, pairs=all,
+    effect=."""
     groups, given = lines_of(arguments, "compare")
     compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
     if compared is None:
@@ -40,7 +41,8 @@ def command(arguments: Arguments) -> int:
 
 
 def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
-    """The lines of the folders that a command names, and its settings. Raises ConfigError where that is fewer than two lines."""
+    """The lines of the folders that a command names, and its settings. Raises ConfigError where
+    that is fewer than two lines."""
     given = {
         key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
     }

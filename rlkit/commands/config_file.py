@@ -1,4 +1,5 @@
-"""`--config FILE`: overrides as YAML, and the flat config of the GSM8K/MBPP trainer that rlkit grew out of."""
+"""`--config FILE`: overrides as YAML, and the flat config of the GSM8K/MBPP trainer that rlkit grew
+out of."""
 
 from __future__ import annotations
 
@@ -39,8 +40,10 @@ def overrides_of(file: str) -> list[str]:
     """The overrides of a YAML file. Those of a flat config are printed.
 
     Args:
-      file: a mapping, nested or with dots, of config keys and groups to values; a list of overrides; or a flat config.
-    Raises: ConfigError for a file that is none of these, and for a key that a flat config does not have.
+      file: a mapping, nested or with dots, of config keys and groups to values; a list of
+        overrides; or a flat config.
+    Raises: ConfigError for a file that is none of these, and for a key that a flat config does not
+      have.
     """
     try:
         given = yaml.safe_load(Path(file).read_text())
@@ -67,7 +70,8 @@ def overrides_of(file: str) -> list[str]:
 
 
 def _chosen(file: str, defaults: Any) -> list[str]:
-    """The options that a defaults list chooses, as overrides: `- override algorithm: dapo` or `- algorithm: dapo`."""
+    """The options that a defaults list chooses, as overrides: `- override algorithm: dapo` or `-
+    algorithm: dapo`."""
     if not isinstance(defaults, list):
         raise ConfigError(
             f"--config {file}: defaults: {defaults!r} is no list; write one GROUP: OPTION a line, each behind a dash"

@@ -1,4 +1,5 @@
-"""`rlkit doctor`: what this machine gives to a run, one line each. Nothing is downloaded and nothing is left behind."""
+"""`rlkit doctor`: what this machine gives to a run, one line each. Nothing is downloaded and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ LOW_DISK_GB = (
 
 
 class Finding(NamedTuple):
-    """One line. `bad` means that nothing can be trained here, `warn` that something may go wrong or is slower than it could be."""
+    """One line. `bad` means that nothing can be trained here, `warn` that something may go wrong or
+    is slower than it could be."""
 
     what: str
     text: str
@@ -32,7 +34,8 @@ class Finding(NamedTuple):
 
 
 def _examine() -> list[Finding]:
-    """Everything, in the order in which a run would miss it. A part that fails is a finding, never an error."""
+    """Everything, in the order in which a run would miss it. A part that fails is a finding, never
+    an error."""
     parts: tuple[Callable[[], list[Finding]], ...] = (
         python,
         packages,

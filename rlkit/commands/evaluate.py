@@ -27,16 +27,19 @@ def evaluate_run(
     parent: Path,
     started: float,
 ) -> tuple[dict[str, Any], Path]:
-    """Greedy accuracy, avg@k, pass@k and mean rewards of tasks, by the verifiers of training; written as JSON beside the rollouts.
+    """Greedy accuracy, avg@k, pass@k and mean rewards of tasks, by the verifiers of training;
+    written as JSON beside the rollouts.
 
     Args:
       x: the experiment; its evaluation settings decide how replies are sampled.
       tasks: rows of the split, at least one.
       split: its name, for the result.
-      checkpoint: a file, or a folder whose newest checkpoint is evaluated; None evaluates the model as loaded.
+      checkpoint: a file, or a folder whose newest checkpoint is evaluated; None evaluates the model
+        as loaded.
       parent: where a new folder for the results is made.
       started: time.perf_counter() of the command's start.
-    Raises: RewardError where a reward fails; its note names the file in the new folder that keeps the rollout.
+    Raises: RewardError where a reward fails; its note names the file in the new folder that keeps
+      the rollout.
     """
     from rlkit.episodes import failures
     from rlkit.episodes.evaluation import greedy_accuracy, sampled_accuracy
@@ -97,9 +100,11 @@ def evaluate_run(
 
 
 def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
-    """Loads a checkpoint's policy; the file and the RL step of it. The engine goes on with the kernels of the run, or says what differs.
+    """Loads a checkpoint's policy; the file and the RL step of it. The engine goes on with the
+    kernels of the run, or says what differs.
 
-    Raises: DataError where no checkpoint can be read, or where its weights are not those of this model.
+    Raises: DataError where no checkpoint can be read, or where its weights are not those of this
+    model.
     """
     from rlkit.training.callbacks.checkpoints import load_checkpoint
     from rlkit.training.kernels import keep_kernels
@@ -131,7 +136,8 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
 def held_out_rows(
     label: str, greedy: Mapping[str, Any], sampled: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, float, Any]]:
-    """(name, value, interval) of a result or of a part of it; the reward where it is not the accuracy."""
+    """(name, value, interval) of a result or of a part of it; the reward where it is not the
+    accuracy."""
     shaped = greedy["reward"] != greedy["accuracy"]
     rows = [(f"{label} accuracy", greedy["accuracy"], greedy["interval"])]
     rows += [(f"{label} reward", greedy["reward"], greedy["reward_interval"])] if shaped else []
@@ -159,8 +165,8 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """Accuracy of a run (run=FOLDER: its config and newest checkpoint) or of a model as it is, on test problems unless split= says
-    otherwise."""
+    """Accuracy of a run (run=FOLDER: its config and newest checkpoint) or of a model as it is, on
+    test problems unless split= says otherwise."""
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split

@@ -1,4 +1,5 @@
-"""`rlkit export run=…`: a run's policy as a Hugging Face folder, with tokenizer, chat template and model card."""
+"""`rlkit export run=…`: a run's policy as a Hugging Face folder, with tokenizer, chat template and
+model card."""
 
 from __future__ import annotations
 
@@ -22,17 +23,20 @@ def export(
     merge: bool = False,
     run: Path | None = None,
 ) -> tuple[Path, int]:
-    """Writes the policy of a checkpoint so that `from_pretrained(out)` gives the same logits; the checkpoint's file and RL step.
+    """Writes the policy of a checkpoint so that `from_pretrained(out)` gives the same logits; the
+    checkpoint's file and RL step.
 
-    Adapters are written as such, beside the name of their base model, or with `merge` added into its weights. All weights are written
-    in float32, the precision in which they were trained. The folder appears whole or not at all.
+    Adapters are written as such, beside the name of their base model, or with `merge` added into
+    its weights. All weights are written in float32, the precision in which they were trained. The
+    folder appears whole or not at all.
 
     Args:
       model: the config of the run's model, rlkit.models.load_policy.
       checkpoint: a file, or a folder whose newest one is taken.
       out: a folder that does not exist yet.
       run: the run's folder; with it README.md is a model card.
-    Raises: ConfigError where `out` exists, or the adapters' base cannot be named to others; DataError where there is no checkpoint.
+    Raises: ConfigError where `out` exists, or the adapters' base cannot be named to others;
+      DataError where there is no checkpoint.
     """
     from rlkit.commands.evaluate import restored_policy
     from rlkit.config.schema import build, check

@@ -1,4 +1,5 @@
-"""`rlkit check check.device=NAME`: what a run would take on a card that is not here. Of the model only its config is read."""
+"""`rlkit check check.device=NAME`: what a run would take on a card that is not here. Of the model
+only its config is read."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from rlkit.errors import ConfigError, RLKitError, nearest
 from rlkit.models.roofline import CARDS, KNOWN, Load, Shape, changes, forecast, shape_of
 from rlkit.training.experiment import Experiment
 
+# assumed where neither the rows nor the user say how long a prompt and how much of its limit a
+# reply is
 PROMPT, SHARE = (
     200,
     0.5,
-)  # assumed where neither the rows nor the user say how long a prompt and how much of its limit a reply is
+)
 RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4)}
 
 
 def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings check.NAME, and the other overrides. Raises ConfigError for a name, a card or a number that is none."""
+    """The settings check.NAME, and the other overrides. Raises ConfigError for a name, a card or a
+    number that is none."""
     given: dict[str, Any] = {
         o[6:].partition("=")[0]: o.partition("=")[2].lower()
         for o in overrides
@@ -93,7 +97,8 @@ def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any])
 
 
 def shape_of_run(x: Experiment) -> Shape:
-    """Sizes of the run's model; for those of conf/model nothing is fetched. Raises ConfigError for a model without a path."""
+    """Sizes of the run's model; for those of conf/model nothing is fetched. Raises ConfigError for
+    a model without a path."""
     from rlkit.models.load import pretrained_config
 
     own = getattr(x.model, "keywords", {})
@@ -148,7 +153,8 @@ def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def prompt_tokens(x: Experiment) -> int | None:
-    """Mean tokens of the first prompts, tools and template included; None where rows or tokenizer are not on this machine."""
+    """Mean tokens of the first prompts, tools and template included; None where rows or tokenizer
+    are not on this machine."""
     from rlkit.environments import environment_of
     from rlkit.episodes.episode import opening
     from rlkit.models.chat import encode_prompt, make_renderer

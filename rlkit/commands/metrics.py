@@ -10,7 +10,8 @@ from rlkit.training.glossary import Entry, meaning_of, sections
 
 
 def command(arguments: Arguments) -> int:
-    """NAME…: what a metric means, its unit, a healthy run's value and what to do otherwise; without one, the names of all."""
+    """NAME…: what a metric means, its unit, a healthy run's value and what to do otherwise; without
+    one, the names of all."""
     if arguments.overrides:
         raise ConfigError(
             f"'{arguments.overrides[0]}': rlkit metrics takes names of metrics, such as kl/ref_k3"
@@ -26,7 +27,8 @@ def command(arguments: Arguments) -> int:
 
 
 def explained(name: str) -> str:
-    """An entry as a person reads it, or those of all metrics below a name such as kl. Raises ConfigError for a name without one."""
+    """An entry as a person reads it, or those of all metrics below a name such as kl. Raises
+    ConfigError for a name without one."""
     every = [entry for section in sections() for entry in section.entries]
     found = meaning_of(name)
     entries = (

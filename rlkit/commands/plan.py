@@ -1,4 +1,5 @@
-"""`rlkit plan`: how many seeds a comparison needs, and how long they take, from the spread of a pilot."""
+"""`rlkit plan`: how many seeds a comparison needs, and how long they take, from the spread of a
+pilot."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ EFFECT = 0.02  # two points of accuracy
 
 
 def command(arguments: Arguments) -> int:
-    """Folders of a pilot, two kinds of runs on seeds of their own, at least three; effect=DIFFERENCE, seeds=N, figure=."""
+    """Folders of a pilot, two kinds of runs on seeds of their own, at least three;
+    effect=DIFFERENCE, seeds=N, figure=."""
     groups, given = lines_of(arguments, "plan")
     compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
     found = verdicts.verdicts(groups, compared) if compared else []
@@ -39,7 +41,8 @@ def command(arguments: Arguments) -> int:
 def plan_lines(
     verdict: verdicts.Compared, effect: float, comparisons: int, each: float, seeds: str | None
 ) -> list[str]:
-    """The seeds that a comparison needs. First those that keep the promise, however much of the spread a small pilot hides."""
+    """The seeds that a comparison needs. First those that keep the promise, however much of the
+    spread a small pilot hides."""
     spread, pilot = verdict.found.spread, verdict.found.n
     bound = spread_bound(spread, pilot)
     needed, likely = (seeds_needed(own, effect, comparisons=comparisons) for own in (bound, spread))

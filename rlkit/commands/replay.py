@@ -1,4 +1,5 @@
-"""`rlkit replay`: the update of a debug bundle once more, portion by portion, and what in it is not finite."""
+"""`rlkit replay`: the update of a debug bundle once more, portion by portion, and what in it is not
+finite."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from rlkit.system.redaction import learn
 
 
 def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
-    """Forward and backward over the minibatch of a bundle, with the weights that it had; no optimiser moves.
+    """Forward and backward over the minibatch of a bundle, with the weights that it had; no
+    optimiser moves.
 
     Args:
       trusted: whether the config may call code outside rlkit; see docs/security.md.
     Returns: a table and sentences; whether everything was finite this time.
-    Raises: ConfigError where the folder is no bundle, its config no longer fits the code, or it calls what is not trusted; DataError
-      where a file of it is damaged or cannot be read.
+    Raises: ConfigError where the folder is no bundle, its config no longer fits the code, or it
+      calls what is not trusted; DataError where a file of it is damaged or cannot be read.
     """
     from rlkit.config.compose import conf_dir
     from rlkit.config.keys import leaks, without

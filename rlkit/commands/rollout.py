@@ -1,4 +1,5 @@
-"""`rlkit rollout`: episodes without training, recorded, scored, summed up and saved. The loop is the one of training."""
+"""`rlkit rollout`: episodes without training, recorded, scored, summed up and saved. The loop is
+the one of training."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ UNSCORED = "unscored.jsonl.gz"  # the episodes that have ended, until all are sc
 
 
 def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollout], Path]:
-    """Plays the episodes, scores and writes them, with summary.json and transcripts; the rollouts and their folder.
+    """Plays the episodes, scores and writes them, with summary.json and transcripts; the rollouts
+    and their folder.
 
-    Each episode is written when it ends, to unscored.jsonl.gz, which goes once all are scored: what ends early leaves them behind.
-    Raises: ConfigError where the settings are out of range or there are no tasks; DataError naming a row whose truth cannot be read;
-      RewardError where a reward fails.
+    Each episode is written when it ends, to unscored.jsonl.gz, which goes once all are scored: what
+    ends early leaves them behind.
+    Raises: ConfigError where the settings are out of range or there are no tasks; DataError naming
+      a row whose truth cannot be read; RewardError where a reward fails.
     """
     problems = sampling_problems(x.generation)
     if problems:
@@ -88,7 +91,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
 
 @contextmanager
 def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]:
-    """Gives what takes each episode as it ends: it goes into the file, and on a terminal onto a bar. The file is gone after a good end."""
+    """Gives what takes each episode as it ends: it goes into the file, and on a terminal onto a
+    bar. The file is gone after a good end."""
     from rich.progress import Progress
 
     done = 0

@@ -1,4 +1,5 @@
-"""`rlkit runs`: the runs that there are, newest first, filtered by settings; and in what two of them differ."""
+"""`rlkit runs`: the runs that there are, newest first, filtered by settings; and in what two of
+them differ."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ RESULTS = {
 def command(arguments: Arguments) -> int:
     """Prints a list, or the comparison of two runs.
 
-    Words: folders to look in (outputs); `diff A B`; KEY=VALUE, which only runs with this setting or this override pass; limit=N.
+    Words: folders to look in (outputs); `diff A B`; KEY=VALUE, which only runs with this setting or
+    this override pass; limit=N.
     """
     words = [*arguments.texts]
     if words[:1] == ["diff"]:
@@ -58,7 +60,8 @@ def command(arguments: Arguments) -> int:
 
 
 def run_table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list[str]:
-    """A table: a run a line, newest first; what it ended with, its test accuracy, and the overrides that made it."""
+    """A table: a run a line, newest first; what it ended with, its test accuracy, and the overrides
+    that made it."""
     folders = {
         path.parent
         for place in places
@@ -118,7 +121,8 @@ def _overrides(folder: Path) -> list[str]:
 
 
 def _passes(folder: Path, wanted: Sequence[str]) -> bool:
-    """Whether a run has all of these settings: a value of its config, or an override that it was started with."""
+    """Whether a run has all of these settings: a value of its config, or an override that it was
+    started with."""
     if not wanted:
         return True
     try:

@@ -1,4 +1,5 @@
-"""`rlkit serve`: the endpoint of environment=program on a model or a trained run, for trying a policy with any client."""
+"""`rlkit serve`: the endpoint of environment=program on a model or a trained run, for trying a
+policy with any client."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ REMEMBERED = 256  # replies that a later conversation may continue by token ids
 async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
     """The endpoint while the block runs; gives the variables in which clients look for it.
 
-    Conversations that extend a recorded one continue it by token ids, as in training. Raises: ConfigError where the port is taken.
+    Conversations that extend a recorded one continue it by token ids, as in training. Raises:
+    ConfigError where the port is taken.
     """
     from rlkit.episodes.programs import Conversations
     from rlkit.gateway.server import addresses, opened_door
@@ -76,7 +78,8 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
 
 
 def command(arguments: Arguments) -> int:
-    """Serves a model as it is, or that of a run (run=FOLDER: its newest checkpoint), until it is interrupted."""
+    """Serves a model as it is, or that of a run (run=FOLDER: its newest checkpoint), until it is
+    interrupted."""
     from rlkit.config.schema import build
 
     config, checkpoint = composed(arguments, "serve")

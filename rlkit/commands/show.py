@@ -1,4 +1,5 @@
-"""`rlkit train --cfg job`, `--info`: the composed config, or the chosen options, printed without a run."""
+"""`rlkit train --cfg job`, `--info`: the composed config, or the chosen options, printed without a
+run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ENTRIES = {
 
 
 def command(name: str, arguments: Arguments) -> int:
-    """Prints what was asked for, secrets left out. Raises ConfigError for what cannot be composed."""
+    """Prints what was asked for, secrets left out. Raises ConfigError for what cannot be
+    composed."""
     if name not in ENTRIES:
         raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
     overrides = drop(arguments.overrides, "trust")

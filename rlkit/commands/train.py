@@ -1,4 +1,5 @@
-"""`rlkit train`: a run composed and checked, then trained in its folder under Hydra's state, and its end printed."""
+"""`rlkit train`: a run composed and checked, then trained in its folder under Hydra's state, and
+its end printed."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def command(arguments: Arguments) -> int:
 
 
 def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
-    """Raises ConfigError where an override of the run held a secret, which no run folder keeps, and is not given again."""
+    """Raises ConfigError where an override of the run held a secret, which no run folder keeps, and
+    is not given again."""
     if missing := [key for key in runs.withheld(folder) if option(overrides, key) is None]:
         raise ConfigError(
             f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again, as {missing[0]}=VALUE or better "
@@ -131,7 +133,8 @@ def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
 
 
 def note_start(folder: Path, composed: Composed, identity: str) -> None:
-    """Adds this process to run.json and prints what changed, before Hydra writes the overrides that run.json lists.
+    """Adds this process to run.json and prints what changed, before Hydra writes the overrides that
+    run.json lists.
 
     Args:
       identity: of the run that goes on; empty for a new one.
@@ -152,7 +155,8 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
 
 
 def remove_start(folder: Path, *, whole: bool) -> None:
-    """Removes what a refused run wrote before its first row; the whole folder where nothing was in it before."""
+    """Removes what a refused run wrote before its first row; the whole folder where nothing was in
+    it before."""
     if (folder / "metrics.jsonl").exists():
         return
     if whole:
@@ -172,8 +176,8 @@ def remove_start(folder: Path, *, whole: bool) -> None:
 def check_continues(folder: Path, config: dict, steps: int, resume: Path | None) -> str:
     """Prints what changed since the run in `folder` was started. Returns the run's identity.
 
-    Raises: ConfigError where it cannot go on with that; DataError where a file that says what it is was damaged or exchanged, and where
-      it has trained and no checkpoint of it is left.
+    Raises: ConfigError where it cannot go on with that; DataError where a file that says what it is
+      was damaged or exchanged, and where it has trained and no checkpoint of it is left.
     """
     if resume is None:
         raise ConfigError(
@@ -197,7 +201,8 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
 
 
 def own_summary(folder: Path) -> dict[str, Any]:
-    """summary.json of the run that goes on. One that is damaged or another run's goes to aside/, and a sentence says so."""
+    """summary.json of the run that goes on. One that is damaged or another run's goes to aside/,
+    and a sentence says so."""
     summary = runs.read_summary(folder)
     if summary is None and (folder / "summary.json").exists():
         print(
@@ -208,7 +213,8 @@ def own_summary(folder: Path) -> dict[str, Any]:
 
 
 def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
-    """Runs a job as Hydra's main does, with the config that is composed already: .hydra/ in its folder, Hydra's state, its callbacks."""
+    """Runs a job as Hydra's main does, with the config that is composed already: .hydra/ in its
+    folder, Hydra's state, its callbacks."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import run_job
     from hydra.types import RunMode
@@ -219,7 +225,8 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
     config = composed.full
     place = config.hydra.output_subdir
     config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
-    config.hydra.output_subdir = None  # these files are written here: each whole, without secrets, and noted as the user's own
+    # these files are written here: each whole, without secrets, and noted as the user's own
+    config.hydra.output_subdir = None
 
     def work(task: Any) -> int:
         own = HydraConfig.instance().cfg
@@ -249,7 +256,8 @@ def run_in_folder(
     started: float,
     resume: Path | None,
 ) -> int:
-    """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that was not there before."""
+    """Runs in a folder and prints the end; the exit status. A refusal leaves nothing behind that
+    was not there before."""
     from rlkit.config.compose import builder
 
     fresh = resume is None
@@ -367,8 +375,8 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def doubts(folder: Path) -> list[str]:
-    """What drifted over the whole run in a way that is known to end badly, and how many steps had episodes that their environment
-    failed in: what no step's own warning can say."""
+    """What drifted over the whole run in a way that is known to end badly, and how many steps had
+    episodes that their environment failed in: what no step's own warning can say."""
     from rlkit.runs.report.read import read_run
     from rlkit.runs.report.tables import symptoms
 
@@ -385,7 +393,8 @@ def doubts(folder: Path) -> list[str]:
 
 
 def join_ranks(settings: TrainerSettings) -> None:
-    """Make this process a rank if the settings ask for several. Raises ConfigError if the ranks were not started."""
+    """Make this process a rank if the settings ask for several. Raises ConfigError if the ranks
+    were not started."""
     import torch
 
     count = settings.devices * settings.nodes

@@ -32,13 +32,15 @@ def asker(
     entry: str,
     own_model: bool = False,
 ) -> Callable[[dict[str, Any]], None] | None:
-    """Refuses the config of a folder where it is not declared safe and trust=true is not said; None where the folder is the user's own.
+    """Refuses the config of a folder where it is not declared safe and trust=true is not said; None
+    where the folder is the user's own.
 
     Args:
       where: the folder as the user named it. mine: his overrides.
       entry: of the config that is composed.
       own_model: whether the model may lie in the folder.
-    Returns: a function of the composed config, in which values of the environment stand as ${oc.env:NAME}.
+    Returns: a function of the composed config, in which values of the environment stand as
+      ${oc.env:NAME}.
     Raises: ConfigError where composing alone would import something.
     """
     if is_noted(folder):
@@ -63,7 +65,8 @@ def asker(
 def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
     """The model of a run, from its config, which is read as data.
 
-    Raises: ConfigError where it is not declared safe and trust=true is not said; DataError where it cannot be read.
+    Raises: ConfigError where it is not declared safe and trust=true is not said; DataError where it
+    cannot be read.
     """
     written = runs.read_config(run).get("model")
     if not isinstance(written, dict) or "_target_" not in written:
@@ -82,7 +85,8 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
 
 
 def with_limits(x: Any, arguments: Arguments) -> Any:
-    """The settings of run=FOLDER; where that is a stranger's and not trusted, the chat template of its model gets limits."""
+    """The settings of run=FOLDER; where that is a stranger's and not trusted, the chat template of
+    its model gets limits."""
     from rlkit.models.confined import confined
     from rlkit.models.load import EMBEDDED
 

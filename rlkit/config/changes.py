@@ -40,10 +40,12 @@ APART = (
 
 
 def identify(config: Mapping[str, Any]) -> str:
-    """A run's identity: 16 hexadecimal digits of the SHA-256 of the config with which its folder was made.
+    """A run's identity: 16 hexadecimal digits of the SHA-256 of the config with which its folder
+    was made.
 
-    Secrets are covered first; sections APART, keys of one process (ONCE), suggestions and shelves are left out. A folder keeps its
-    identity when it is moved, and when its run goes on with other settings (`rlkit.system.identity`).
+    Secrets are covered first; sections APART, keys of one process (ONCE), suggestions and shelves
+    are left out. A folder keeps its identity when it is moved, and when its run goes on with other
+    settings (`rlkit.system.identity`).
     """
     settings = {
         key: value
@@ -67,7 +69,8 @@ def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
 def difference(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) for every value that differs, the run's length, the keys `beside` it and mere suggestions left out."""
+    """Dotted key → (old, new) for every value that differs, the run's length, the keys `beside` it
+    and mere suggestions left out."""
     before = _compared(old)
     after = _compared(new)
     return {
@@ -80,7 +83,8 @@ def difference(
 def other_run(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """In what a config is not the one of a run: `difference` without its logger, its callbacks and how many ranks it has."""
+    """In what a config is not the one of a run: `difference` without its logger, its callbacks and
+    how many ranks it has."""
     changed = difference(old, new, beside=PLACE + beside)
     return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}
 

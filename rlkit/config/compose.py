@@ -1,7 +1,9 @@
-"""From a config to an Experiment: composed by Hydra, checked before anything heavy is loaded, built from plain functions.
+"""From a config to an Experiment: composed by Hydra, checked before anything heavy is loaded, built
+from plain functions.
 
-Order: overrides → composed config → every key checked (rlkit.config.schema) → functions built → validated, dry-run on fake
-data (rlkit.config.problems). Each stage reports all of its problems at once, and none of them imports more than torch.
+Order: overrides → composed config → every key checked (rlkit.config.schema) → functions built →
+validated, dry-run on fake data (rlkit.config.problems). Each stage reports all of its problems at
+once, and none of them imports more than torch.
 """
 
 from __future__ import annotations
@@ -37,16 +39,18 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
 
 def conf_dir() -> Path:
-    """The folder of the shipped options: inside the package when installed, beside it in a checkout."""
+    """The folder of the shipped options: inside the package when installed, beside it in a
+    checkout."""
     package = Path(__file__).resolve().parent.parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
-# ----------------------------------------------------------------------------------------------------- composing
+# ---------------------------------------------------------------------------------------- composing
 
 
 class Composed(NamedTuple):
-    """A composed config in plain containers, the overrides that give it to Hydra, and Hydra's own object, its settings included."""
+    """A composed config in plain containers, the overrides that give it to Hydra, and Hydra's own
+    object, its settings included."""
 
     config: dict[str, Any]
     overrides: list[str]
@@ -61,14 +65,15 @@ def compose(
     before_import: Callable[[dict[str, Any]], None] | None = None,
     trusted: bool = False,
 ) -> Composed:
-    """Composes an entry config and refuses it, with all problems in one message, unless it can be built.
+    """Composes an entry config and refuses it, with all problems in one message, unless it can be
+    built.
 
     Args:
       overrides: as on the command line. Keys that a part's signature knows need no `+`.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
-      before_import: looks at the config, with values of the environment as ${oc.env:NAME}, before a module that it names is imported;
-        may refuse it.
+      before_import: looks at the config, with values of the environment as ${oc.env:NAME}, before a
+        module that it names is imported; may refuse it.
       trusted: whether the command line says trust=true.
     Raises: ConfigError.
     """
@@ -107,7 +112,8 @@ def compose(
 def without_values(
     theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None
 ) -> dict[str, Any]:
-    """The config of what a folder chooses among options and of all that the user says, in the form of `with_variables`.
+    """The config of what a folder chooses among options and of all that the user says, in the form
+    of `with_variables`.
 
     The folder's own values are left out.
 
@@ -140,7 +146,8 @@ def without_values(
 
 
 def with_variables(full: DictConfig) -> dict[str, Any]:
-    """The plain config in which each value of the environment stands as ${oc.env:NAME}, wherever references have carried it."""
+    """The plain config in which each value of the environment stands as ${oc.env:NAME}, wherever
+    references have carried it."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -156,7 +163,8 @@ def with_variables(full: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
-    """Hydra's state around jobs whose config is composed already, with the callbacks that it names (hydra.callbacks)."""
+    """Hydra's state around jobs whose config is composed already, with the callbacks that it names
+    (hydra.callbacks)."""
     from hydra import initialize_config_dir
     from hydra._internal.callbacks import Callbacks
     from hydra.core.global_hydra import GlobalHydra
@@ -169,7 +177,8 @@ def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
 
 
 def length_keys(composed: Composed) -> tuple[str, ...]:
-    """Dotted keys whose values follow the run's length by an interpolation such as ${trainer.steps}: they count as length too."""
+    """Dotted keys whose values follow the run's length by an interpolation such as
+    ${trainer.steps}: they count as length too."""
     from omegaconf import OmegaConf
 
     longer = copy.deepcopy(composed.full)
@@ -191,7 +200,8 @@ def searchpath(config_dir: str | None) -> list[str]:
 
 
 def _clashes(config_dir: str | None) -> list[str]:
-    """Options of a user's folder that Hydra would silently pass over for a shipped one of the same name."""
+    """Options of a user's folder that Hydra would silently pass over for a shipped one of the same
+    name."""
     folder = Path(config_dir) if config_dir else None
     files = sorted(folder.rglob("*.yaml")) if folder else []
     hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]
@@ -202,7 +212,8 @@ def _clashes(config_dir: str | None) -> list[str]:
 
 
 def _check_searchpath(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a place of hydra.searchpath that is not there. Hydra would only warn, and then miss its options."""
+    """Raises ConfigError for a place of hydra.searchpath that is not there. Hydra would only warn,
+    and then miss its options."""
     for scheme, place in re.findall(
         r"(file|pkg)://([^\]\s,'\"]+)",
         " ".join(text for text in overrides if "hydra.searchpath=" in text),
@@ -227,10 +238,11 @@ def _importable(package: str) -> bool:
 def _load(
     entry: str, search: Sequence[str], overrides: Sequence[str]
 ) -> tuple[DictConfig, list[str]]:
-    """Hydra's config, its own node included, and the overrides that give it; whatever goes wrong is one ConfigError.
+    """Hydra's config, its own node included, and the overrides that give it; whatever goes wrong is
+    one ConfigError.
 
-    Hydra composes the groups; the values are set after that, as it does itself. A key that the YAML does not hold may still be one
-    that a signature knows: it is added, and the check decides.
+    Hydra composes the groups; the values are set after that, as it does itself. A key that the YAML
+    does not hold may still be one that a signature knows: it is added, and the check decides.
     """
     import yaml
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -290,7 +302,8 @@ def _load(
 
 @functools.lru_cache(maxsize=64)
 def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> DictConfig:
-    """Hydra's composition of options, once for all configs that differ in values only. `stamp` changes with the files."""
+    """Hydra's composition of options, once for all configs that differ in values only. `stamp`
+    changes with the files."""
     import hydra
 
     return hydra.compose(entry, overrides=list(overrides), return_hydra_config=True)
@@ -308,7 +321,8 @@ def _stamp(search: Sequence[str]) -> object:
 
 
 def _plain(full: DictConfig) -> dict[str, Any]:
-    """The config without Hydra's own node in plain containers, every reference to another value resolved."""
+    """The config without Hydra's own node in plain containers, every reference to another value
+    resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -333,7 +347,8 @@ def _plain(full: DictConfig) -> dict[str, Any]:
 
 
 def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
-    """(the first key whose reference to another value fails, what is written there), or two empty texts."""
+    """(the first key whose reference to another value fails, what is written there), or two empty
+    texts."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -356,7 +371,8 @@ def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
 
 
 def _misplaced(plain: dict[str, Any]) -> list[str]:
-    """Presets without the line that lays them over the whole config: takes their keys out of the config, and says so."""
+    """Presets without the line that lays them over the whole config: takes their keys out of the
+    config, and says so."""
     return [
         f"{group}: this preset sets {', '.join(found)} under '{group}'; write '# @package _global_' as the first line of its file"
         for group in ("experiment", "debug")
@@ -365,7 +381,8 @@ def _misplaced(plain: dict[str, Any]) -> list[str]:
 
 
 def unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
-    """The config, or Hydra's own node of it, with references to other values and to the environment as they were written."""
+    """The config, or Hydra's own node of it, with references to other values and to the environment
+    as they were written."""
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(full, resolve=False)
@@ -383,7 +400,8 @@ def choices(full: DictConfig) -> list[str]:
 
 
 def is_group(override: str, search: Sequence[str]) -> bool:
-    """Whether an override chooses an option, or sets something of Hydra's own, which may decide where options are found."""
+    """Whether an override chooses an option, or sets something of Hydra's own, which may decide
+    where options are found."""
     key, _, value = override.lstrip("+~").partition("=")
     options = _group_options(key.partition("@")[0], search)
     return key.partition("/")[0].partition(".")[0] == "hydra" or (
@@ -392,7 +410,8 @@ def is_group(override: str, search: Sequence[str]) -> bool:
 
 
 def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
-    """The names of a group's options. Asks Hydra's repository itself: its loader would copy every option that plugins have registered."""
+    """The names of a group's options. Asks Hydra's repository itself: its loader would copy every
+    option that plugins have registered."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
 
@@ -407,7 +426,8 @@ def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
 def _check_overrides(
     overrides: Sequence[str], search: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Problems of the overrides themselves, and the overrides that can be composed, values made to add where they must."""
+    """Problems of the overrides themselves, and the overrides that can be composed, values made to
+    add where they must."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -458,7 +478,8 @@ def no_such_option(text: str, name: str, group: str, options: Iterable[str]) -> 
 
 
 def parse_override(parser: Any, text: str) -> tuple[Any, str]:
-    """An override, and its text in Hydra's grammar: a condition such as `reward/mean > 0.8 for 3` gets the quotes that the shell took."""
+    """An override, and its text in Hydra's grammar: a condition such as `reward/mean > 0.8 for 3`
+    gets the quotes that the shell took."""
     from hydra.errors import HydraException
 
     try:
@@ -481,17 +502,20 @@ def one_sentence(error: BaseException) -> str:
 
 
 def experiment(composed: Composed) -> Experiment:
-    """The Experiment of a composed config, checked and dry-run phase by phase. Raises ConfigError with all problems at once."""
+    """The Experiment of a composed config, checked and dry-run phase by phase. Raises ConfigError
+    with all problems at once."""
     return checked(build(composed.config))
 
 
 def builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
-    """A function that another process may call to build the experiment again, for sampling: without loggers and callbacks."""
+    """A function that another process may call to build the experiment again, for sampling: without
+    loggers and callbacks."""
     return functools.partial(build, {**config, "logger": {}, "callbacks": {}})
 
 
 def checked(x: Experiment) -> Experiment:
-    """The experiment itself, after every check that needs no model and no data. Raises ConfigError with all problems at once."""
+    """The experiment itself, after every check that needs no model and no data. Raises ConfigError
+    with all problems at once."""
     with guard_state(
         x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]
     ):  # their functions run on fake data

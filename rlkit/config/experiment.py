@@ -1,4 +1,5 @@
-"""`rlkit.experiment`: an experiment from Python. Options and checks are those of the command line; any part may be a Python object."""
+"""`rlkit.experiment`: an experiment from Python. Options and checks are those of the command line;
+any part may be a Python object."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PLAIN = (str, int, float, bool, type(None), Path)
 
 
 class Configured(Experiment):
-    """An experiment that knows its config. `_replace` gives one that does not, since the config would no longer describe it."""
+    """An experiment that knows its config. `_replace` gives one that does not, since the config
+    would no longer describe it."""
 
     config: Mapping[str, Any] = MappingProxyType({})
     overrides: tuple[
@@ -31,17 +33,19 @@ class Configured(Experiment):
 
 
 def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) -> Experiment:
-    """Compose an experiment from the options of conf/, as `rlkit train` does, and check it before a model is loaded.
+    """Compose an experiment from the options of conf/, as `rlkit train` does, and check it before a
+    model is loaded.
 
         rlkit.experiment("algorithm=dapo", "kl=none", reward=my_reward, trainer__steps=10)
 
     Args:
       overrides: as on the command line.
       config_dir: a folder of your own options.
-      keywords: overrides as keywords, two underscores for a dot: trainer__steps=10 is trainer.steps=10. A Python object replaces the
-        part itself: reward=my_reward, algorithm__advantage=my_advantage, reference=rlkit.references.ema(decay=0.99). A reward may be a
-        function, a Term, or several of them in a list or by name; a task a list of Tasks or a Splits; a model a Policy. trust=True
-        allows what the command line allows by trust=true.
+      keywords: overrides as keywords, two underscores for a dot: trainer__steps=10 is
+        trainer.steps=10. A Python object replaces the part itself: reward=my_reward,
+        algorithm__advantage=my_advantage, reference=rlkit.references.ema(decay=0.99). A reward may
+        be a function, a Term, or several of them in a list or by name; a task a list of Tasks or a
+        Splits; a model a Policy. trust=True allows what the command line allows by trust=true.
     Raises: ConfigError with all problems, in the sentences of the command line.
     """
     given = {key.replace("__", "."): value for key, value in keywords.items()}
@@ -77,7 +81,8 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a config can hold the value: text, a number, a truth value, nothing, and lists and mappings of them."""
+    """Whether a config can hold the value: text, a number, a truth value, nothing, and lists and
+    mappings of them."""
     if type(value) in (list, tuple):
         return all(map(is_plain, value)) and len(value) > 0
     return all(map(is_plain, value.values())) if type(value) is dict else isinstance(value, PLAIN)
@@ -111,14 +116,15 @@ def literal(value: Any) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ parts as Python objects
+# -------------------------------------------------------------------------- parts as Python objects
 
 
 def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
     """The owner with a part in place of what stands at a path inside it.
 
     Args:
-      path: of field names, keys and keyword arguments. hint: the owner's type. where: the whole path, for messages.
+      path: of field names, keys and keyword arguments. hint: the owner's type. where: the whole
+        path, for messages.
     Raises: ConfigError where there is no such place, or where the part cannot stand there.
     """
     name, _, rest = path.partition(".")
@@ -155,7 +161,8 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
 
 
 def inside(owner: Any, name: str) -> Any:
-    """What stands under a name: a field, an entry or a keyword argument; None where nothing does."""
+    """What stands under a name: a field, an entry or a keyword argument; None where nothing
+    does."""
     named = (
         owner.keywords
         if isinstance(owner, partial)
@@ -196,7 +203,8 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
 
 
 def stands(part: Any, hint: Any) -> bool:
-    """Whether a part is of the type that its place asks for, as far as that shows without calling it."""
+    """Whether a part is of the type that its place asks for, as far as that shows without calling
+    it."""
     base = typing.get_origin(hint) or hint
     if base in (typing.Union, UnionType):
         return any(stands(part, one) for one in typing.get_args(hint))
@@ -231,7 +239,8 @@ def as_term(part: Any, where: str) -> Term:
 
 
 def as_reward(part: Any, where: str) -> Reward:
-    """Functions and terms as a reward; they are named as they are in a mapping, else as the functions are."""
+    """Functions and terms as a reward; they are named as they are in a mapping, else as the
+    functions are."""
     own = part if isinstance(part, list | tuple) and not isinstance(part, Term) else [part]
     terms = (
         {name: as_term(one, f"{where}.terms.{name}") for name, one in part.items()}
@@ -246,7 +255,8 @@ def as_reward(part: Any, where: str) -> Reward:
 
 
 def task_function(part: Any, where: str) -> Callable[..., Sequence[Task]]:
-    """Tasks as the function of a split that a run asks. A list is all for training, without validation or test problems."""
+    """Tasks as the function of a split that a run asks. A list is all for training, without
+    validation or test problems."""
     splits = part if isinstance(part, Splits) else Splits(part)
     if isinstance(part, Task) or not all(isinstance(task, Task) for own in splits for task in own):
         raise ConfigError(
@@ -256,7 +266,8 @@ def task_function(part: Any, where: str) -> Callable[..., Sequence[Task]]:
 
 
 def the_policy(policy: Policy) -> Callable[..., Policy]:
-    """A policy that is loaded already, as the function that a run loads it with; it is moved to the run's device."""
+    """A policy that is loaded already, as the function that a run loads it with; it is moved to the
+    run's device."""
 
     def model(*, device: Any) -> Policy:
         policy.model.to(device)
@@ -266,11 +277,12 @@ def the_policy(policy: Policy) -> Callable[..., Policy]:
     return model
 
 
-# ------------------------------------------------------------------------------------------------------ written down
+# ------------------------------------------------------------------------------------- written down
 
 
 def described(part: Any) -> Any:
-    """A part as a node of a config, for the run folder: what it is called, and its plain values. It may not be buildable again."""
+    """A part as a node of a config, for the run folder: what it is called, and its plain values. It
+    may not be buildable again."""
     if is_plain(part):
         return str(part) if isinstance(part, Path) else part
     if isinstance(part, Mapping):

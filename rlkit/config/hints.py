@@ -1,4 +1,5 @@
-"""Which key a misspelt or foreign one means: the names of TRL and verl, then the leaves of the whole config."""
+"""Which key a misspelt or foreign one means: the names of TRL and verl, then the leaves of the
+whole config."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Names that users of TRL, verl and the notebooks write → the key here. A key that names a group of options is written with "=".
+# Names that users of TRL, verl and the notebooks write → the key here. A key that names a group of
+# options is written with "=".
 PEERS = {
     "batch.prompts": "batch_size train_batch_size rollout_batch_size prompts_per_step per_device_train_batch_size num_prompts",
     "batch.group_size": "group_size num_generations rollout_n n_samples n_samples_per_prompt samples_per_prompt num_rollouts",
@@ -50,14 +52,15 @@ MEANT = {word: key for key, words in PEERS.items() for word in words.split()}
 
 
 def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
-    """The key that an unknown one means, as " Did you mean 'optimizer.lr'?"; '' where nothing is near.
+    """The key that an unknown one means, as " Did you mean 'optimizer.lr'?"; '' where nothing is
+    near.
 
     Args:
       path: the unknown key as it was written, dotted.
       named: the names that are valid where it was written.
       leaves: every dotted key of the config.
-    A name beside it that differs by a letter or two comes first, then a known name of a peer, then a leaf of the same name
-    anywhere, then similar ones.
+    A name beside it that differs by a letter or two comes first, then a known name of a peer, then
+    a leaf of the same name anywhere, then similar ones.
     """
     parent, _, word = path.rpartition(".")
     same_part = (
@@ -86,7 +89,8 @@ def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
 
 
 def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every dotted key of a plain config that a user sets, groups and lists as one key each, Hydra's own words left out."""
+    """Every dotted key of a plain config that a user sets, groups and lists as one key each,
+    Hydra's own words left out."""
     found = []
     for key, value in config.items():
         if key.startswith("_") or key == "suggests":

@@ -1,4 +1,5 @@
-"""Keys: a value of the user's goes only to an address that the user's own command line, environment or --config-dir names."""
+"""Keys: a value of the user's goes only to an address that the user's own command line, environment
+or --config-dir names."""
 
 from __future__ import annotations
 
@@ -49,10 +50,12 @@ class Leak(NamedTuple):
 
 
 def leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
-    """Values of the environment and secrets that would go to an address, a program or a function that only the folder names.
+    """Values of the environment and secrets that would go to an address, a program or a function
+    that only the folder names.
 
-    trust=true does not allow it. A key beside such an address is one. As soon as there is such an address, so is each value of the
-    environment that the folder takes, wherever it puts it: into a prompt, say.
+    trust=true does not allow it. A key beside such an address is one. As soon as there is such an
+    address, so is each value of the environment that the folder takes, wherever it puts it: into a
+    prompt, say.
 
     Args: as for `outside`.
     """
@@ -83,7 +86,8 @@ def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[s
 
 
 def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterator[Leak]:
-    """What of the user's stands among the arguments of a function whose address the folder names."""
+    """What of the user's stands among the arguments of a function whose address the folder
+    names."""
     for where, text, own in _leaves(
         {key: value for key, value in node.items() if key != "suggests"}, base, path
     ):
@@ -97,7 +101,8 @@ def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterat
 
 
 def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[str]:
-    """The addresses and programs of a function that only the folder names, as path=value; the function itself, where it is unknown."""
+    """The addresses and programs of a function that only the folder names, as path=value; the
+    function itself, where it is unknown."""
     target = node["_target_"]
     if not is_known(target, by) and base is ABSENT:
         return [f"{path}._target_={target!s:.80}" if path else f"_target_={target!s:.80}"]

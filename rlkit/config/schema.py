@@ -1,8 +1,10 @@
-"""A function's signature is the schema of its config node: one walk that checks a config, and one that builds it.
+"""A function's signature is the schema of its config node: one walk that checks a config, and one
+that builds it.
 
-Every mapping in a config has a `_target_`, whose signature says which keys it takes and of what kind, or stands where a signature
-asks for a mapping of named parts. So one walk finds every unknown key, also those added with `+`, every wrong type and every missing
-value, and the same shape of walk builds the plain functions.
+Every mapping in a config has a `_target_`, whose signature says which keys it takes and of what
+kind, or stands where a signature asks for a mapping of named parts. So one walk finds every unknown
+key, also those added with `+`, every wrong type and every missing value, and the same shape of walk
+builds the plain functions.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from rlkit.config.hints import leaves_of, meant
 from rlkit.errors import ConfigError, nearest, place
 from rlkit.system.shared_state import FOLDER, guard_state
 
-# `suggests` holds what an option advises other groups: they interpolate it as their default, and its own function never sees it.
+# `suggests` holds what an option advises other groups: they interpolate it as their default, and
+# its own function never sees it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
 KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
 WANTED = {
@@ -29,7 +32,8 @@ WANTED = {
     "_partial_": "true or false",
     "_args_": "a list of values",
 }
-# What an option may suggest to other groups, and of what kind it is; every number is greater than 0.
+# What an option may suggest to other groups, and of what kind it is; every number is greater than
+# 0.
 SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float),
     "thinking": bool | None,
@@ -41,19 +45,22 @@ SUGGESTED: dict[str, Any] = {
     "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }
-# Parts that stand under another one in a config and are no arguments of its function: path → keys. The built part has them as attributes.
+# Parts that stand under another one in a config and are no arguments of its function: path → keys.
+# The built part has them as attributes.
 BESIDE = {"task": ("sampler", "reuse")}
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
 
 
-# ------------------------------------------------------------------------------------------------------ checking
+# ----------------------------------------------------------------------------------------- checking
 
 
 def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
-    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid name.
+    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid
+    name.
 
-    `leaves` are the dotted keys of the whole config, among which the meant one is looked for; by default those of `node`.
+    `leaves` are the dotted keys of the whole config, among which the meant one is looked for; by
+    default those of `node`.
     """
     leaves = leaves or (leaves_of(node) if isinstance(node, dict) else [])
     if isinstance(node, list):
@@ -79,7 +86,8 @@ def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
 
 
 def _beside(path: str) -> tuple[str, ...]:
-    """The keys that may stand beside the arguments of the part at this path, wherever the path begins."""
+    """The keys that may stand beside the arguments of the part at this path, wherever the path
+    begins."""
     return BESIDE.get(path.rpartition(".")[2], ())
 
 
@@ -89,12 +97,14 @@ def _check_call(
     """The keys and values of a node against its target's signature, then the nodes within."""
     parameters = inspect.signature(target).parameters
     partial = node.get("_partial_", False)
+    # a partial part's required positional parameters are what it is called with, not what a config
+    # sets
     named = {
         name: p
         for name, p in parameters.items()
         if p.kind is p.KEYWORD_ONLY
         or (p.kind is p.POSITIONAL_OR_KEYWORD and not (partial and p.default is p.empty))
-    }  # a partial part's required positional parameters are what it is called with, not what a config sets
+    }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = signature_hints(target)
     beside = [key for key in _beside(path) if key in node and key not in named]
@@ -135,7 +145,8 @@ def _check_call(
 
 
 def _check_suggestions(given: Any, path: str) -> list[str]:
-    """What of an option's suggestions nothing reads, or could not take: also where a value that is set hides it."""
+    """What of an option's suggestions nothing reads, or could not take: also where a value that is
+    set hides it."""
     if not isinstance(given, dict):
         return [f"{path}: {given!r} is not a mapping of suggestions"]
     problems = []
@@ -199,7 +210,8 @@ def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
 
 
 def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
-    """A function where a part that holds one is wanted, such as a reward function in place of a term."""
+    """A function where a part that holds one is wanted, such as a reward function in place of a
+    term."""
     wanted = [option for option in _alternatives(hint) if option is not type(None)]
     if (
         not node.get("_partial_")
@@ -247,7 +259,8 @@ def _holds(hint: Any, kind: type) -> bool:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from words."""
+    """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from
+    words."""
     for option in _alternatives(hint):
         if (
             option in (Any, object)
@@ -345,7 +358,7 @@ def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-# ------------------------------------------------------------------------------------------------------ building
+# ----------------------------------------------------------------------------------------- building
 
 
 def build(node: Any, path: str = "") -> Any:

@@ -1,6 +1,8 @@
-"""Defaults that follow from what several options suggest: `${rlkit_lr:…}`, `${rlkit_reply_length:…}`, `${rlkit_weights:}` in conf/.
+"""Defaults that follow from what several options suggest: `${rlkit_lr:…}`,
+`${rlkit_reply_length:…}`, `${rlkit_weights:}` in conf/.
 
-An option says under `suggests` what would suit it, and the group that owns a key interpolates that as its default.
+An option says under `suggests` what would suit it, and the group that owns a key interpolates that
+as its default.
 """
 
 from __future__ import annotations
@@ -12,17 +14,20 @@ TIMES = 10  # rate of adapters over that of all weights: Schulman et al. 2025, "
 
 
 def learning_rate(otherwise: float, *, _root_: Any) -> float:
-    """optimizer.lr: `model.suggests.lora_lr` with adapters, else `.lr`; `otherwise` (with adapters × 10) if the model suggests none."""
+    """optimizer.lr: `model.suggests.lora_lr` with adapters, else `.lr`; `otherwise` (with adapters
+    × 10) if the model suggests none."""
     adapters = isinstance(rank := _read(_root_, "model.lora.rank"), int) and rank > 0
     suggested = _read(_root_, "model.suggests.lora_lr" if adapters else "model.suggests.lr")
     return suggested if suggested is not None else otherwise * (TIMES if adapters else 1)
 
 
 def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
-    """generation.max_new_tokens: the model's, if it suggests one for every task, otherwise the task's; of a mixture the longest part's.
+    """generation.max_new_tokens: the model's, if it suggests one for every task, otherwise the
+    task's; of a mixture the longest part's.
 
-    A model thinks unless `model.enable_thinking` is false: the default of an unknown template may be to think, and a reply that is cut
-    inside its thinking has no answer. `short` and `thinking` are for a task that suggests none, without and with thinking.
+    A model thinks unless `model.enable_thinking` is false: the default of an unknown template may
+    be to think, and a reply that is cut inside its thinking has no answer. `short` and `thinking`
+    are for a task that suggests none, without and with thinking.
     """
     if (own := _read(_root_, "model.suggests.max_new_tokens")) is not None:
         return own

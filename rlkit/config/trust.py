@@ -1,7 +1,9 @@
-"""What a config that comes with a folder may do without being asked: what rlkit's own functions declare safe, and nothing else.
+"""What a config that comes with a folder may do without being asked: what rlkit's own functions
+declare safe, and nothing else.
 
-Each value of such a config is one of four things: what a shipped option gives, what the user gives himself, a value of a parameter that
-is safe by its type or by its declaration (`rlkit.types.safe`), or something that is printed and needs trust=true.
+Each value of such a config is one of four things: what a shipped option gives, what the user gives
+himself, a value of a parameter that is safe by its type or by its declaration (`rlkit.types.safe`),
+or something that is printed and needs trust=true.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class _Plain(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """A YAML file of a run folder, as data. Raises DataError where it is no such file, holds aliases, or is too large or too deep."""
+    """A YAML file of a run folder, as data. Raises DataError where it is no such file, holds
+    aliases, or is too large or too deep."""
     try:
         if path.stat().st_size > LARGEST:
             raise DataError(
@@ -74,12 +77,13 @@ def read_yaml(path: Path) -> Any:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------------------ declarations
+# ------------------------------------------------------------------------------------- declarations
 
 
 @functools.cache
 def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
-    """The functions that the shipped options of a run name → their parameters → the values that options give them.
+    """The functions that the shipped options of a run name → their parameters → the values that
+    options give them.
 
     Options of Hydra's own groups are left out: no part of a run calls what they name.
     """
@@ -124,7 +128,8 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
 
 
 def _marked(value: Any) -> Any:
-    """A value whose references to the environment are written as a run folder has them, without a default."""
+    """A value whose references to the environment are written as a run folder has them, without a
+    default."""
     if isinstance(value, dict):
         return {key: _marked(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -137,7 +142,8 @@ class Declared(NamedTuple):
 
     word: str
     default: Any = ABSENT  # the function's own
-    plain: bool = False  # a number, a truth value or a Literal: what an option ships does not make it harmless
+    # a number, a truth value or a Literal: what an option ships does not make it harmless
+    plain: bool = False
 
 
 @functools.cache
@@ -158,7 +164,8 @@ def declared_by(name: str) -> Mapping[str, Declared]:
 
 
 def safe_by_type(hint: Any) -> bool:
-    """Whether no text can stand there: numbers, truth values, Literals and parts, which a config names by functions of their own."""
+    """Whether no text can stand there: numbers, truth values, Literals and parts, which a config
+    names by functions of their own."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return all(map(safe_by_type, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
@@ -168,7 +175,7 @@ def safe_by_type(hint: Any) -> bool:
     return hasattr(hint, "_fields") or not issubclass(hint, str | bytes | Sequence | Mapping)
 
 
-# ----------------------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------ looking
 
 
 class Folder(NamedTuple):
@@ -177,7 +184,8 @@ class Folder(NamedTuple):
     conf: Path  # rlkit's own options
     mine: frozenset[str] = frozenset()  # functions that the user names himself
     place: Path | None = (
-        None  # a model in this folder is the folder's own: its weights are data, its template has limits
+        # a model in this folder is the folder's own: its weights are data, its template has limits
+        None
     )
 
 
@@ -186,7 +194,8 @@ def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterat
 
     Args:
       node: the config; a value of the environment stands there as ${oc.env:NAME}.
-      base: the config as it would be without the folder's own values. What is equal there is rlkit's or the user's.
+      base: the config as it would be without the folder's own values. What is equal there is
+        rlkit's or the user's.
     """
     yield from _outside(node, by, base, path, "")
 
@@ -255,7 +264,8 @@ def _of_a_function(
 
 
 def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
-    """Of a parameter, or of the further keywords that the function takes. A part that stands beside the parameters has its own check."""
+    """Of a parameter, or of the further keywords that the function takes. A part that stands beside
+    the parameters has its own check."""
     if key in own:
         return own[key]
     if isinstance(value, Mapping) and "_target_" in value:
@@ -275,7 +285,8 @@ def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder)
 
 
 def _says(value: Any, verdict: Declared) -> bool:
-    """Whether a value says anything: a text anywhere in it, or a number or truth value that is declared to reach something."""
+    """Whether a value says anything: a text anywhere in it, or a number or truth value that is
+    declared to reach something."""
     return verdict.plain or any(map(is_text, plain_parts(value)))
 
 
@@ -322,14 +333,15 @@ def short(value: Any) -> str:
     return said if len(said) <= 80 else f"{said[:80]}…"
 
 
-# --------------------------------------------------------------------------------------------------------- overrides
+# ---------------------------------------------------------------------------------------- overrides
 
 PLAIN_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w/.-]*)(@[\w.:-]*)?(=.*)?", re.DOTALL)
 REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")  # to another value of the config
 
 
 def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
-    """What of a folder's overrides is dangerous to compose: Hydra's own settings, which import and read files, and computed references."""
+    """What of a folder's overrides is dangerous to compose: Hydra's own settings, which import and
+    read files, and computed references."""
     for text in overrides:
         found = PLAIN_OVERRIDE.fullmatch(text)
         key = found[1] if found else ""
@@ -346,7 +358,7 @@ def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
             yield f"{short(text)} can reach an environment variable"
 
 
-# ------------------------------------------------------------------------------------------------------------- asking
+# ------------------------------------------------------------------------------------------- asking
 
 
 def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
@@ -377,7 +389,8 @@ def named_functions(text: str) -> frozenset[str]:
 
 
 def with_environment(node: Any, path: str = "") -> Any:
-    """The config with the values of the environment variables that it names. Raises ConfigError for one that is not set."""
+    """The config with the values of the environment variables that it names. Raises ConfigError for
+    one that is not set."""
     if isinstance(node, Mapping):
         return {
             key: with_environment(value, f"{path}.{key}" if path else str(key))

@@ -1,1 +1,2 @@
-"""Several processes that train together: their ranks, how they are started, Lightning's strategies."""
+"""Several processes that train together: their ranks, how they are started, Lightning's
+strategies."""

@@ -1,8 +1,9 @@
 """Starts the ranks of a run, unless torchrun or SLURM has started them.
 
-`rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and watches them. They get the
-environment variables that torchrun would set. If one of them fails, the others are stopped. A signal is sent to all of them. They are
-killed when this process is gone, even by SIGKILL.
+`rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and
+watches them. They get the environment variables that torchrun would set. If one of them fails, the
+others are stopped. A signal is sent to all of them. They are killed when this process is gone, even
+by SIGKILL.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ GRACE = 15.0  # seconds in which the others may say what they saw, after a rank 
 
 
 def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> bool:
-    """Whether torchrun, `start`, or srun with one task per device has started this process as one of several ranks."""
+    """Whether torchrun, `start`, or srun with one task per device has started this process as one
+    of several ranks."""
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return True
     return (
@@ -39,7 +41,8 @@ def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> boo
 
 
 def must_start(devices: int, nodes: int) -> bool:
-    """Whether this process has to start its ranks: several devices on one machine, and no other program has started them."""
+    """Whether this process has to start its ranks: several devices on one machine, and no other
+    program has started them."""
     return devices * nodes > 1 and nodes == 1 and not started_outside(os.environ, devices, nodes)
 
 
@@ -79,7 +82,8 @@ def start_ranks(command: Sequence[str], count: int) -> int:
 def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks and return the exit status of the first that failed, or 0.
 
-    If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and after GRACE seconds more SIGKILL.
+    If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and
+    after GRACE seconds more SIGKILL.
     """
     first, failed_at, told = 0, 0.0, False
     while any(rank.poll() is None for rank in ranks):
@@ -135,7 +139,8 @@ def adopt_slurm() -> None:
 
 
 def sweep_problem(devices: int, nodes: int) -> str | None:
-    """Why a sweep (-m) cannot start jobs with this many devices here, and what to do; None if it can.
+    """Why a sweep (-m) cannot start jobs with this many devices here, and what to do; None if it
+    can.
 
     Each job is a process that starts its own ranks. So on one machine a sweep always works.
     """
@@ -156,12 +161,14 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
 def own_gpus(locks: Path, *, jobs: int, devices: int) -> Iterator[dict[str, str]]:
     """CUDA_VISIBLE_DEVICES for one of `jobs` simultaneous processes that need `devices` GPUs each.
 
-    No two processes get the same GPU unless there are more jobs than GPUs. Then jobs are spread evenly. A process holds its place
-    by a file lock, so the place is freed however the process ends.
+    No two processes get the same GPU unless there are more jobs than GPUs. Then jobs are spread
+    evenly. A process holds its place by a file lock, so the place is freed however the process
+    ends.
 
     Args:
       locks: a folder that the jobs of this machine share.
-    Yields: variables to add to the environment; none if there is only one job or too few GPUs to choose from.
+    Yields: variables to add to the environment; none if there is only one job or too few GPUs to
+      choose from.
     """
     gpus = visible_gpus()
     sets = len(gpus) // devices

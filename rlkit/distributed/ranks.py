@@ -1,11 +1,13 @@
 """Collectives for one run on several processes. All ranks compute the same result.
 
-Every rank holds all rollouts of a step, because they are small. So every rank computes refill, baselines, advantages, weights and
-metrics on the whole batch, as on one process. Only the expensive parts are divided between ranks: episodes and their scoring by
-prompt, forward and backward passes by group. A loss is a sum whose weights are fixed beforehand. So gradients are summed over
-ranks, and nothing else scales them.
+Every rank holds all rollouts of a step, because they are small. So every rank computes refill,
+baselines, advantages, weights and metrics on the whole batch, as on one process. Only the expensive
+parts are divided between ranks: episodes and their scoring by prompt, forward and backward passes
+by group. A loss is a sum whose weights are fixed beforehand. So gradients are summed over ranks,
+and nothing else scales them.
 
-On one process the functions here only pass their input on. torch.distributed is imported only when it is needed.
+On one process the functions here only pass their input on. torch.distributed is imported only when
+it is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class RankOSError(RankError, OSError):
     elsewhere = True  # that rank reports it
 
 
-# ------------------------------------------------------------------------------------------------------ the group
+# ---------------------------------------------------------------------------------------- the group
 
 
 def size() -> int:
@@ -86,7 +88,7 @@ def leave() -> None:
         torch.distributed.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------- objects and numbers
+# ------------------------------------------------------------------------------ objects and numbers
 
 
 def gather(make: Callable[[], T]) -> list[T]:
@@ -126,11 +128,13 @@ def broadcast(make: Callable[[], T]) -> T:
 
 
 def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T]]) -> list[T]:
-    """Divide items over the ranks in consecutive parts and return the results for all items, in order.
+    """Divide items over the ranks in consecutive parts and return the results for all items, in
+    order.
 
     Args:
       items: the same on every rank.
-      work: (items of this rank, position of the first of them) → results. Not called on a rank without items.
+      work: (items of this rank, position of the first of them) → results. Not called on a rank
+        without items.
     """
     if size() == 1:
         return work(items, 0)
@@ -186,13 +190,14 @@ def _reaching(what: str) -> Iterator[None]:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------------ rows of a batch
+# ---------------------------------------------------------------------------------- rows of a batch
 
 
 def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
     """[B] True on the rows that this rank trains on.
 
-    Groups are dealt whole, in order of length, longest first. Each goes to the rank with the fewest tokens.
+    Groups are dealt whole, in order of length, longest first. Each goes to the rank with the fewest
+    tokens.
 
     A packed pass reads the prompt of a group once, so the rollouts of a group stay together.
 
@@ -215,12 +220,13 @@ def assign_groups(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
-    """Pad the list of micro-batches to the same length on all ranks. Return each with whether it counts.
+    """Pad the list of micro-batches to the same length on all ranks. Return each with whether it
+    counts.
 
     The length is that of the rank with the most micro-batches. Padding does not count.
 
-    A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes would make the others wait for
-    ever.
+    A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes
+    would make the others wait for ever.
     """
     missing = all_reduce_max(len(work)) - len(
         work
@@ -229,14 +235,15 @@ def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
     return [(piece, True) for piece in work] + filler * missing
 
 
-# ------------------------------------------------------------------------------------------------- sharded weights
+# ---------------------------------------------------------------------------------- sharded weights
 
 
 def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
-    """Shard a causal LM over the ranks of the mesh with FSDP2: each transformer layer separately, the rest together.
+    """Shard a causal LM over the ranks of the mesh with FSDP2: each transformer layer separately,
+    the rest together.
 
-    Weights are gathered, and computed with, in `gathered`; None is their own precision. bfloat16 halves what is sent. Shards and the sums
-    of gradients stay float32.
+    Weights are gathered, and computed with, in `gathered`; None is their own precision. bfloat16
+    halves what is sent. Shards and the sums of gradients stay float32.
 
     Gradients are summed, not averaged. `in_forward` calls functions of the model.
     """
@@ -293,7 +300,8 @@ def _root(model: Any) -> Any:
 
 
 def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
-    """Call function(model, …) as the forward pass of a sharded model, which gathers weights and reduces gradients."""
+    """Call function(model, …) as the forward pass of a sharded model, which gathers weights and
+    reduces gradients."""
     call = getattr(_root(model), "call_inside", None)
     return (
         function(model, *arguments, **settings)
@@ -340,7 +348,8 @@ def whole_weights(model: Any) -> Iterator[None]:
 
 
 def full_tensors(value: Any) -> Any:
-    """A copy of the containers with every sharded tensor gathered. This is a collective: all ranks must call it."""
+    """A copy of the containers with every sharded tensor gathered. This is a collective: all ranks
+    must call it."""
     if isinstance(value, Mapping):
         return {key: full_tensors(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,8 @@
-"""Lightning's strategies for several ranks, adapted to reinforcement learning with manual optimisation.
+"""Lightning's strategies for several ranks, adapted to reinforcement learning with manual
+optimisation.
 
-rlkit.training.update sums the gradients over ranks after the last micro-batch. So ranks may run any number of backward passes, and
-a step need not use every parameter, such as those of a critic.
+rlkit.training.update sums the gradients over ranks after the last micro-batch. So ranks may run any
+number of backward passes, and a step need not use every parameter, such as those of a critic.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Replicated(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write on rank 0. If that fails, raise OSError on every rank. With Lightning's own method the others would hang."""
+        """Write on rank 0. If that fails, raise OSError on every rank. With Lightning's own method
+        the others would hang."""
         ranks.broadcast(lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath))
 
 
 class Sharded(ModelParallelStrategy):
-    """FSDP2 with the checkpoints of one process: whole tensors in one file, which any number of ranks can load."""
+    """FSDP2 with the checkpoints of one process: whole tensors in one file, which any number of
+    ranks can load."""
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -91,7 +94,8 @@ class Sharded(ModelParallelStrategy):
 
 
 def make_strategy(settings: Any) -> Any:
-    """The strategy that the trainer's settings name. Raises ConfigError if its ranks were not started."""
+    """The strategy that the trainer's settings name. Raises ConfigError if its ranks were not
+    started."""
     count = settings.devices * settings.nodes
     if count == 1:
         return "auto"

@@ -1,4 +1,5 @@
-"""Engines: services that sample completions of token ids. All of them keep the contract `rlkit.types.Engine`."""
+"""Engines: services that sample completions of token ids. All of them keep the contract
+`rlkit.types.Engine`."""
 
 from rlkit.engines.cached import Cached
 from rlkit.engines.service import Batched

@@ -1,12 +1,15 @@
-"""An engine in this process as a service: many completions awaited at once, one decoder that samples them all together.
+"""An engine in this process as a service: many completions awaited at once, one decoder that
+samples them all together.
 
-    episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, advance, … ──▶ replies ──▶ episodes
-                                          ▲
+    episodes ── generate ──▶ waiting ── admit ──▶ decoder: advance, advance, … ──▶ replies ──▶
+                                          episodes ▲
                     an answer from outside joins a counted number of rounds after its reply
 
-The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task that advances it, hands out the
-replies, and lets every episode that can speak at once do so before the next round. Whether an answer came at once is a matter of its
-kind, never of time: an episode whose task did not come back in the one turn of the loop after its reply waits for something outside.
+The decoder is plain and synchronous and knows nothing of episodes. The service is one asyncio task
+that advances it, hands out the replies, and lets every episode that can speak at once do so before
+the next round. Whether an answer came at once is a matter of its kind, never of time: an episode
+whose task did not come back in the one turn of the loop after its reply waits for something
+outside.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ class Request(NamedTuple):
 
 
 class Service:
-    """The contract `Engine` on top of a decoder, which `make_decoder` gives. One event loop at a time."""
+    """The contract `Engine` on top of a decoder, which `make_decoder` gives. One event loop at a
+    time."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0  # in the decoder
@@ -98,7 +102,8 @@ class Service:
         yield
 
     async def load(self, weights: Policy, version: int) -> None:
-        """Sample from these weights, in place, from now on. Raises: EngineError while episodes are in play."""
+        """Sample from these weights, in place, from now on. Raises: EngineError while episodes are
+        in play."""
         if (
             self.driver is not None
             and self.driver.get_loop() is asyncio.get_running_loop()
@@ -118,7 +123,8 @@ class Service:
     async def generate(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion; see `rlkit.types.Engine`. Raises: ValueError for numbers out of range, EngineError without weights."""
+        """One completion; see `rlkit.types.Engine`. Raises: ValueError for numbers out of range,
+        EngineError without weights."""
         if problems := out_of_range(params):
             raise ValueError("; ".join(problems))
         if self.decoder is None:
@@ -140,8 +146,9 @@ class Service:
         return await request.reply
 
     def release(self, key: int) -> None:
-        """The episode is over. The decoder is told at once, or in the round in which the answer that ended the episode is due: what
-        decodes together never depends on how long something outside took."""
+        """The episode is over. The decoder is told at once, or in the round in which the answer
+        that ended the episode is due: what decodes together never depends on how long something
+        outside took."""
         if key in self.due and key not in self.waiting and self.due[key] < math.inf:
             self.over.add(key)
         else:
@@ -155,7 +162,7 @@ class Service:
         if self.decoder is not None:
             self.decoder.release(key)
 
-    # ----------------------------------------------------------------------------------------------------- the driver
+    # ----------------------------------------------------------------------------------- the driver
 
     async def _drive(self, decoder: Decoder) -> None:
         """Decode round by round until no episode asks for more."""
@@ -168,7 +175,8 @@ class Service:
                         replies = decoder.advance()
                     now = time.perf_counter()
                     self.busy_s += now - begun
-                    # A turn of the loop costs as much as some of a small model's kernels. No episode needs one while all of them decode.
+                    # A turn of the loop costs as much as some of a small model's kernels. No
+                    # episode needs one while all of them decode.
                     if replies or self.due or now - yielded > YIELD:
                         await self._hand_out(decoder, replies)
                         yielded = time.perf_counter()
@@ -188,7 +196,8 @@ class Service:
             self._forget()
 
     async def _hand_out(self, decoder: Decoder, replies: list[tuple[int, Generation]]) -> None:
-        """Gives replies to their episodes. Those that have not come back after one turn of the loop wait for something outside."""
+        """Gives replies to their episodes. Those that have not come back after one turn of the loop
+        wait for something outside."""
         for key, reply in replies:
             request = self.running.pop(key)
             if not request.reply.done():  # cancelled
@@ -209,7 +218,8 @@ class Service:
         self.answered.clear()
 
     async def _admit(self, decoder: Decoder) -> bool:
-        """Give the decoder the requests whose turn it is; wait for those that are due and late. False if no episode asks for more."""
+        """Give the decoder the requests whose turn it is; wait for those that are due and late.
+        False if no episode asks for more."""
         while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
             if any(key not in self.waiting and key not in self.over for key in here):
@@ -260,10 +270,12 @@ def out_of_range(params: Any) -> list[str]:
 
 
 class Batched(Service):
-    """An engine from a plain function that samples one completion of each prompt, all of them at once.
+    """An engine from a plain function that samples one completion of each prompt, all of them at
+    once.
 
     Args:
-      function: (policy, prompts as token ids, a seed each, SamplingParams) → one Generation each, in their order.
+      function: (policy, prompts as token ids, a seed each, SamplingParams) → one Generation each,
+        in their order.
     """
 
     def __init__(self, function: Complete):

@@ -1,13 +1,16 @@
-"""The reference rollout engine: Hugging Face `generate`, with randomness that belongs to the rollout.
+"""The reference rollout engine: Hugging Face `generate`, with randomness that belongs to the
+rollout.
 
-Sampling is Gumbel-max (rlkit.functional.gumbel_choice), with noise a counter-based hash of (the rollout's seed, the position in its
-reply, the token). So what a rollout samples depends on nothing but the model and its own seed: not on the
-batch it is in, its row, the rank or the clock. The log-probs are those of the distribution that is sampled: temperature
-applied, cut where top-k or top-p is asked for, and no defaults hidden in the model's generation_config.
+Sampling is Gumbel-max (rlkit.functional.gumbel_choice), with noise a counter-based hash of (the
+rollout's seed, the position in its reply, the token). So what a rollout samples depends on nothing
+but the model and its own seed: not on the batch it is in, its row, the rank or the clock. The
+log-probs are those of the distribution that is sampled: temperature applied, cut where top-k or
+top-p is asked for, and no defaults hidden in the model's generation_config.
 
-A thinking budget writes the closing tag into a reply whose thinking is used up, and the reply goes on behind it. What was written is
-marked as forced. It is written whatever the policy would have said there, its own closing tag too: to train that one choice where it
-happens to agree, and no other, would be a biased gradient.
+A thinking budget writes the closing tag into a reply whose thinking is used up, and the reply goes
+on behind it. What was written is marked as forced. It is written whatever the policy would have
+said there, its own closing tag too: to train that one choice where it happens to agree, and no
+other, would be a biased gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class Transformers(Batched):
     """Hugging Face `generate`: simple, and what every other engine is tested against.
 
     Args:
-      max_rows: prompts decoded at once, > 0. Longer lists are done in parts, which changes no result.
+      max_rows: prompts decoded at once, > 0. Longer lists are done in parts, which changes no
+        result.
       use_cache: False computes keys and values again for every token: slower, the same completions.
     Raises: ValueError for max_rows out of range.
     """
@@ -55,10 +59,11 @@ def complete(
       policy: the model and its token ids.
       prompt_ids: each non-empty and shorter than the model's context, which also cuts a completion.
       seeds: one 63-bit integer per prompt.
-      params: thinking tokens are those of all thinking blocks together. Tags do not count where they are added tokens; where they are
-        spelled, the beginning of a closing one does.
+      params: thinking tokens are those of all thinking blocks together. Tags do not count where
+        they are added tokens; where they are spelled, the beginning of a closing one does.
       use_cache, max_rows: see `Transformers`.
-    Returns: in the order of the prompts; a completion ends with an end-of-sequence id ("stop") or is cut ("length").
+    Returns: in the order of the prompts; a completion ends with an end-of-sequence id ("stop") or
+      is cut ("length").
     """
     by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
     replies: dict[int, Generation] = {}
@@ -82,7 +87,8 @@ def complete(
 
 @contextmanager
 def sampling_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode, caching on, and none of the model's own generation defaults (penalties, top-k, …).
+    """Evaluation mode, caching on, and none of the model's own generation defaults (penalties,
+    top-k, …).
 
     Everything is put back, even if sampling raises.
     """
@@ -164,7 +170,8 @@ def draw(
     """A sample [B] of each row's distribution, and the probabilities [B, V] of that distribution.
 
     Args:
-      logits: [B, V]. seeds: [B]. counter: tokens that the reply has drawn before, one number or [B].
+      logits: [B, V]. seeds: [B]. counter: tokens that the reply has drawn before, one number or
+        [B].
       temperature: 0 is greedy; a tensor is > 0. cut: top_p and top_k.
     """
     scaled = logits.float()
@@ -180,7 +187,8 @@ def draw(
 
 
 class GumbelMax:
-    """A logits processor whose argmax is a sample; keeps the log-prob of each token that it chose."""
+    """A logits processor whose argmax is a sample; keeps the log-prob of each token that it
+    chose."""
 
     def __init__(self, seeds: Tensor, prompt_width: int, temperature: float, **cut: Any):
         self.seeds, self.prompt_width, self.temperature, self.cut = (
@@ -201,10 +209,12 @@ class GumbelMax:
 
 
 class ThinkingBudget:
-    """What the thinking of each of R replies has used up, and the closing tag that is then written in place of the policy's choice.
+    """What the thinking of each of R replies has used up, and the closing tag that is then written
+    in place of the policy's choice.
 
-    Where the tags are added tokens, a step costs a few operations on [R]; where they are spelled, it decodes each reply's last token.
-    `at` are the rows that are meant, in the order of the other arguments.
+    Where the tags are added tokens, a step costs a few operations on [R]; where they are spelled,
+    it decodes each reply's last token. `at` are the rows that are meant, in the order of the other
+    arguments.
     """
 
     def __init__(self, thinking: Thinking, rows: int, limit: int, device: torch.device):
@@ -225,7 +235,8 @@ class ThinkingBudget:
             self.tails[row] = ""
 
     def force(self, at: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens [n], the closing tag's next one where it is due, and where that is, [n] bool."""
+        """The tokens [n], the closing tag's next one where it is due, and where that is, [n]
+        bool."""
         written = self.written[at]
         force = (written > 0) | (self.inside[at] & (self.used[at] >= self.limit))
         self.written[at] = torch.where(force, (written + 1) % len(self.close), 0)
@@ -281,7 +292,8 @@ class Budgeted:
 def completion(
     tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]
 ) -> Generation:
-    """The reply up to and including its first end-of-sequence id; what `generate` padded after it is dropped."""
+    """The reply up to and including its first end-of-sequence id; what `generate` padded after it
+    is dropped."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos_token_ids), None)
     written = tuple(
         i for i, mark in enumerate(forced[: len(tokens) if end is None else end]) if mark

@@ -1,4 +1,5 @@
-"""What a policy talks to: environments, tools, and how calls and thinking are read out of a reply."""
+"""What a policy talks to: environments, tools, and how calls and thinking are read out of a
+reply."""
 
 from rlkit.environments._by_task import by_task, environment_of
 from rlkit.environments._calculator import calculator

@@ -15,14 +15,15 @@ from rlkit.types import Environment, Messages, Task, safe
 def by_task(
     *, environments: Mapping[str, Environment], system_prompt: str | None = None
 ) -> Callable[[Task], Environment]:
-    """A lookup of `task.environment` in named environments, so that a mixture runs each row its own way.
+    """A lookup of `task.environment` in named environments, so that a mixture runs each row its own
+    way.
 
     Args:
       environments: name → environment.
       system_prompt: put in front of the first prompt of each of them; None adds none.
     Raises:
-      ConfigError: for a system prompt where an environment makes its own sessions; from the lookup, naming the row, the name it asks
-        for and the known names.
+      ConfigError: for a system prompt where an environment makes its own sessions; from the lookup,
+        naming the row, the name it asks for and the known names.
     """
     known = {
         name: _with_prompt(name, environment, system_prompt)

@@ -1,12 +1,13 @@
 """The calculator tool: a walk over Python's syntax tree whose cost is bounded by construction.
 
-Safe on hostile text without a child process, a signal or a thread: at most 200 characters and 100 nodes, numbers of at
-most 4,096 bits, exponents of at most 1,000 in size; no names, attributes, strings, lists or calls but of `FUNCTIONS`.
+Safe on hostile text without a child process, a signal or a thread: at most 200 characters and 100
+nodes, numbers of at most 4,096 bits, exponents of at most 1,000 in size; no names, attributes,
+strings, lists or calls but of `FUNCTIONS`.
 
-Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers go through floats.
-As people write: thousands commas (3,000), currency signs, typeset signs (SYMBOLS), ^ for a power, and n% for n / 100.
-A `%` that a number, a parenthesis or a function follows is Python's remainder (7 % 3); everywhere else it is a percent
-sign (5% * 200, 7% - 3).
+Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers go
+through floats. As people write: thousands commas (3,000), currency signs, typeset signs (SYMBOLS),
+^ for a power, and n% for n / 100. A `%` that a number, a parenthesis or a function follows is
+Python's remainder (7 % 3); everywhere else it is a percent sign (5% * 200, 7% - 3).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: The expression.
     """
-    # The policy reads the docstring above, so it is short. Raises ValueError with a sentence that helps it.
+    # The policy reads the docstring above, so it is short. Raises ValueError with a sentence that
+    # helps it.
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(
             f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
@@ -69,7 +71,8 @@ calculator.bounded = True  # type: ignore[attr-defined]  # by the limits above
 
 
 def _normalise(expression: str) -> str:
-    """The expression in Python's spelling: symbols replaced, thousands commas dropped, percent signs written out."""
+    """The expression in Python's spelling: symbols replaced, thousands commas dropped, percent
+    signs written out."""
     source = expression.translate(SYMBOLS).strip()
     if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(
         source
@@ -82,7 +85,8 @@ def _normalise(expression: str) -> str:
 
 
 def _check_words(source: str) -> None:
-    """Refuse every character and every name that arithmetic does not need, before Python's parser sees them."""
+    """Refuse every character and every name that arithmetic does not need, before Python's parser
+    sees them."""
     if strange := re.search(r"[^\w\s.,+\-*/%()]", source, re.ASCII):
         raise ValueError(f"the character {strange.group()!r} is not part of arithmetic")
     for word in re.findall(r"[A-Za-z_]\w*", re.sub(NUMBER, " ", source)):
@@ -153,7 +157,8 @@ def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
 
 
 def _text(value: Fraction) -> str:
-    """A whole number in full; else a decimal of SIGNIFICANT_DIGITS digits, at least four of them after the point."""
+    """A whole number in full; else a decimal of SIGNIFICANT_DIGITS digits, at least four of them
+    after the point."""
     with localcontext() as context:
         context.prec = max(SIGNIFICANT_DIGITS, len(str(abs(int(value)))) + 4)
         decimal = (Decimal(value.numerator) / Decimal(value.denominator)).normalize()

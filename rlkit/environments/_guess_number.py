@@ -1,4 +1,5 @@
-"""Guess a number: higher or lower, up to fifty turns. The history only grows, so an episode is one training sequence."""
+"""Guess a number: higher or lower, up to fifty turns. The history only grows, so an episode is one
+training sequence."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ def guess_number(
     system_prompt: str | None = None,
     overflow: Literal["truncate", "drop_oldest"] = "truncate",
 ) -> Environment:
-    """The game of tasks=guess_number: after each reply "higher" or "lower", until the guess is `task.answer`.
+    """The game of tasks=guess_number: after each reply "higher" or "lower", until the guess is
+    `task.answer`.
 
     Args:
-      max_turns: guesses of an episode, at least 1; an episode without the right one among them is truncated.
+      max_turns: guesses of an episode, at least 1; an episode without the right one among them is
+        truncated.
       system_prompt: put in front of the task's messages; None adds none.
       overflow: as in `dialogue`.
     """

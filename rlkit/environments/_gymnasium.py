@@ -1,4 +1,5 @@
-"""Text environments with `reset` and `step`, as Gymnasium has them. The package itself is not needed: what counts is the two methods."""
+"""Text environments with `reset` and `step`, as Gymnasium has them. The package itself is not
+needed: what counts is the two methods."""
 
 from __future__ import annotations
 
@@ -28,25 +29,32 @@ def gymnasium(
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking",
     deadline: float | None = None,
 ) -> Environment:
-    """The policy's replies are the actions, the observations its prompts; rewards stand at their steps.
+    """The policy's replies are the actions, the observations its prompts; rewards stand at their
+    steps.
 
-    Every episode has an instance of its own, reset with the task's seed (`metadata["seed"]`, else one of its id): the samples of a
-    task begin with the same observation, where all that is random is drawn from the seed, and differ by their actions alone.
-    `terminated` ends an episode as terminated, `truncated` as truncated by the environment. One that raises, or gives a reward that is
-    no number, ends that episode as truncated by "error", with the reason in `rollout.metadata["error"]`, and the reward `environment`
-    cannot score it.
+    Every episode has an instance of its own, reset with the task's seed (`metadata["seed"]`, else
+    one of its id): the samples of a task begin with the same observation, where all that is random
+    is drawn from the seed, and differ by their actions alone. `terminated` ends an episode as
+    terminated, `truncated` as truncated by the environment. One that raises, or gives a reward that
+    is no number, ends that episode as truncated by "error", with the reason in
+    `rollout.metadata["error"]`, and the reward `environment` cannot score it.
 
     Args:
-      make: () → an object with `reset(seed=…)` → (observation, info) and `step(action)` → (observation, reward, terminated, truncated,
-        info), and perhaps `close()`. It and the methods may be async; then the episodes wait for theirs at the same time.
-      parse_action: content of a reply, thinking excluded → action. ValueError says that it is none: the policy reads why, and its turn is
-        gone, with reward 0.
+      make: () → an object with `reset(seed=…)` → (observation, info) and `step(action)` →
+        (observation, reward, terminated, truncated, info), and perhaps `close()`. It and the
+        methods may be async; then the episodes wait for theirs at the same time.
+      parse_action: content of a reply, thinking excluded → action. ValueError says that it is none:
+        the policy reads why, and its turn is gone, with reward 0.
       render: observation → text.
-      max_turns: replies of an episode, at least 1; one that would go on after the last is truncated.
+      max_turns: replies of an episode, at least 1; one that would go on after the last is
+        truncated.
       system_prompt: put in front of the task's messages and the first observation; None adds none.
-      history: keep_thinking only appends; strip_thinking renders the conversation again for every reply, without earlier thinking.
-      deadline: seconds, > 0, that an episode may spend waiting for async methods, all together; then it is truncated. None: no limit.
-    Raises: ConfigError for a limit out of range; from an episode's start, where the environment cannot be made or reset.
+      history: keep_thinking only appends; strip_thinking renders the conversation again for every
+        reply, without earlier thinking.
+      deadline: seconds, > 0, that an episode may spend waiting for async methods, all together;
+        then it is truncated. None: no limit.
+    Raises: ConfigError for a limit out of range; from an episode's start, where the environment
+      cannot be made or reset.
     """
 
     @asynccontextmanager
@@ -80,7 +88,8 @@ def gymnasium(
 
 
 async def closed_quietly(instance: Any) -> None:
-    """Closes an instance. An episode that is over is not lost to an error here. Raises: Hung where an async close does not end."""
+    """Closes an instance. An episode that is over is not lost to an error here. Raises: Hung where
+    an async close does not end."""
     try:
         with closing():
             await closed(instance)

@@ -1,4 +1,5 @@
-"""Gymnasium's vector environments: the samples of a task are the sub-environments of one instance, and act together."""
+"""Gymnasium's vector environments: the samples of a task are the sub-environments of one instance,
+and act together."""
 
 from __future__ import annotations
 
@@ -19,15 +20,18 @@ from rlkit.types import Environment, Task, reaches, safe
 def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environment:
     """`gymnasium` for an environment that steps many episodes in one call.
 
-    The samples of a task share an instance, whose sub-environments are all reset with the task's seed. It steps once every episode
-    that goes on has an action, so the episodes of a task wait for each other, and join the decoding as soon as they can
-    (`generation.admission` is "free" for them). A sub-environment whose episode is over is given its last action; what it makes of that
+    The samples of a task share an instance, whose sub-environments are all reset with the task's
+    seed. It steps once every episode that goes on has an action, so the episodes of a task wait for
+    each other, and join the decoding as soon as they can (`generation.admission` is "free" for
+    them). A sub-environment whose episode is over is given its last action; what it makes of that
     is not looked at. An error of `step` ends all its episodes.
 
     Args:
-      make: (num_envs=…) → an object with `reset(seed=[…])` → (observations, infos), `step(actions)` → (observations, rewards,
-        terminated, truncated, infos), each with an entry for each sub-environment, and perhaps `close()`; plain or async.
-      settings: of `gymnasium`, for each episode: parse_action, render, max_turns, system_prompt, history.
+      make: (num_envs=…) → an object with `reset(seed=[…])` → (observations, infos), `step(actions)`
+        → (observations, rewards, terminated, truncated, infos), each with an entry for each
+        sub-environment, and perhaps `close()`; plain or async.
+      settings: of `gymnasium`, for each episode: parse_action, render, max_turns, system_prompt,
+        history.
     Raises: as `gymnasium`.
     """
 
@@ -62,7 +66,8 @@ class Vector:
         return made(self.task)
 
     async def start(self, seed: int) -> None:
-        """Makes and resets the instance, once; the others wait for the first one who asks. Raises: Hung where that hangs."""
+        """Makes and resets the instance, once; the others wait for the first one who asks. Raises:
+        Hung where that hangs."""
         while self.first is None:
             if self.hung is not None:
                 raise Hung(str(self.hung))
@@ -107,7 +112,8 @@ class Vector:
                     answer.set_exception(error)
 
     def lost(self, number: int, error: BaseException) -> None:
-        """An episode has failed while it stepped or reset the instance, which no other can use any more."""
+        """An episode has failed while it stepped or reset the instance, which no other can use any
+        more."""
         self.hung = error
         self.changed.set()
         for answer in (*self.stepping.values(), *self.waiting.values()):

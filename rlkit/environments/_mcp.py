@@ -56,24 +56,30 @@ def mcp(
 ) -> Environment:
     """`tool_use` with the tools of MCP servers. Needs the package `mcp`.
 
-    The servers are asked for their tools once. A server that is given as a command has a process for each episode that calls it, which
-    is started by the first call and ended with the episode; it finds the task as JSON (`id`, `metadata`) in its environment, under
-    RLKIT_TASK. With `shared: true`, and over HTTP, all episodes share one connection, so a server must then keep nothing between calls.
+    The servers are asked for their tools once. A server that is given as a command has a process
+    for each episode that calls it, which is started by the first call and ended with the episode;
+    it finds the task as JSON (`id`, `metadata`) in its environment, under RLKIT_TASK. With `shared:
+    true`, and over HTTP, all episodes share one connection, so a server must then keep nothing
+    between calls.
 
-    What a tool reports as its failure, a call that does not fit its schema and one that takes too long are results that the policy
-    reads. A server that dies, or cannot be started for an episode, ends that episode as truncated by "error", with the server's name
-    and its last words in `rollout.metadata["error"]`; such an episode is not scored. A shared one is started again for the next call.
+    What a tool reports as its failure, a call that does not fit its schema and one that takes too
+    long are results that the policy reads. A server that dies, or cannot be started for an episode,
+    ends that episode as truncated by "error", with the server's name and its last words in
+    `rollout.metadata["error"]`; such an episode is not scored. A shared one is started again for
+    the next call.
 
     Args:
-      servers: name → a command as a list, a URL, or a mapping with `command` or `url` and perhaps env, cwd, shared, and `tools`: the
-        names of those that are used. A process inherits HOME, LOGNAME, PATH, SHELL, TERM and USER only, beside its `env`.
+      servers: name → a command as a list, a URL, or a mapping with `command` or `url` and perhaps
+        env, cwd, shared, and `tools`: the names of those that are used. A process inherits HOME,
+        LOGNAME, PATH, SHELL, TERM and USER only, beside its `env`.
       timeout: seconds of a call, > 0, its server's start not counted; None: no limit.
       start_timeout: seconds until a server that was started has to answer, > 0.
-      max_servers: processes of servers alive at the same time, at least one for each server that is not shared; None: no limit. An
-        episode that would need more begins when another is over. The last bits of its log-probs then depend on when that was.
+      max_servers: processes of servers alive at the same time, at least one for each server that is
+        not shared; None: no limit. An episode that would need more begins when another is over. The
+        last bits of its log-probs then depend on when that was.
       The rest is as for `tool_use`.
-    Raises: ConfigError for a server that is none, or a limit out of range; from the first episode, where the package is missing, a
-      server's tools cannot be listed, or two tools have one name.
+    Raises: ConfigError for a server that is none, or a limit out of range; from the first episode,
+      where the package is missing, a server's tools cannot be listed, or two tools have one name.
     """
     if not servers:
         raise ConfigError(
@@ -86,7 +92,8 @@ def mcp(
         raise ConfigError(
             f"environment.max_servers is {max_servers}; an episode needs {max(needs, 1)}, one for each server that is not shared"
         )
-    # Taken before the session, never inside it: with counted rounds the decoder waits for an episode that is in the middle of an answer.
+    # Taken before the session, never inside it: with counted rounds the decoder waits for an
+    # episode that is in the middle of an answer.
     slots = AtMost(max_servers // needs) if max_servers and needs else None
     known: dict[
         str, Tool
@@ -175,7 +182,8 @@ class ServedSession(FunctionSession):
                 ) from None
 
         call.__name__ = tool.name
-        # As tool_schema writes it for a function that gives text, so that a tool's prompt does not tell where the tool runs.
+        # As tool_schema writes it for a function that gives text, so that a tool's prompt does not
+        # tell where the tool runs.
         described = {
             "name": tool.name,
             "description": tool.description,
@@ -199,7 +207,8 @@ class ServedSession(FunctionSession):
 
 
 def plain_schema(schema: Any) -> Any:
-    """A JSON schema with its type first, without the titles and the dialect that servers' libraries add, which say nothing."""
+    """A JSON schema with its type first, without the titles and the dialect that servers' libraries
+    add, which say nothing."""
     if isinstance(schema, list):
         return [plain_schema(entry) for entry in schema]
     if not isinstance(schema, Mapping):
@@ -215,7 +224,8 @@ def plain_schema(schema: Any) -> Any:
 
 
 def signature_of(schema: Mapping[str, Any]) -> inspect.Signature:
-    """The signature of a tool by its schema, so that a call that does not fit is answered as that of any other tool."""
+    """The signature of a tool by its schema, so that a call that does not fit is answered as that
+    of any other tool."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     anything = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)])
     if not all(name.isidentifier() for name in properties):

@@ -27,22 +27,28 @@ def two_players(
     system_prompt: str | None = None,
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking",
 ) -> Environment:
-    """Replies are actions, in turn; each player has a rollout of its own, with its own prompts and rewards.
+    """Replies are actions, in turn; each player has a rollout of its own, with its own prompts and
+    rewards.
 
-    In self-play the samples 2k and 2k + 1 of a task play each other, as player 0 and 1. A sample that is left over plays against the
-    policy too, and so does every sample against an `opponent`; the other side is not trained on then, and task and sample together
-    decide which side the policy has. `rollout.metadata["player"]` says which it was.
+    In self-play the samples 2k and 2k + 1 of a task play each other, as player 0 and 1. A sample
+    that is left over plays against the policy too, and so does every sample against an `opponent`;
+    the other side is not trained on then, and task and sample together decide which side the policy
+    has. `rollout.metadata["player"]` says which it was.
 
-    A player whose reply is cut by length, or who has had `max_turns` replies, ends the game; the other is truncated by "environment".
-    A game that raises, or gives rewards that are no numbers, ends as truncated by "error" for both.
+    A player whose reply is cut by length, or who has had `max_turns` replies, ends the game; the
+    other is truncated by "environment". A game that raises, or gives rewards that are no numbers,
+    ends as truncated by "error" for both.
 
     Args:
-      make: () → an object with `reset(seed=…)` → (observation of the player who begins, info) and `step(action)` → (observation of the
-        player whose turn is next, a reward for each player, terminated, truncated, info), and perhaps `close()`; plain or async. Where it
-        has an attribute `player`, that says whose turn it is, 0 or 1; else 0 begins, and they alternate.
-      opponent: path of the other player's model, as `model.path`: the policy's own is the policy frozen as it started. None: self-play.
+      make: () → an object with `reset(seed=…)` → (observation of the player who begins, info) and
+        `step(action)` → (observation of the player whose turn is next, a reward for each player,
+        terminated, truncated, info), and perhaps `close()`; plain or async. Where it has an
+        attribute `player`, that says whose turn it is, 0 or 1; else 0 begins, and they alternate.
+      opponent: path of the other player's model, as `model.path`: the policy's own is the policy
+        frozen as it started. None: self-play.
       parse_action, render, max_turns, system_prompt, history: as for `gymnasium`, for each player.
-    Raises: ConfigError for a limit out of range; from a game's start, where it cannot be made or reset.
+    Raises: ConfigError for a limit out of range; from a game's start, where it cannot be made or
+      reset.
     """
 
     def table(task: Task, players: int = 2) -> Table:
@@ -180,7 +186,8 @@ class Player:
         self.table, self.number = table, number
 
     async def first_prompt(self) -> Messages:
-        """The task's messages and what the player sees at its first turn. Raises: EpisodeOver where it has none."""
+        """The task's messages and what the player sees at its first turn. Raises: EpisodeOver where
+        it has none."""
         await self.table.start()
         if (text := await self.table.turn(self.number)) is None:
             raise EpisodeOver("the game ended before this player's first turn")

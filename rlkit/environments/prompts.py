@@ -12,8 +12,9 @@ def with_system_prompt(
 ) -> tuple[Message, ...]:
     """The messages with a system prompt in front.
 
-    A row that brings its own system message keeps it: chat templates read one only, so the two become one message, the
-    given text first. None or '' adds nothing. The row's messages are not changed.
+    A row that brings its own system message keeps it: chat templates read one only, so the two
+    become one message, the given text first. None or '' adds nothing. The row's messages are not
+    changed.
     """
     if not system_prompt:
         return tuple(messages)

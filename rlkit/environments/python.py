@@ -12,8 +12,8 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
 
     Args:
       sandbox: limits, and the isolation that is asked for.
-    Returns: a tool that gives what the code printed, then the value of its last expression. It raises ValueError with a sentence
-      for the policy where the code fails.
+    Returns: a tool that gives what the code printed, then the value of its last expression. It
+      raises ValueError with a sentence for the policy where the code fails.
     """
 
     def python(code: str) -> str:
@@ -31,10 +31,12 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
 
 
 class PythonSession:
-    """The tool `python(code)` with a memory: one interpreter an episode, started by its first call, ended with the episode.
+    """The tool `python(code)` with a memory: one interpreter an episode, started by its first call,
+    ended with the episode.
 
     Args:
-      sandbox: as for `python_tool`; its time and its output are limits of each call, its memory is one of the session.
+      sandbox: as for `python_tool`; its time and its output are limits of each call, its memory is
+        one of the session.
     """
 
     def __init__(self, *, sandbox: Sandbox | None = None):
@@ -42,7 +44,8 @@ class PythonSession:
         self.interpreter = Interpreter(self.sandbox)
 
     def python(self, code: str) -> str:
-        """Runs Python code and gives what it prints and the value of its last expression. Variables are kept for the next call.
+        """Runs Python code and gives what it prints and the value of its last expression. Variables
+        are kept for the next call.
 
         Args:
             code: The code. Only the standard library is there, without network.
@@ -57,7 +60,8 @@ class PythonSession:
 
 
 def _said(outcome: Outcome, more: str = "") -> str:
-    """What a call gives. Raises: ValueError with a sentence for the policy where the code failed."""
+    """What a call gives. Raises: ValueError with a sentence for the policy where the code
+    failed."""
     text = outcome.printed.strip("\n")
     if problem := _problem(outcome):
         problem += more

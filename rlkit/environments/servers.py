@@ -1,8 +1,10 @@
-"""Tool servers of the Model Context Protocol: one connection an episode, or one that all episodes share, each with a task of its own.
+"""Tool servers of the Model Context Protocol: one connection an episode, or one that all episodes
+share, each with a task of its own.
 
-All connections live in the event loop of one background thread, since the loops in which episodes are played come and go. What a
-dying server throws (the HTTP client cancels the task that entered it, and leaves with an exception group) reaches the task that
-owns the connection, and no episode but those that were waiting for an answer of this server.
+All connections live in the event loop of one background thread, since the loops in which episodes
+are played come and go. What a dying server throws (the HTTP client cancels the task that entered
+it, and leaves with an exception group) reaches the task that owns the connection, and no episode
+but those that were waiting for an answer of this server.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ GRACE = 2.0  # seconds more than the client's own limit until a call is given up
 ENDING = 10.0  # seconds in which a connection has to end, and then once more after it was cancelled
 THREAD = "tool servers"
 KEYS = {"command", "url", "env", "cwd", "shared", "tools"}
-# Runs argv[2:] so that the kernel kills it when the thread that started it ends, and not at all if that has ended already.
+# Runs argv[2:] so that the kernel kills it when the thread that started it ends, and not at all if
+# that has ended already.
 WITH_PARENT = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -45,7 +48,8 @@ class ServerFailed(RLKitError, RuntimeError):
 
 
 class ToolServer(NamedTuple):
-    """A server as a config names it: a command that speaks over standard input and output, or the address of one over HTTP."""
+    """A server as a config names it: a command that speaks over standard input and output, or the
+    address of one over HTTP."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -108,11 +112,12 @@ def require_package() -> None:
         raise ConfigError(f"environment=mcp needs the package mcp: {install('mcp')}")
 
 
-# ------------------------------------------------------------------------------------------------------- a connection
+# ------------------------------------------------------------------------------------- a connection
 
 
 class Connection:
-    """One client of one server. A task of its own enters it, waits, and leaves it; calls are tasks beside it."""
+    """One client of one server. A task of its own enters it, waits, and leaves it; calls are tasks
+    beside it."""
 
     def __init__(self, server: ToolServer, start_timeout: float, env: Mapping[str, str]):
         self.server, self.failure, self.start_timeout = server, "", start_timeout
@@ -150,7 +155,8 @@ class Connection:
             self.failure = f"the server {self.server.name!r} failed: {reason}{self._last_words()}"
 
     async def ready(self) -> Any:
-        """The client, once it is connected. Raises: ServerFailed where the server cannot be started."""
+        """The client, once it is connected. Raises: ServerFailed where the server cannot be
+        started."""
         await asyncio.wait({self.client}, timeout=self.start_timeout + GRACE)
         if not self.client.done():  # the package does not heed its own limit
             self._fail(f"it did not answer within {self.start_timeout:g} s")
@@ -188,7 +194,8 @@ class Connection:
     async def answer(self, request: Coroutine[Any, Any, T], seconds: float | None) -> T:
         """What a request to the client gives.
 
-        Raises: ServerFailed where the server dies meanwhile; TimeoutError; ValueError with what the server says against the request.
+        Raises: ServerFailed where the server dies meanwhile; TimeoutError; ValueError with what the
+        server says against the request.
         """
         from mcp import MCPError
 
@@ -219,8 +226,8 @@ class Connection:
             task.cancel()
 
     async def close(self) -> None:
-        """Ends the server's process, where it is this connection's, and waits for that; one that does not end is left to the kernel, which
-        kills it with this process."""
+        """Ends the server's process, where it is this connection's, and waits for that; one that
+        does not end is left to the kernel, which kills it with this process."""
         self.over.set()
         if self.client.done():
             await asyncio.wait({self.owner}, timeout=ENDING)
@@ -237,13 +244,15 @@ def _innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
 
 
-# ------------------------------------------------------------------------------------------------------- all of them
+# -------------------------------------------------------------------------------------- all of them
 
 
 class Pool:
-    """The servers of an environment. Its coroutines run in the background loop; `elsewhere` awaits them from any other.
+    """The servers of an environment. Its coroutines run in the background loop; `elsewhere` awaits
+    them from any other.
 
-    A connection is opened by the first call that needs it: a shared one again after its server has died, one of an episode once.
+    A connection is opened by the first call that needs it: a shared one again after its server has
+    died, one of an episode once.
     """
 
     def __init__(self, servers: Mapping[str, ToolServer], start_timeout: float):
@@ -256,7 +265,8 @@ class Pool:
         )  # with the environment, or before the interpreter ends
 
     async def tools(self) -> dict[str, list[ListedTool]]:
-        """The tools of every server, which are asked for once. Raises: ConfigError where a server cannot be asked."""
+        """The tools of every server, which are asked for once. Raises: ConfigError where a server
+        cannot be asked."""
         async with self.listing:
             for name, server in self.servers.items():
                 if name not in self.listed:
@@ -298,7 +308,8 @@ class Pool:
         given: Mapping[str, Any],
         seconds: float | None,
     ) -> str:
-        """The result of a call as text. Raises: ValueError where the tool says that it failed; see `Connection.answer` for the rest."""
+        """The result of a call as text. Raises: ValueError where the tool says that it failed; see
+        `Connection.answer` for the rest."""
         server = self.servers[name]
         connection = (
             self._connection(server, None, {})
@@ -361,12 +372,14 @@ def _text(result: Any) -> str:
 
 @functools.cache
 def background() -> asyncio.AbstractEventLoop:
-    """The loop of the thread that owns all connections. A daemon thread: processes started from it end when this process does."""
+    """The loop of the thread that owns all connections. A daemon thread: processes started from it
+    end when this process does."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=THREAD, daemon=True).start()
     return loop
 
 
 async def elsewhere(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine gives that runs in the background loop; cancelled there where it is cancelled here."""
+    """What a coroutine gives that runs in the background loop; cancelled there where it is
+    cancelled here."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background()))

@@ -1,4 +1,5 @@
-"""An episode's side of the conversation, opened for it and closed exactly once: a session of the user's, or one made of functions."""
+"""An episode's side of the conversation, opened for it and closed exactly once: a session of the
+user's, or one made of functions."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Leave = Callable[
 
 @contextmanager
 def blamed(what: str, task: Task) -> Iterator[None]:
-    """Report which part of the environment raised an error, for which task, and in which file and line."""
+    """Report which part of the environment raised an error, for which task, and in which file and
+    line."""
     try:
         yield
     except RLKitError:
@@ -47,10 +49,13 @@ def blamed(what: str, task: Task) -> Iterator[None]:
 
 @asynccontextmanager
 async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]:
-    """The session of an episode: that of `environment.session`, else one made of the environment's functions.
+    """The session of an episode: that of `environment.session`, else one made of the environment's
+    functions.
 
-    It is closed once, however the block ends: through the context manager that it came in, else by its `close()`, where it has one.
-    Raises: EnvironmentFailed where opening or closing it raises; what the block raises comes first, with a note of the other.
+    It is closed once, however the block ends: through the context manager that it came in, else by
+    its `close()`, where it has one.
+    Raises: EnvironmentFailed where opening or closing it raises; what the block raises comes first,
+    with a note of the other.
     """
     session, leave, closes = await _entered(environment, task)
     failed: BaseException | None = None
@@ -127,7 +132,8 @@ class FunctionSession:
             )
 
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
-        """`stop` ends the episode; tool calls are answered; else the next prompt is asked for, and where there is none it ends."""
+        """`stop` ends the episode; tool calls are answered; else the next prompt is asked for, and
+        where there is none it ends."""
         environment, index = self.environment, len(rollout.steps) - 1
         with blamed("stop", self.task):
             if environment.stop is not None and await call_user(
@@ -162,10 +168,11 @@ async def answer_calls(
     execute: ToolExecutor = execute,
     max_calls: int = 8,
 ) -> tuple[Rollout, Messages]:
-    """Runs the tool calls of the last reply, for sessions too: the rollout with their results, and the messages that tell them.
+    """Runs the tool calls of the last reply, for sessions too: the rollout with their results, and
+    the messages that tell them.
 
-    In their order, unless every tool among them is marked `tool.independent = True`; then together. Where all of them are marked
-    `bounded`, nothing is awaited that waits for anything outside.
+    In their order, unless every tool among them is marked `tool.independent = True`; then together.
+    Where all of them are marked `bounded`, nothing is awaited that waits for anything outside.
 
     Args:
       execute: runs a call. A plain one is run in a thread, unless it is marked `bounded`.
@@ -213,7 +220,8 @@ async def answer_calls(
 async def with_state(rollout: Rollout, session: Session) -> Rollout:
     """The rollout with its session's end state in `rollout.state`, where the session tells one.
 
-    Raises: EnvironmentFailed for a state that is no mapping of names to plain values, those that JSON has.
+    Raises: EnvironmentFailed for a state that is no mapping of names to plain values, those that
+    JSON has.
     """
     tell = getattr(session, "state", None)
     if not callable(tell):

@@ -13,11 +13,11 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str, bool]:
 
     Args:
       text: a reply as decoded.
-      opened: the prompt already ended in `<think>`, as some chat templates make it; then a reply without `</think>` is
-        all thinking.
-    Returns: (thinking, content, closed). The tags are in neither part, and both parts are stripped; without any tag the
-      text is the content, unchanged. `closed` is False where a block was opened and never closed: all that follows is
-      thinking, and the content is what stood before it.
+      opened: the prompt already ended in `<think>`, as some chat templates make it; then a reply
+        without `</think>` is all thinking.
+    Returns: (thinking, content, closed). The tags are in neither part, and both parts are stripped;
+      without any tag the text is the content, unchanged. `closed` is False where a block was opened
+      and never closed: all that follows is thinking, and the content is what stood before it.
     """
     pieces = re.split(f"({'|'.join(THINK_TAGS)})", text)
     return _split(pieces[::2], [tag == THINK_TAGS[1] for tag in pieces[1::2]], opened)
@@ -28,8 +28,9 @@ def split_reply(
 ) -> tuple[str, str, bool]:
     """Split a reply's token ids as `split_thinking` does its text.
 
-    Where the tags are added tokens of the tokenizer, only their ids count: text that spells a tag in ordinary tokens (a quotation) is
-    text like any other. Where they are not, the tags are read in the text.
+    Where the tags are added tokens of the tokenizer, only their ids count: text that spells a tag
+    in ordinary tokens (a quotation) is text like any other. Where they are not, the tags are read
+    in the text.
 
     Args:
       thinking: of the policy's renderer.

@@ -1,7 +1,9 @@
-"""Reading tool calls out of a reply. A parser takes the content without thinking, and never raises on any text.
+"""Reading tool calls out of a reply. A parser takes the content without thinking, and never raises
+on any text.
 
-Text that was meant as a call and is none becomes a ToolCall whose `error` the policy reads, so that no call vanishes.
-Ids count within the reply (call_0, call_1, …); the code that keeps the conversation makes them unique in it.
+Text that was meant as a call and is none becomes a ToolCall whose `error` the policy reads, so that
+no call vanishes. Ids count within the reply (call_0, call_1, …); the code that keeps the
+conversation makes them unique in it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
 
     Args:
       content: a reply without its thinking.
-    Returns: the content without the calls (each remaining piece stripped, joined by newlines; unchanged where there is
-      no call), and the calls in order. A call ends at the first closing tag. Arguments may be missing (none), or a JSON
-      string that holds an object. A call has an `error` and no arguments where it is not closed, is no strict JSON (NaN
-      and Infinity are not), is no object, its name is no non-empty string, or its arguments are no object.
+    Returns: the content without the calls (each remaining piece stripped, joined by newlines;
+      unchanged where there is no call), and the calls in order. A call ends at the first closing
+      tag. Arguments may be missing (none), or a JSON string that holds an object. A call has an
+      `error` and no arguments where it is not closed, is no strict JSON (NaN and Infinity are not),
+      is no object, its name is no non-empty string, or its arguments are no object.
     Source: the Hermes function-calling format, as Qwen2.5 and Qwen3 use it.
     """
     pieces: list[str] = []
@@ -63,9 +66,10 @@ def xml(
     Args:
       content: a reply without its thinking.
       tools: name → function; an environment hands its own to a parser that asks for them.
-    Returns: as `hermes` does. The text is stripped; where the parameter is not a string, it is read as JSON. A call has an `error`
-      and no arguments where it is not closed, has no name in quotes, names no tool, or the tool has not exactly one required
-      parameter (none and no text is a call without arguments).
+    Returns: as `hermes` does. The text is stripped; where the parameter is not a string, it is read
+      as JSON. A call has an `error` and no arguments where it is not closed, has no name in quotes,
+      names no tool, or the tool has not exactly one required parameter (none and no text is a call
+      without arguments).
     """
     pieces: list[str] = []
     calls: list[ToolCall] = []
@@ -92,10 +96,12 @@ def none(content: str) -> tuple[str, list[ToolCall]]:
 
 
 def from_payload(id: str, read: Callable[[], Any], *, closed: bool = True) -> ToolCall:
-    """The call {"name": …, "arguments": {…}} that `read` gives, or one whose `error` says what is wrong and what is expected.
+    """The call {"name": …, "arguments": {…}} that `read` gives, or one whose `error` says what is
+    wrong and what is expected.
 
     Args:
-      read: gives the payload, or raises ValueError with a readable reason. Arguments may be a JSON string that holds an object.
+      read: gives the payload, or raises ValueError with a readable reason. Arguments may be a JSON
+        string that holds an object.
       closed: False: what follows the payload is missing.
     """
     name = ""
@@ -149,7 +155,8 @@ def _xml_call(
 
 
 def load_json(text: str) -> Any:
-    """Strict JSON that can be rendered again. Raises ValueError with a readable reason for everything else."""
+    """Strict JSON that can be rendered again. Raises ValueError with a readable reason for
+    everything else."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:

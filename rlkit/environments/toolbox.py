@@ -1,8 +1,10 @@
-"""Tools with state: a class of the user's, made again for each episode, whose documented public methods are its tools.
+"""Tools with state: a class of the user's, made again for each episode, whose documented public
+methods are its tools.
 
-An argument `task` of the class is given the episode's Task. `state()`, where there is one, gives the end state: a reward reads it as
-rollout.state[NAME], by the name that the class has in the config. `close()` is called once, however the episode ends. Both may be
-async, and so may the methods. docs/own_parts.md has an example with its config.
+An argument `task` of the class is given the episode's Task. `state()`, where there is one, gives
+the end state: a reward reads it as rollout.state[NAME], by the name that the class has in the
+config. `close()` is called once, however the episode ends. Both may be async, and so may the
+methods. docs/own_parts.md has an example with its config.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ class Toolbox(dict[str, Tool]):
         return {name: await call_user("a tool's state", tell) for name, tell in tells.items()}
 
     async def close(self) -> None:
-        """Closes every instance that can be closed. Raises: an error of one of them, after all of them."""
+        """Closes every instance that can be closed. Raises: an error of one of them, after all of
+        them."""
         async with AsyncExitStack() as stack:
             for instance in self.instances.values():
                 stack.push_async_callback(closed, instance)
 
 
 async def closed(instance: Any) -> None:
-    """Closes what has a `close()`, plain or async. Raises: Hung where an async one does not end in time."""
+    """Closes what has a `close()`, plain or async. Raises: Hung where an async one does not end in
+    time."""
     close = getattr(instance, "close", None)
     if close is not None:
         await call_user("the close of", close, closes=True)
@@ -57,8 +61,8 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
 
     Args:
       tools: name → function, class, or partial of one of them.
-    Raises: ConfigError for a function under another name than its own, a class without a documented public method, and two tools of
-      one name.
+    Raises: ConfigError for a function under another name than its own, a class without a documented
+      public method, and two tools of one name.
     """
     names = [found for name, tool in tools.items() for found in names_of(name, tool)]
     if doubled := {name for name in names if names.count(name) > 1}:
@@ -91,7 +95,8 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
 
 
 def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
-    """The tools for code that only reads their signatures, such as a parser: methods without an instance."""
+    """The tools for code that only reads their signatures, such as a parser: methods without an
+    instance."""
     out: dict[str, Tool] = {}
     for name, tool in tools.items():
         if (cls := tool_class(tool)) is None:
@@ -114,7 +119,8 @@ def tool_class(tool: Any) -> type | None:
 
 
 def names_of(name: str, tool: Any) -> list[str]:
-    """Names of the tools that an entry gives: its own, or those of a class's public documented methods, a base class's first."""
+    """Names of the tools that an entry gives: its own, or those of a class's public documented
+    methods, a base class's first."""
     if (cls := tool_class(tool)) is None:
         if callable(tool) and name == tool_name(tool):
             return [name]

@@ -1,4 +1,5 @@
-"""Tools are plain typed functions: their schema for the chat template, and calling one for the policy.
+"""Tools are plain typed functions: their schema for the chat template, and calling one for the
+policy.
 
     def get_weather(city: str, unit: str = "celsius") -> str:
         '''Tells the weather.
@@ -8,8 +9,9 @@
             unit: celsius or fahrenheit.
         '''
 
-Whatever a call does wrong comes back as a sentence that the policy reads, even if it tries to end the process (sys.exit, os._exit,
-KeyboardInterrupt). Only a real interruption escapes, and what Python cannot stop: an exit from C, or a crash.
+Whatever a call does wrong comes back as a sentence that the policy reads, even if it tries to end
+the process (sys.exit, os._exit, KeyboardInterrupt). Only a real interruption escapes, and what
+Python cannot stop: an exit from C, or a crash.
 """
 
 from __future__ import annotations
@@ -50,14 +52,17 @@ EXAMPLE = '''def add(a: int, b: int) -> int:
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Schema of a tool in the form that chat templates take, from its annotations and its Google-style docstring.
+    """Schema of a tool in the form that chat templates take, from its annotations and its
+    Google-style docstring.
 
     Args:
-      tool: a function with a type on every parameter and a docstring that describes it and every parameter, or a
-        `functools.partial` of one: a keyword that is bound is not the policy's to choose and leaves the schema. A function
-        that carries its schema (`with_schema`) needs neither.
+      tool: a function with a type on every parameter and a docstring that describes it and every
+        parameter, or a `functools.partial` of one: a keyword that is bound is not the policy's to
+        choose and leaves the schema. A function that carries its schema (`with_schema`) needs
+        neither.
     Returns: {"type": "function", "function": {"name", "description", "parameters", …}}.
-    Raises: ConfigError naming the function's file and line, what is missing, and a docstring as it should be.
+    Raises: ConfigError naming the function's file and line, what is missing, and a docstring as it
+      should be.
     Source: transformers.utils.get_json_schema.
     """
     from transformers.utils import get_json_schema
@@ -79,22 +84,26 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def tool_name(tool: Callable[..., Any]) -> str:
-    """The name that a tool's schema gives it: that of the function, also inside a `functools.partial`."""
+    """The name that a tool's schema gives it: that of the function, also inside a
+    `functools.partial`."""
     return str(getattr(_function(tool), "__name__", repr(tool)))
 
 
 def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The one inside a `functools.partial`, as a config makes it: that one has the name, the docstring and the attributes."""
+    """The one inside a `functools.partial`, as a config makes it: that one has the name, the
+    docstring and the attributes."""
     return tool.func if isinstance(tool, partial) else tool
 
 
 def with_schema(
     schema: Mapping[str, Any], implementation: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A tool from a schema that is there already and the function that does it; neither types nor a docstring are needed.
+    """A tool from a schema that is there already and the function that does it; neither types nor a
+    docstring are needed.
 
     Args:
-      schema: {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI's API takes it.
+      schema: {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI's
+        API takes it.
       implementation: called with the arguments by name; the types that it has are checked.
     Raises: ConfigError for a schema without a name, or an implementation that is no function.
     """
@@ -125,23 +134,28 @@ async def execute(
     max_chars: int = MAX_CHARS,
     timeout: float | None = TIMEOUT,
 ) -> ToolResult:
-    """Run one call and give what the policy reads: the result as text, or one sentence on what went wrong.
+    """Run one call and give what the policy reads: the result as text, or one sentence on what went
+    wrong.
 
-    An async tool runs in the event loop, a plain one in a thread, and one that is marked `tool.bounded = True`, since its work is
-    bounded by construction, in the loop at once: a thread costs more than a short call. The calls of several episodes run at the same
-    time, so plain tools that share anything have to lock it.
+    An async tool runs in the event loop, a plain one in a thread, and one that is marked
+    `tool.bounded = True`, since its work is bounded by construction, in the loop at once: a thread
+    costs more than a short call. The calls of several episodes run at the same time, so plain tools
+    that share anything have to lock it.
 
     Args:
       call: with `error` set it is not run; the error is the content.
       tools: name → function.
       max_chars: longest content, in characters; a longer one is cut and says so.
-      timeout: seconds that a tool that is not bounded may take; None: no limit. An async tool is cancelled then. A plain one is ended
-        where it says how (rlkit.system.deadline.ended_by, as the python tool does), else its thread goes on; what it gives is dropped.
-    Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments that do not fit the
-      signature or its types, a tool that raises or tries to end the process, and one that takes too long; `seconds` is wall time in
-      the tool.
-    An async tool that swallows its cancellation is abandoned after 10 more seconds, and its episode fails.
-    Raises: CancelledError, KeyboardInterrupt and Interrupted only, where the episode is given up, or the user or a signal interrupts.
+      timeout: seconds that a tool that is not bounded may take; None: no limit. An async tool is
+        cancelled then. A plain one is ended where it says how (rlkit.system.deadline.ended_by, as
+        the python tool does), else its thread goes on; what it gives is dropped.
+    Returns: a ToolResult with the call's id and name; `ok` is False for an unknown tool, arguments
+      that do not fit the signature or its types, a tool that raises or tries to end the process,
+      and one that takes too long; `seconds` is wall time in the tool.
+    An async tool that swallows its cancellation is abandoned after 10 more seconds, and its episode
+    fails.
+    Raises: CancelledError, KeyboardInterrupt and Interrupted only, where the episode is given up,
+      or the user or a signal interrupts.
     """
     started = perf_counter()
     content, ok = await _attempt(call, tools, timeout)
@@ -186,7 +200,8 @@ async def _attempt(
 
 
 async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
-    """What a tool gives, as text: a lazy result does its work here, within the deadline. Without an await where the tool is bounded."""
+    """What a tool gives, as text: a lazy result does its work here, within the deadline. Without an
+    await where the tool is bounded."""
 
     bounded, watch = marked(tool, "bounded"), current()
     here = bounded or inspect.iscoroutinefunction(tool)
@@ -203,9 +218,9 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
         async with within(None if bounded else timeout):
             text = _as_text(await given)
             if not bounded:
-                await asyncio.sleep(
-                    0
-                )  # so that it counts as waiting even if it had its answer at once, such as from a cache
+                # so that it counts as waiting even if it had its answer at once, such as from a
+                # cache
+                await asyncio.sleep(0)
             return text
 
 
@@ -216,7 +231,8 @@ def _as_text(result: Any) -> str:
 
 
 def marked(tool: Tool | None, word: str) -> bool:
-    """Whether a tool has this mark: `tool.bounded = True`, or the same on the class that it is a method of."""
+    """Whether a tool has this mark: `tool.bounded = True`, or the same on the class that it is a
+    method of."""
     function = _function(tool) if tool is not None else None
     return bool(getattr(function, word, getattr(getattr(function, "__self__", None), word, False)))
 
@@ -228,7 +244,8 @@ def text_arguments(
 
     Args:
       load: reads the text for a parameter that is no string; raises ValueError where it cannot.
-    Raises: ValueError where the tool has not exactly one required parameter. One without any takes a call without text.
+    Raises: ValueError where the tool has not exactly one required parameter. One without any takes
+      a call without text.
     """
     signature = _signature(tool) or inspect.Signature()
     parameters = signature.parameters
@@ -273,7 +290,8 @@ def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value fits a parameter of this type. An annotation unknown to JSON fits everything."""
+    """Whether a JSON value fits a parameter of this type. An annotation unknown to JSON fits
+    everything."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(_fits(value, option) for option in inner)

@@ -1,4 +1,5 @@
-"""The weather of three cities: the example of a tool, typed and documented as every tool has to be."""
+"""The weather of three cities: the example of a tool, typed and documented as every tool has to
+be."""
 
 from __future__ import annotations
 

@@ -27,9 +27,10 @@ class TokenRow(NamedTuple):
 def rows(rollout: Rollout) -> list[TokenRow]:
     """The training sequences of a rollout.
 
-    A step whose context begins with all that came before (context + reply of the step before) extends the row; one whose
-    context was rewritten (a template that drops earlier thinking, turns dropped to make room) starts a new row. One rule for every
-    history policy. What a thinking budget wrote is in the row, for the policy read it, and is not trained.
+    A step whose context begins with all that came before (context + reply of the step before)
+    extends the row; one whose context was rewritten (a template that drops earlier thinking, turns
+    dropped to make room) starts a new row. One rule for every history policy. What a thinking
+    budget wrote is in the row, for the policy read it, and is not trained.
     """
     out: list[TokenRow] = []
     spot: tuple[TokenRow, int] | None = (
@@ -74,10 +75,11 @@ def assemble(
     """A batch of scored rollouts.
 
     Args:
-      rollouts: with their rewards; None becomes nan ("cannot be scored"). An episode's reward is that of the verifier plus those of
-        its steps; at the level of tokens each stands where it was earned.
-      pad_token_id: fills the right side of short rows. What is padding is told by `attention_mask` alone, so it may equal
-        an end-of-sequence id.
+      rollouts: with their rewards; None becomes nan ("cannot be scored"). An episode's reward is
+        that of the verifier plus those of its steps; at the level of tokens each stands where it
+        was earned.
+      pad_token_id: fills the right side of short rows. What is padding is told by `attention_mask`
+        alone, so it may equal an end-of-sequence id.
       device: where the tensors go.
     Raises: ValueError where there is no rollout, or none with a step.
     """

@@ -1,4 +1,5 @@
-"""Many episodes at once: tasks in, whole episodes out. The same function serves training, evaluation and plain rollouts."""
+"""Many episodes at once: tasks in, whole episodes out. The same function serves training,
+evaluation and plain rollouts."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ KEYS = count()  # of episodes, for engines
 
 
 class Start:
-    """Where episodes wait for each other before their first replies, so that what decodes together does not depend on whose first
-    prompt was there first."""
+    """Where episodes wait for each other before their first replies, so that what decodes together
+    does not depend on whose first prompt was there first."""
 
     def __init__(self, *, waits: bool):
         self.waits, self.missing, self.all_here = waits, 0, asyncio.Event()
@@ -79,7 +80,8 @@ class Speaker(NamedTuple):
 
 
 class Turns:
-    """The key under which an engine knows an episode, or the two episodes of a game, of which one speaks at a time."""
+    """The key under which an engine knows an episode, or the two episodes of a game, of which one
+    speaks at a time."""
 
     def __init__(self, key: int, players: int = 1):
         self.key, self.players = key, players
@@ -110,8 +112,8 @@ def ignored(value: Any) -> None:
 
 
 async def other_player(path: str, policy: Policy, params: SamplingParams) -> Speaker:
-    """The model that plays against a policy, as it was loaded. It is sampled like the policy, and never waits for an answer that is due:
-    the policy's engine may be waiting for this one."""
+    """The model that plays against a policy, as it was loaded. It is sampled like the policy, and
+    never waits for an answer that is due: the policy's engine may be waiting for this one."""
     weights = next(policy.model.parameters())
     rival, engine = _loaded(path, str(weights.device))
     if (
@@ -139,7 +141,8 @@ def samples_of(
     alone: Callable[[Seat], Played],
     against: Callable[[Seat], Played],
 ) -> list[Played]:
-    """The episodes of a task's samples: each by itself, all at one table, or two at each; one that is left over plays `against`.
+    """The episodes of a task's samples: each by itself, all at one table, or two at each; one that
+    is left over plays `against`.
 
     Args:
       seat: (sample, table, player) → Seat. alone, against: Seat → the coroutine of an episode.
@@ -175,18 +178,21 @@ async def collected(
 ) -> list[Rollout]:
     """Play `group_size` independent episodes of each task, all of them at the same time.
 
-    `collect` is the plain function, which also works inside a running event loop; `await collected(…)` is the same as a coroutine.
+    `collect` is the plain function, which also works inside a running event loop; `await
+    collected(…)` is the same as a coroutine.
 
     Args:
       policy: what is sampled from, with its weights as they are now.
       tasks: the prompts, one group each.
       environment: one for all tasks, or a function that gives each task its own.
-      engine: what samples the completions; None is a new `rlkit.engines.Cached()`. Keep one of your own to play many times: its cache
-        and what it has compiled outlive the call.
+      engine: what samples the completions; None is a new `rlkit.engines.Cached()`. Keep one of your
+        own to play many times: its cache and what it has compiled outlive the call.
       group_size: samples per task, > 0.
-      seed, step: of the run and of the RL step. With the position of the task and the sample they are all the randomness
-        there is (rlkit.functional.mix), so the same call gives the same rollouts in any batch, on any rank. What a session draws
-        from the generators of python, numpy and torch follows from them too; a plain tool runs in a thread, which has none of its own.
+      seed, step: of the run and of the RL step. With the position of the task and the sample they
+        are all the randomness there is (rlkit.functional.mix), so the same call gives the same
+        rollouts in any batch, on any rank. What a session draws from the generators of python,
+        numpy and torch follows from them too; a plain tool runs in a thread, which has none of its
+        own.
       first: position of the first task, where these are further prompts of the same step.
       version: RL steps that the weights have done.
       on_done: called with each episode once it is over.
@@ -299,7 +305,8 @@ async def collected(
                 player,
             )
 
-        # An episode of a shared instance that is done early must not hold up the decoding that it waits for.
+        # An episode of a shared instance that is done early must not hold up the decoding that it
+        # waits for.
         who = own if how.players else own._replace(params=sampling._replace(admission="free"))
         return samples_of(
             how, task, group_size, seat, partial(episode, who, how), partial(against, how)
@@ -316,7 +323,8 @@ collect = blocking(collected, name="collect")
 
 
 def named_limit(policy: Policy, rollout: Rollout) -> Rollout:
-    """The episode, truncated by "context" instead of "length" where its last reply was cut by the end of the context."""
+    """The episode, truncated by "context" instead of "length" where its last reply was cut by the
+    end of the context."""
     if rollout.truncation != "length":
         return rollout
     last = rollout.steps[-1]

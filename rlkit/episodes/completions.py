@@ -1,12 +1,15 @@
-"""Rollouts as a flat table: one row a rollout, one plain column a quantity, in Parquet files beside the full record.
+"""Rollouts as a flat table: one row a rollout, one plain column a quantity, in Parquet files beside
+the full record.
 
-    completions/steps_000001-000005.parquet …      `datasets`, pandas and polars open them as they are:
+    completions/steps_000001-000005.parquet …      `datasets`, pandas and polars open them as they
+                                                   are:
 
     load_dataset("parquet", data_files="outputs/NAME/TIME/completions/*.parquet", split="train")
     pandas.read_parquet("outputs/NAME/TIME/completions")
     polars.read_parquet("outputs/NAME/TIME/completions/*.parquet")
 
-A file is whole or not there and is never rewritten, so its steps are in its name. All files of a run have the same columns.
+A file is whole or not there and is never rewritten, so its steps are in its name. All files of a
+run have the same columns.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from rlkit.types import Message, Rollout
 if TYPE_CHECKING:
     import pyarrow
 
-# Column → Parquet type. Between `reward` and `advantage` stands a column `reward_NAME` for each component of the reward.
+# Column → Parquet type. Between `reward` and `advantage` stands a column `reward_NAME` for each
+# component of the reward.
 COLUMNS: dict[str, str] = {
     "step": "int64",
     "group": "int64",
@@ -56,9 +60,12 @@ def completion_row(
 ) -> dict[str, Any]:
     """A rollout as a row.
 
-    prompt           what the episode began with; messages of several roles are told apart by `role:` lines
-    completion       all that followed: the replies, thinking included, and between them what tools and the environment said
-    reward           what was trained on, rewards of steps included; null where it cannot be scored; `reward_NAME` likewise
+    prompt           what the episode began with; messages of several roles are told apart by
+                     `role:` lines
+    completion       all that followed: the replies, thinking included, and between them what tools
+                     and the environment said
+    reward           what was trained on, rewards of steps included; null where it cannot be scored;
+                     `reward_NAME` likewise
     advantage        mean over the rollout's trained tokens; null where nothing of it was trained on
     policy_version   RL steps that the weights had done that sampled the first token
     status           terminated, or why it was truncated
@@ -110,7 +117,8 @@ def _message(message: Message) -> str:
 def completions_table(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
 ) -> pyarrow.Table:
-    """Rows of `completion_row` as a table, by default with all the columns that a row has. What UTF-8 has no place for is escaped."""
+    """Rows of `completion_row` as a table, by default with all the columns that a row has. What
+    UTF-8 has no place for is escaped."""
     import pyarrow as pa
 
     own = columns or table_columns(
@@ -149,7 +157,8 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
 
 def cut_completions(folder: Path, step: int) -> None:
-    """Moves the files with rows after an RL step, which a resumed run writes again, to NAME.discarded/, where nothing is overwritten.
+    """Moves the files with rows after an RL step, which a resumed run writes again, to
+    NAME.discarded/, where nothing is overwritten.
 
     Raises: DataError, with the rows in their place, where that fails.
     """
@@ -160,9 +169,9 @@ def cut_completions(folder: Path, step: int) -> None:
             continue
         try:
             target.mkdir(exist_ok=True)
-            if (
-                int(found[1]) <= step
-            ):  # it was written at another time than the checkpoint: its first rows stay, in a file of their own
+            if int(found[1]) <= step:
+                # it was written at another time than the checkpoint: its first rows stay, in a file
+                # of their own
                 _keep(path, step)
             if (target / path.name).exists():
                 put_aside(target / path.name, ".earlier")

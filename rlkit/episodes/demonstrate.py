@@ -23,18 +23,21 @@ def demonstrations(
     first: int = 0,
     **_: Any,
 ) -> list[Rollout]:
-    """The conversation of each task as a scored episode: its replies count as sampled, its reward is 1. In place of `collect`.
+    """The conversation of each task as a scored episode: its replies count as sampled, its reward
+    is 1. In place of `collect`.
 
-    A reply's tokens are those that the policy would have to sample, end of turn included, in the context that it would have had: each
-    context is the one before + the reply + what the template writes between replies. No text becomes a control token.
+    A reply's tokens are those that the policy would have to sample, end of turn included, in the
+    context that it would have had: each context is the one before + the reply + what the template
+    writes between replies. No text becomes a control token.
 
     Args:
       tasks: with the whole conversation in `metadata["messages"]` (rlkit.tasks.conversations).
       environment: of a task, for the tools that its prompt lists; it is not played.
       first: number of the first group.
     Returns: one rollout a task. Log-probs of the sampler are nan: nothing was sampled.
-    Raises: DataError for a task without a conversation, or with one that is longer than the model's context; TemplateError where the
-      chat template writes a reply in another place than where the policy would.
+    Raises: DataError for a task without a conversation, or with one that is longer than the model's
+      context; TemplateError where the chat template writes a reply in another place than where the
+      policy would.
     """
     out = []
     for group, task in enumerate(tasks, first):

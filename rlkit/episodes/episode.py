@@ -17,7 +17,8 @@ from rlkit.system.loops import run
 from rlkit.system.shared_state import guard_state
 from rlkit.types import Environment, Message, Messages, Rollout, Session, Step, Task, Tool
 
-# (rollout so far, what is said next, session) → the policy's reply as a step. None: the context leaves no room for one.
+# (rollout so far, what is said next, session) → the policy's reply as a step. None: the context
+# leaves no room for one.
 Say = Callable[[Rollout, Messages, Session], Awaitable[Step | None]]
 
 
@@ -33,20 +34,23 @@ async def play(
     spent: Callable[[float], None] = lambda seconds: None,
     so_far: Callable[[Rollout], None] = lambda rollout: None,
 ) -> Rollout:
-    """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say or a limit is reached.
+    """Play one episode: prompt, reply, answer, reply, …, until the session has nothing more to say
+    or a limit is reached.
 
-    The order of the checks after a reply: one that was cut by length truncates the episode; then the session answers, which may end
-    it; the step limit truncates an episode that would go on.
+    The order of the checks after a reply: one that was cut by length truncates the episode; then
+    the session answers, which may end it; the step limit truncates an episode that would go on.
 
     Args:
       say: the only place that knows tokens (`rlkit.episodes.replies.speaker`).
       group, sample: position of the prompt in the batch, and which of its samples this is.
-      seed: of what the session draws from the generators of python, numpy and torch; each of its answers has draws of its own.
-      said: called once nothing more is said, before the session tells its state and closes, which may take its time.
+      seed: of what the session draws from the generators of python, numpy and torch; each of its
+        answers has draws of its own.
+      said: called once nothing more is said, before the session tells its state and closes, which
+        may take its time.
       spent: called at the end with the seconds that the episode spent in its session.
       so_far: called with the rollout each time that a step is added.
-    Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length", "steps",
-      "deadline", "error" where a call did not end at its limit, or what the session says.
+    Returns: the unscored rollout. `truncation` is "context" (no room for a reply), "length",
+      "steps", "deadline", "error" where a call did not end at its limit, or what the session says.
     Raises: EnvironmentFailed where the environment's code raises; what `say` raises.
     """
     played = [Rollout(task, (), group=group, sample=sample)]
@@ -112,7 +116,8 @@ async def _play_to_the_end(
 
 
 def keep_record(said: Rollout, given: Rollout, record: Rollout) -> Rollout:
-    """The record of an episode with what a session made of its copy: rewards, results, metadata, another end.
+    """The record of an episode with what a session made of its copy: rewards, results, metadata,
+    another end.
 
     Rows, prompts and calls stay those of the record, unless the session put others in their place.
 
@@ -144,7 +149,8 @@ class Opening(NamedTuple):
 
 
 def opening(task: Task, environment: Environment) -> Opening:
-    """The first prompt, the tools and the state of an episode, which is not played: its session is opened and closed again."""
+    """The first prompt, the tools and the state of an episode, which is not played: its session is
+    opened and closed again."""
 
     async def look() -> Opening:
         own = copied(task)
@@ -165,12 +171,14 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
 
 
 def failed(rollout: Rollout, why: str) -> Rollout:
-    """The rollout, cut off by a failure of its environment, which is not the policy's. It is not scored."""
+    """The rollout, cut off by a failure of its environment, which is not the policy's. It is not
+    scored."""
     return cut_off(rollout, "error")._replace(metadata={**rollout.metadata, "error": why})
 
 
 async def _first_prompt(session: Session, task: Task) -> Messages:
-    """What the session begins with; a text is a user's message. Raises: EnvironmentFailed where it is no prompt."""
+    """What the session begins with; a text is a user's message. Raises: EnvironmentFailed where it
+    is no prompt."""
     with blamed("first prompt", task):
         said: Any = await call_user("the environment's first prompt", session.first_prompt)
         if isinstance(said, str):

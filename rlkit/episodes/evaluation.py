@@ -1,4 +1,5 @@
-"""Held-out evaluation: the same episodes and verifiers as training, with sampling settings of its own."""
+"""Held-out evaluation: the same episodes and verifiers as training, with sampling settings of its
+own."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ Setting = (
     Environment | Callable[[Task], Environment]
 )  # one for all tasks, or a function that gives each task its own
 
-CORRECT = 1.0  # a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
+# a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
+CORRECT = 1.0
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Whether the verifier gave what counts as right, the rewards of the steps included: full marks, or the task's own `correct_from`
-    where even the best earns less."""
+    """Whether the verifier gave what counts as right, the rewards of the steps included: full
+    marks, or the task's own `correct_from` where even the best earns less."""
     return rollout.total_reward is not None and rollout.total_reward >= rollout.task.metadata.get(
         "correct_from", CORRECT
     )
@@ -39,13 +41,16 @@ def greedy_accuracy(
     temperature: float = 0.0,
     **collecting: Any,
 ) -> tuple[dict[str, Any], list[Rollout]]:
-    """One episode per task, greedy unless a temperature is given; shared out to all ranks, which all get the result.
+    """One episode per task, greedy unless a temperature is given; shared out to all ranks, which
+    all get the result.
 
     Args:
       reward: the verifier; which of its scores are right is told by `is_correct`.
-      temperature: ≥ 0. A policy that plays by chance may do nothing but repeat itself in greedy decoding.
+      temperature: ≥ 0. A policy that plays by chance may do nothing but repeat itself in greedy
+        decoding.
       collecting: engine, version and max_new_tokens, as for `collect`.
-    Returns: what `accuracy` measures, and the temperature; of a mixture, the same under `parts`; and the rollouts.
+    Returns: what `accuracy` measures, and the temperature; of a mixture, the same under `parts`;
+      and the rollouts.
     """
 
     def play(own: Sequence[Task], begin: int) -> list[Rollout]:
@@ -70,8 +75,8 @@ def sampled_accuracy(
 ) -> tuple[dict[str, Any], list[Rollout]]:
     """Several sampled replies per task.
 
-    Returns: for avg@samples, every pass@k and the mean reward a value and its 95 % interval over problems; of a mixture, the same under
-      `parts`; and the rollouts.
+    Returns: for avg@samples, every pass@k and the mean reward a value and its 95 % interval over
+      problems; of a mixture, the same under `parts`; and the rollouts.
     Raises: ValueError where a k is larger than `samples`.
     """
     if max(k) > samples:
@@ -96,10 +101,12 @@ def _with_parts(
 
 
 def accuracy(rollouts: Sequence[Rollout], *, temperature: float = 0.0) -> dict[str, Any]:
-    """Share of right rollouts, mean reward of what could be scored, and their 95 % intervals over distinct problems.
+    """Share of right rollouts, mean reward of what could be scored, and their 95 % intervals over
+    distinct problems.
 
-    Rows that repeat a problem are no new evidence: the intervals count problems (`distinct`), the means count rows (`n`).
-    Under `metrics`, where there are any, the means of what the reward's functions measured themselves.
+    Rows that repeat a problem are no new evidence: the intervals count problems (`distinct`), the
+    means count rows (`n`). Under `metrics`, where there are any, the means of what the reward's
+    functions measured themselves.
     """
     right = sum(map(is_correct, rollouts))
     problems = _by_problem(rollouts)
@@ -150,7 +157,8 @@ def _by_problem(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _mean_interval(problems: Sequence[Sequence[Rollout]]) -> tuple[float, float, float]:
-    """Mean total reward of what could be scored and its interval over problems; nan without rewards.
+    """Mean total reward of what could be scored and its interval over problems; nan without
+    rewards.
 
     Of zeros and ones Wilson's interval, as for the accuracy.
     """

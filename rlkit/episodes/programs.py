@@ -1,8 +1,10 @@
-"""Episodes of programs, which send whole conversations: what they extend by token ids, and where a new row begins.
+"""Episodes of programs, which send whole conversations: what they extend by token ids, and where a
+new row begins.
 
-Every recorded reply knows the reply that it follows, so an episode is a forest and each path from a root to a leaf is one training
-row. A conversation that begins with a recorded one, its reply as sent included, continues by that one's ids. Any other conversation
-(rewritten, compacted, with other tools, of a sub-agent) is rendered, and begins a tree of its own.
+Every recorded reply knows the reply that it follows, so an episode is a forest and each path from a
+root to a leaf is one training row. A conversation that begins with a recorded one, its reply as
+sent included, continues by that one's ids. Any other conversation (rewritten, compacted, with other
+tools, of a sub-agent) is rendered, and begins a tree of its own.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ class Conversations:
     """The replies of one program's episode.
 
     Args:
-      params, seed: of the episode; a reply's own seed is mix(seed, replies before it on its path), so it does not depend on the order
-        in which requests arrive. The k-th reply to one context, for k > 0, has mix(seed, replies before it, k).
+      params, seed: of the episode; a reply's own seed is mix(seed, replies before it on its path),
+        so it does not depend on the order in which requests arrive. The k-th reply to one context,
+        for k > 0, has mix(seed, replies before it, k).
       keys: gives a new key for the engine.
       ready: awaited before the first reply.
     """
@@ -152,8 +155,9 @@ class Conversations:
             raise
         finally:
             self.sampling.discard(key)
-            # An engine that decodes by rounds waits for the key that was answered last, so the episode keeps one, which its next
-            # request will have, and none while others are still being sampled.
+            # An engine that decodes by rounds waits for the key that was answered last, so the
+            # episode keeps one, which its next request will have, and none while others are still
+            # being sampled.
             if self.sampling or self.resting is not None:
                 self.engine.release(key)
             else:
@@ -162,7 +166,8 @@ class Conversations:
         return read_reply(self.policy, self.environment, before, new, ids, reply)
 
     def _context(self, parent: Call | None, new: list[Message], tools: Schemas) -> tuple[int, ...]:
-        """The ids of a conversation: those of the row that it continues and what follows them, or rendered as a whole."""
+        """The ids of a conversation: those of the row that it continues and what follows them, or
+        rendered as a whole."""
         renderer = self.policy.renderer
         if parent is None:
             return tuple(encode_prompt(renderer, new, tools))
@@ -177,7 +182,8 @@ class Conversations:
         )
 
     def _continued(self, messages: Messages, digests: list[bytes]) -> Call | None:
-        """The recorded reply that all messages but those after the last reply are the conversation of."""
+        """The recorded reply that all messages but those after the last reply are the conversation
+        of."""
         new = self._new(messages)
         if not 0 < new < len(messages):
             return None
@@ -189,7 +195,8 @@ class Conversations:
         )
 
     def _named(self, messages: Messages, parent: Call) -> list[Message]:
-        """Results of tools with the names of their calls, as an environment of rlkit writes them."""
+        """Results of tools with the names of their calls, as an environment of rlkit writes
+        them."""
         names = {call.id: call.name for call in parent.step.tool_calls}
         return [
             {
@@ -211,7 +218,8 @@ class Conversations:
         return out
 
     def _digest(self, before: bytes, message: Message) -> bytes:
-        """Of a conversation with one more message. White space in a call's arguments and the order of its keys make no difference."""
+        """Of a conversation with one more message. White space in a call's arguments and the order
+        of its keys make no difference."""
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         thinking = message.get("reasoning_content", "") if self.environment.strict_thinking else ""
         said = [
@@ -230,11 +238,13 @@ class Conversations:
         self.resting = None
 
     def rollout(self) -> Rollout:
-        """The replies as one rollout, path after path, so that a reply stands behind the one that it continues where that can be.
+        """The replies as one rollout, path after path, so that a reply stands behind the one that
+        it continues where that can be.
 
-        What was said last stands last. `metadata["rows"]` tells where a row begins: at which step, from which one, and whether it forks
-        off (`fork`: the context it shares is not trained twice) or begins with a context of its own (`new`; then `from` is the reply
-        before it in time).
+        What was said last stands last. `metadata["rows"]` tells where a row begins: at which step,
+        from which one, and whether it forks off (`fork`: the context it shares is not trained
+        twice) or begins with a context of its own (`new`; then `from` is the reply before it in
+        time).
         """
         children: dict[int | None, list[Call]] = {}
         last: dict[int, int] = {}  # the newest reply of a subtree
@@ -268,7 +278,8 @@ class Conversations:
 
 
 def _answered(call: Call, children: list[Call]) -> Step:
-    """The step with the results of its calls, which the request behind it told. One that begins with `Error` is counted as a failure."""
+    """The step with the results of its calls, which the request behind it told. One that begins
+    with `Error` is counted as a failure."""
     ids = {c.id: c.name for c in call.step.tool_calls}
     said = [
         m
@@ -290,8 +301,9 @@ def _answered(call: Call, children: list[Call]) -> Step:
 async def play_program(conversations: Conversations) -> Rollout:
     """Run the program of an episode to its end.
 
-    Returns: the unscored rollout. `truncation` is that of the program (deadline, error), else "length" where its last reply was cut,
-      "steps" or "context" where its last request was refused for that.
+    Returns: the unscored rollout. `truncation` is that of the program (deadline, error), else
+      "length" where its last reply was cut, "steps" or "context" where its last request was refused
+      for that.
     Raises: what the engine raises.
     """
     environment, task = conversations.environment, conversations.task

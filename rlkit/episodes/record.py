@@ -1,12 +1,14 @@
 """Rollouts as files: JSON lines for machines, plain text for people.
 
-A row is a rollout. All rows have one shape whatever the rollout holds: what is free-form (metadata, rewards by name, arguments of calls,
-further keys of messages) is JSON text. So a file opens in `datasets` as it is, which also makes Parquet of it:
+A row is a rollout. All rows have one shape whatever the rollout holds: what is free-form (metadata,
+rewards by name, arguments of calls, further keys of messages) is JSON text. So a file opens in
+`datasets` as it is, which also makes Parquet of it:
 
-    load_dataset("json", data_files="rollouts.jsonl.gz", split="train").to_parquet("rollouts.parquet")
+    load_dataset("json", data_files="rollouts.jsonl.gz",
+    split="train").to_parquet("rollouts.parquet")
 
-`datasets` guesses the types from the start of the first file. If nothing there shows them (no tool call at all, no reward), pass
-`features=Features.from_arrow_schema(rollout_schema())`.
+`datasets` guesses the types from the start of the first file. If nothing there shows them (no tool
+call at all, no reward), pass `features=Features.from_arrow_schema(rollout_schema())`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ PIECE = 1 << 16  # bytes that are unpacked at a time
 TEXT = json.JSONEncoder(ensure_ascii=False)
 
 
-# -------------------------------------------------------------------------------------------------------- saving
+# ------------------------------------------------------------------------------------------- saving
 
 
 def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
@@ -49,16 +51,19 @@ def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
 
     Args:
       path: ends in .jsonl or .jsonl.gz, which decides the format. What was there is replaced.
-      rollouts: with metadata and arguments of types that JSON knows; tuples in there come back as lists.
+      rollouts: with metadata and arguments of types that JSON knows; tuples in there come back as
+        lists.
     Raises: ConfigError for another ending, TypeError for what JSON does not know.
     """
     write_atomic(Path(path), _json_lines(Path(path), rollouts))
 
 
 def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
-    """Adds rollouts to a .jsonl or .jsonl.gz file, which need not be there yet. A kill in the middle damages these rollouts alone.
+    """Adds rollouts to a .jsonl or .jsonl.gz file, which need not be there yet. A kill in the
+    middle damages these rollouts alone.
 
-    Raises: ConfigError for another ending, TypeError for what JSON does not know; then nothing was written.
+    Raises: ConfigError for another ending, TypeError for what JSON does not know; then nothing was
+    written.
     """
     path = Path(path)
     data = _json_lines(path, rollouts)  # of a .gz: a member of its own
@@ -73,13 +78,15 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
 
 
 def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None:
-    """Adds the rollouts of an RL step to the files of a run's rollouts/. Raises: TypeError, OSError; then nothing was written."""
+    """Adds the rollouts of an RL step to the files of a run's rollouts/. Raises: TypeError,
+    OSError; then nothing was written."""
     shards.append_lines(folder, rl_step, _lines(rollouts, rl_step))
 
 
 @contextmanager
 def failed_rollout_kept(folder: Path) -> Iterator[None]:
-    """Where a reward fails inside, the rollout on which it failed is saved to the folder, and the error's note names the file."""
+    """Where a reward fails inside, the rollout on which it failed is saved to the folder, and the
+    error's note names the file."""
     from rlkit.rewards import (
         RewardError,
     )  # rewards bring torch, and a file of rollouts is read without
@@ -109,7 +116,7 @@ def _lines(rollouts: Sequence[Rollout], rl_step: int | None = None) -> bytes:
     return "".join(_line(rollout, rl_step) + "\n" for rollout in rollouts).encode()
 
 
-# ------------------------------------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------------------------ loading
 
 
 def load_rollouts(
@@ -118,11 +125,13 @@ def load_rollouts(
     """The rollouts of a file, or of one RL step of a run, equal to those saved.
 
     Args:
-      path: a file of `save_rollouts` or `append_rollouts`, or one of a run's rollouts/; with `step` that folder.
+      path: a file of `save_rollouts` or `append_rollouts`, or one of a run's rollouts/; with `step`
+        that folder.
       step: the RL step, counted from 1. None reads the whole file.
-      strict: True raises at the first damaged place. False warns of each, with file and line, and keeps the rest.
-    Raises: DataError naming the place, where strict and where there are damaged places only. ConfigError for another ending, and
-      for a step that the folder does not hold.
+      strict: True raises at the first damaged place. False warns of each, with file and line, and
+        keeps the rest.
+    Raises: DataError naming the place, where strict and where there are damaged places only.
+      ConfigError for another ending, and for a step that the folder does not hold.
     """
     rollouts, damages = [], []
     for place, row in _json_rows(_part(path, step)):
@@ -192,7 +201,8 @@ def _json_row(place: str, line: bytes) -> Iterator[tuple[str, str | DataError]]:
 
 
 def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
-    """The members of a gzip file, unpacked, each with what is wrong with it; behind a damaged one it goes on with the next."""
+    """The members of a gzip file, unpacked, each with what is wrong with it; behind a damaged one
+    it goes on with the next."""
     start = 0
     while start < len(data):
         text, length, damage = _unpacked(memoryview(data)[start:])
@@ -202,7 +212,8 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
 
 
 def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
-    """What comes out of the first member before its end or a damage, how many bytes it takes, and the damage."""
+    """What comes out of the first member before its end or a damage, how many bytes it takes, and
+    the damage."""
     stream, texts, position = zlib.decompressobj(wbits=31), [], 0
     try:
         while not stream.eof and position < len(data):
@@ -220,7 +231,7 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
     return b"".join(texts), position - len(stream.unused_data), damage
 
 
-# ---------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 COLUMNS = (
     "rl_step",
@@ -244,7 +255,8 @@ _fields = functools.cache(typing.get_type_hints)
 
 
 def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """Rollouts as a .jsonl.gz file would hold them. Raises TypeError for what JSON does not know."""
+    """Rollouts as a .jsonl.gz file would hold them. Raises TypeError for what JSON does not
+    know."""
     return _json_lines(Path(f"rollouts{FORMATS[0]}"), rollouts)
 
 
@@ -278,7 +290,8 @@ def rollout_schema() -> pyarrow.Schema:
 
 
 def to_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
-    """Plain types, the same for every rollout: columns to filter on, then the fields in their order."""
+    """Plain types, the same for every rollout: columns to filter on, then the fields in their
+    order."""
     columns = (
         rl_step,
         rollout.task.id,
@@ -290,12 +303,14 @@ def to_row(rollout: Rollout, rl_step: int | None = None) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Rollout:
-    """The inverse of `to_row`, also after a trip through JSON. Raises KeyError, TypeError or ValueError where it is no such row."""
+    """The inverse of `to_row`, also after a trip through JSON. Raises KeyError, TypeError or
+    ValueError where it is no such row."""
     return _restored({name: value for name, value in row.items() if name not in COLUMNS}, Rollout)
 
 
 def _plain(value: Any, hint: Any) -> Any:
-    """A value of this type as it stands in a row. In a message, None is a key that is not there, or is no text and so among the others."""
+    """A value of this type as it stands in a row. In a message, None is a key that is not there, or
+    is no text and so among the others."""
     origin = typing.get_origin(hint)
     if hint in RECORDS:
         return {name: _plain(getattr(value, name), kind) for name, kind in _fields(hint).items()}
@@ -313,7 +328,8 @@ def _plain(value: Any, hint: Any) -> Any:
 
 
 def _restored(value: Any, hint: Any, path: str = "") -> Any:
-    """The inverse of `_plain`. Raises: TypeError naming the first field that does not hold what its annotation says."""
+    """The inverse of `_plain`. Raises: TypeError naming the first field that does not hold what its
+    annotation says."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -353,7 +369,8 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
 
 
 def _line(rollout: Rollout, rl_step: int | None) -> str:
-    """The row as JSON in which every character has a place in UTF-8: half a surrogate pair is written as U+FFFD and its number."""
+    """The row as JSON in which every character has a place in UTF-8: half a surrogate pair is
+    written as U+FFFD and its number."""
     text = TEXT.encode(to_row(rollout, rl_step))
     if text.isascii():  # most are: the search takes as long as all else
         return text
@@ -367,11 +384,12 @@ def _unescaped(line: str) -> Any:
     return json.loads(re.sub(f"\ufffd({LONE}|fffd)", lambda found: chr(int(found[1], 16)), line))
 
 
-# ---------------------------------------------------------------------------------------------------- transcripts
+# -------------------------------------------------------------------------------------- transcripts
 
 
 def transcript(rollout: Rollout) -> str:
-    """The conversation as Markdown that also reads well as plain text; text of the model is indented, never markup."""
+    """The conversation as Markdown that also reads well as plain text; text of the model is
+    indented, never markup."""
     ending = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
     lines = [
         f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {ending}",

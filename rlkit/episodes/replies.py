@@ -1,4 +1,5 @@
-"""The policy's side of an episode: messages become the ids of a prompt, a completion is sampled and read as a step."""
+"""The policy's side of an episode: messages become the ids of a prompt, a completion is sampled and
+read as a step."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def speaker(
     """The `say` of one episode: the policy speaks through an engine.
 
     Args:
-      params: `max_new_tokens` is also the room that a context has to leave where the environment drops its oldest turns.
+      params: `max_new_tokens` is also the room that a context has to leave where the environment
+        drops its oldest turns.
       key: of the episode, for the engine.
       seed: of the episode; a reply's own seed is mix(seed, its number).
       encode: of first prompts; see `encoder`.
@@ -107,7 +109,8 @@ def check_generation(engine: Any, reply: Any) -> None:
 
 
 def encoder(policy: Policy) -> Encode:
-    """`encode_prompt` for the first prompts of the episodes of one call: those of a task's samples are equal, and are encoded once."""
+    """`encode_prompt` for the first prompts of the episodes of one call: those of a task's samples
+    are equal, and are encoded once."""
     kept: dict[str, tuple[int, ...]] = {}
 
     def encode(messages: Messages, tools: Mapping[str, Tool]) -> tuple[int, ...]:
@@ -184,10 +187,11 @@ def next_prompt_ids(
     keep_thinking appends: previous prompt + sampled ids + what the template writes between replies.
     strip_thinking renders the conversation again without earlier thinking.
 
-    With `drop_oldest`, a prompt that leaves less than `room` tokens loses its oldest exchanges, a reply and what was said to it (a tool's
-    results, a user's message) each, until it leaves them or one exchange is left. The first prompt and the last exchange always stay, so
-    roles alternate and every result follows its call. What is dropped stays dropped. keep_thinking cuts exchanges out of the token
-    stream: those that stay are the ids that were sampled.
+    With `drop_oldest`, a prompt that leaves less than `room` tokens loses its oldest exchanges, a
+    reply and what was said to it (a tool's results, a user's message) each, until it leaves them or
+    one exchange is left. The first prompt and the last exchange always stay, so roles alternate and
+    every result follows its call. What is dropped stays dropped. keep_thinking cuts exchanges out
+    of the token stream: those that stay are the ids that were sampled.
     """
     if not rollout.steps:
         return encode(messages, tools), 0
@@ -215,9 +219,9 @@ def _appended(
     policy: Policy, rollout: Rollout, messages: Messages, dropped: int
 ) -> tuple[int, ...]:
     last, context, kept = rollout.steps[-1], rollout.context(-1), rollout.steps[0].prompt_length
-    sizes: list[
-        int
-    ] = []  # ids of each exchange; the prompt of step k + 1 is the first prompt and the exchanges up to k that it holds
+    # ids of each exchange; the prompt of step k + 1 is the first prompt and the exchanges up to k
+    # that it holds
+    sizes: list[int] = []
     for step in rollout.steps[1:]:
         sizes.append(step.prompt_length - kept - sum(sizes[step.dropped :]))
     before = context[:kept] + context[kept + sum(sizes[last.dropped : dropped]) :]

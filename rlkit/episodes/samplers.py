@@ -2,8 +2,9 @@
 
     state ── draw ──▶ problems of a step ── play, score ──▶ outcomes ── update ──▶ state
 
-The state is plain numbers and a table with a row for each problem, so it fits into a checkpoint, and a draw is a function of the state
-and the run's seed. The order of the epochs decides whose turn it is in a mixture; a sampler chooses among the problems of that part.
+The state is plain numbers and a table with a row for each problem, so it fits into a checkpoint,
+and a draw is a function of the state and the run's seed. The order of the epochs decides whose turn
+it is in a mixture; a sampler chooses among the problems of that part.
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from rlkit.types import Rollout, Task, ranges
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Columns of the table: successes and failures (sums of rewards clipped to 0 … 1, and of what they lack of 1), the mean of the last group
-# (-1 before the first), and which draw of its part asked the problem last (0: none).
+# Columns of the table: successes and failures (sums of rewards clipped to 0 … 1, and of what they
+# lack of 1), the mean of the last group (-1 before the first), and which draw of its part asked the
+# problem last (0: none).
 SUCCESSES, FAILURES, LAST, ASKED = range(4)
-State = Mapping[
-    str, Any
-]  # table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked: before them
+# table [n, 4] float64; draws: part → draws so far; step: rows drawn since the last outcomes; asked:
+# before them
+State = Mapping[str, Any]
 
 
 class TaskSampler(NamedTuple):
     """How the next problem is chosen among the n of its part that the step has not drawn yet.
 
-    P(i) = (1 - explore) · w_i / Σ w + explore / n;  greedy: the largest w in place of w_i / Σ w, of equal ones the one asked longest ago
+    P(i) = (1 - explore) · w_i / Σ w + explore / n;  greedy: the largest w in place of w_i / Σ w, of
+    equal ones the one asked longest ago
 
-    weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs, whatever they scored
+    weigh     (rows of the table [n, 4]) → w ≥ 0 [n]; None: all problems in the order of the epochs,
+              whatever they scored
     retest    every so many draws of a part ask the problem that was asked longest ago; 0: none does
-    memory    the share of a problem's earlier successes and failures that counts beside a new group's
+    memory    the share of a problem's earlier successes and failures that counts beside a new
+              group's
     """
 
     name: str
@@ -67,9 +72,11 @@ def pool_sampler(
     easy: float = 0.2,
     unseen: float = 1.0,
 ) -> TaskSampler:
-    """Pools by the pass rate p of a problem's last group: hard for p ≤ low, easy for p > high, normal between, unseen before the first.
+    """Pools by the pass rate p of a problem's last group: hard for p ≤ low, easy for p > high,
+    normal between, unseen before the first.
 
-    Args: low, high: 0 … 1. hard, normal, easy, unseen: weight of each problem of the pool, > 0; a weight of 0 would freeze it for ever.
+    Args: low, high: 0 … 1. hard, normal, easy, unseen: weight of each problem of the pool, > 0; a
+    weight of 0 would freeze it for ever.
     Source: prime-rl, curriculum/samplers/pool.py, with its defaults.
     """
     return TaskSampler(
@@ -92,12 +99,15 @@ def by_pool(
 def variance_sampler(
     *, explore: float = 0.1, prior: float = 0.5, memory: float = 0.8
 ) -> TaskSampler:
-    """In proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab / ((a+b)(a+b+1)) for p ~ Beta(a, b).
+    """In proportion to the expected variance of a reply's success: w = E[p(1-p)] = ab /
+    ((a+b)(a+b+1)) for p ~ Beta(a, b).
 
-    a = prior + Σ memory^k · successes of the k-th last group, b likewise for failures. A prior of 1/2 gives an unseen problem 1/8, one
-    with four successes of eight 0.225, and one with none of eight 0.047.
+    a = prior + Σ memory^k · successes of the k-th last group, b likewise for failures. A prior of
+    1/2 gives an unseen problem 1/8, one with four successes of eight 0.225, and one with none of
+    eight 0.047.
 
-    Args: explore: share of uniform draws, > 0, so that every problem is visited. prior: > 0. memory: 0 … 1.
+    Args: explore: share of uniform draws, > 0, so that every problem is visited. prior: > 0.
+    memory: 0 … 1.
     Source: the variance p(1-p) as the priority, arXiv:2601.02648; in its expectation by derivation.
     """
     return TaskSampler(
@@ -117,9 +127,10 @@ def prioritised_sampler(
 ) -> TaskSampler:
     """The largest p(1-p) of the last group first, with retests of what is solved or too hard.
 
-    Args: retest: every so many draws ask the problem that was asked longest ago, so each of n problems is asked within n · retest
-      draws. unseen: of a problem without a group, in place of p(1-p); below 0.25, so that known signal goes first, and above 0, so that
-      unknown problems go before those that teach nothing. explore: share of uniform draws.
+    Args: retest: every so many draws ask the problem that was asked longest ago, so each of n
+      problems is asked within n · retest draws. unseen: of a problem without a group, in place of
+      p(1-p); below 0.25, so that known signal goes first, and above 0, so that unknown problems go
+      before those that teach nothing. explore: share of uniform draws.
     Source: the heap with periodic retests of arXiv:2601.02648.
     """
     return TaskSampler(
@@ -139,11 +150,14 @@ def by_last_variance(rows: Tensor, *, unseen: float) -> Tensor:
 
 @ranges(solved=(0, 1))
 def unsolved_sampler(*, solved: float = 0.9) -> TaskSampler:
-    """No positive resampling: a problem whose last group's mean reached `solved` is not asked again, unless all of its part have.
+    """No positive resampling: a problem whose last group's mean reached `solved` is not asked
+    again, unless all of its part have.
 
-    So not every problem is visited for ever, and one that the policy forgets stays out; `sampler/solved` is the share that is out.
+    So not every problem is visited for ever, and one that the policy forgets stays out;
+    `sampler/solved` is the share that is out.
 
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; its threshold is on the history, here on the last group as in TRL.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; its threshold is on the history, here on
+    the last group as in TRL.
     """
     return TaskSampler("unsolved", partial(while_unsolved, solved=solved))
 
@@ -153,7 +167,7 @@ def while_unsolved(rows: Tensor, *, solved: float) -> Tensor:
     return (rows[:, LAST] < solved).to(rows.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------ draw and update
+# ---------------------------------------------------------------------------------- draw and update
 
 
 def choose_tasks(
@@ -164,12 +178,15 @@ def choose_tasks(
     *,
     seed: int,
 ) -> State:
-    """The state after one draw for each of `parts`; `step` then ends with the positions that were drawn.
+    """The state after one draw for each of `parts`; `step` then ends with the positions that were
+    drawn.
 
-    Drawing for a and then for b equals drawing for a + b. A problem that stands several times in the tasks is one, at its first position.
+    Drawing for a and then for b equals drawing for a + b. A problem that stands several times in
+    the tasks is one, at its first position.
 
     Args: parts: whose turn it is, in order. state: None at the start of a run. seed: the run's.
-    Raises: DataError where the tasks are not those of the state; ConfigError where the weights are no numbers of at least 0.
+    Raises: DataError where the tasks are not those of the state; ConfigError where the weights are
+    no numbers of at least 0.
     """
     import torch
 
@@ -222,7 +239,8 @@ def _place(sampler: TaskSampler, rows: Tensor, number: int, source: random.Rando
 
 
 def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
-    """P [n] of each problem in a draw that is no retest; they sum to 1. Raises: ConfigError where the weights are not what they must be."""
+    """P [n] of each problem in a draw that is no retest; they sum to 1. Raises: ConfigError where
+    the weights are not what they must be."""
     import torch
 
     assert sampler.weigh is not None
@@ -239,7 +257,8 @@ def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
 
 
 def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout]) -> State:
-    """The state after the groups of a step are scored; the group of number k is that of the step's k-th draw.
+    """The state after the groups of a step are scored; the group of number k is that of the step's
+    k-th draw.
 
     A reward below 0 counts as 0 and one above 1 as 1. Rollouts that cannot be scored are left out.
     """
@@ -256,8 +275,9 @@ def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout
 
 
 def sampler_metrics(state: State | None) -> dict[str, float]:
-    """sampler/seen: share of the rows that have been asked; mixed, solved: shares of these whose last group was between 0 and 1, or 0.9
-    and above. Rows that repeat another one's problem count as unseen. Nothing for the uniform sampler."""
+    """sampler/seen: share of the rows that have been asked; mixed, solved: shares of these whose
+    last group was between 0 and 1, or 0.9 and above. Rows that repeat another one's problem count
+    as unseen. Nothing for the uniform sampler."""
     if state is None:
         return {}
     last = state["table"][:, LAST]

@@ -1,7 +1,7 @@
 """The endless stream of prompts: an order that the seed and the epoch fix, and a position in it.
 
-The state is two numbers, and what a sampler knows of the problems (`rlkit.episodes.samplers`); so it fits into a checkpoint, and a resumed
-run draws what the interrupted one would have.
+The state is two numbers, and what a sampler knows of the problems (`rlkit.episodes.samplers`); so
+it fits into a checkpoint, and a resumed run draws what the interrupted one would have.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class StreamState(NamedTuple):
 
 @functools.lru_cache(8)
 def order(seed: int, epoch: int, n: int) -> Sequence[int]:
-    """A permutation of 0 … n-1: a function of seed, epoch and n alone, the same on every machine."""
+    """A permutation of 0 … n-1: a function of seed, epoch and n alone, the same on every
+    machine."""
     indices = list(range(n))
     random.Random(f"prompt stream/{seed}/{epoch}").shuffle(indices)
     return tuple(indices)
 
 
 def order_of_parts(tasks: Sequence[Task], seed: int, epoch: int) -> list[int]:
-    """The same for tasks of a mixture: shuffled within parts, so that every position keeps its part and a step the shares of the mixture.
+    """The same for tasks of a mixture: shuffled within parts, so that every position keeps its part
+    and a step the shares of the mixture.
 
     Tasks of one part, or of no mixture, come in `order`.
     """
@@ -56,17 +58,20 @@ def take(
 ) -> tuple[list[Task], StreamState]:
     """The next n tasks, and the state after them.
 
-    Within an epoch no task is drawn twice; an epoch that runs out is followed by the next one, in its own order, in the
-    same call if need be. So n may exceed the number of tasks, and drawing a and then b tasks equals drawing a + b.
+    Within an epoch no task is drawn twice; an epoch that runs out is followed by the next one, in
+    its own order, in the same call if need be. So n may exceed the number of tasks, and drawing a
+    and then b tasks equals drawing a + b.
 
     Args:
       tasks: the same ones, in the same order, in every call of a run.
       state: StreamState() at the start of a run.
       n: how many, 0 or more.
       seed: the run's.
-      sampler: one that weighs problems chooses them in place of the order, which then only says whose turn it is in a mixture. Within
-        a step it draws no problem twice, as long as there are enough.
-    Raises: DataError for no tasks, or a state that lies beyond them (they changed since it was saved).
+      sampler: one that weighs problems chooses them in place of the order, which then only says
+        whose turn it is in a mixture. Within a step it draws no problem twice, as long as there are
+        enough.
+    Raises: DataError for no tasks, or a state that lies beyond them (they changed since it was
+      saved).
     """
     epoch, position = state[:2]
     if not tasks:
@@ -96,7 +101,8 @@ def take(
 def take_again(
     tasks: Sequence[Task], before: StreamState, after: StreamState, n: int, *, seed: int
 ) -> list[Task]:
-    """The n tasks of a step whose states before and after are known. Raises DataError where the tasks have changed."""
+    """The n tasks of a step whose states before and after are known. Raises DataError where the
+    tasks have changed."""
     if after.sampler is None:
         drawn, state = take(tasks, before, n, seed=seed)
         same = state[:2] == after[:2]

@@ -17,24 +17,34 @@ STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component'
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of scored rollouts. The keys depend on the reward's names and the mixture's parts only; what cannot be computed is nan.
+    """Metrics of scored rollouts. The keys depend on the reward's names and the mixture's parts
+    only; what cannot be computed is nan.
 
-    part/NAME/*         of a mixture, all that follows for the rollouts of one part alone, and their share of the rollouts
+    part/NAME/*         of a mixture, all that follows for the rollouts of one part alone, and their
+                        share of the rollouts
 
-    reward/*            raw task reward, those of steps included; unscored_frac is the share without a score
-    reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac, unparseable_frac, timeout_frac and error_frac, how its
-                        scores came about; variance_share, the share of the reward's variance within groups, and so of the
-                        advantage's, that the component alone explains: its squared correlation with the reward, 0 … 1. Of the
-                        terms of a weighted sum that are independent they add up to 1. NAME/METRIC: what the function measured
-                        beside its score, the mean over the rollouts that it measured it on
+    reward/*            raw task reward, those of steps included; unscored_frac is the share without
+                        a score
+    reward/NAME/*       a component, shadow ones too: mean, std; ok_frac, wrong_frac,
+                        unparseable_frac, timeout_frac and error_frac, how its scores came about;
+                        variance_share, the share of the reward's variance within groups, and so of
+                        the advantage's, that the component alone explains: its squared correlation
+                        with the reward, 0 … 1. Of the terms of a weighted sum that are independent
+                        they add up to 1. NAME/METRIC: what the function measured beside its score,
+                        the mean over the rollouts that it measured it on
     aggregator/*        what the reward's aggregator measured itself
-    group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all bad: <= 0) and mixed
-    len/*               sampled tokens of an episode, all steps together; what a thinking budget wrote is not among them
-    len/loop_frac       share of episodes with a reply that repeats itself: over 10,000 characters, which zlib makes more than 10 times
-                        shorter (prose: about 2; a loop: over 100), as in arXiv:2604.08527
-    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context, steps, deadline (its seconds in
-                        the session), environment (a limit of its own) or error (it failed, and why is in the rollout's metadata)
-    finish_reason/*     how replies ended: shares of stop, tool, budget and length, as types.FinishReason has them
+    group/*             shares of prompts whose rewards are all equal (split into all good: > 0, all
+                        bad: <= 0) and mixed
+    len/*               sampled tokens of an episode, all steps together; what a thinking budget
+                        wrote is not among them
+    len/loop_frac       share of episodes with a reply that repeats itself: over 10,000 characters,
+                        which zlib makes more than 10 times shorter (prose: about 2; a loop: over
+                        100), as in arXiv:2604.08527
+    stop_reason/*       how episodes ended: stop (the policy or the environment), length, context,
+                        steps, deadline (its seconds in the session), environment (a limit of its
+                        own) or error (it failed, and why is in the rollout's metadata)
+                        finish_reason/*     how replies ended: shares of stop, tool, budget and
+                        length, as types.FinishReason has them
     dropped_frac        share of episodes whose context dropped its oldest turns
     think_closed_frac   share of episodes without an unclosed thinking block
     answer_found_frac   share of episodes whose last reply has content and is no tool call
@@ -50,7 +60,8 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def failures(rollouts: Sequence[Rollout]) -> str:
-    """How many episodes their environment failed in, and the first one's error; nothing where it failed in none.
+    """How many episodes their environment failed in, and the first one's error; nothing where it
+    failed in none.
 
     Raises: EnvironmentFailed where it failed in all of them: nothing can be measured or learned.
     """
@@ -131,7 +142,8 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def loops(text: str) -> bool:
-    """Whether a text is long and repeats itself: more than 10,000 characters, which zlib makes more than 10 times shorter."""
+    """Whether a text is long and repeats itself: more than 10,000 characters, which zlib makes more
+    than 10 times shorter."""
     return len(text) > 10_000 and len(data := text.encode()) > 10 * len(zlib.compress(data))
 
 
@@ -171,8 +183,8 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What the reward's functions measured beside their scores, as reward/TERM/METRIC and aggregator/METRIC: means over the rollouts
-    that they measured it on."""
+    """What the reward's functions measured beside their scores, as reward/TERM/METRIC and
+    aggregator/METRIC: means over the rollouts that they measured it on."""
     given = []
     for r in rollouts:
         parts = {
@@ -193,7 +205,8 @@ def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
-    """(Σ x y)² / (Σ x² Σ y²) of component and reward, each less its mean in the group; nan where one of them does not vary."""
+    """(Σ x y)² / (Σ x² Σ y²) of component and reward, each less its mean in the group; nan where
+    one of them does not vary."""
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for r in rollouts:
         if (value := r.rewards[name]) is not None and (total := r.total_reward) is not None:

@@ -1,8 +1,8 @@
 """Pure tensor maths: no config, no model, no state, no I/O.
 
-Positional parameters are quantities, named as in `rlkit.types.QUANTITIES` where they are injected by name;
-hyperparameters are keyword-only. One module a topic: a new advantage, loss, estimator, aggregation or filter is one
-function in its module and one line here.
+Positional parameters are quantities, named as in `rlkit.types.QUANTITIES` where they are injected
+by name; hyperparameters are keyword-only. One module a topic: a new advantage, loss, estimator,
+aggregation or filter is one function in its module and one line here.
 """
 
 from rlkit.functional.advantages import (

@@ -1,4 +1,5 @@
-"""Every shipped part under the Protocol of its place. mypy reads this file, and fails where a part returns what its place does not take."""
+"""Every shipped part under the Protocol of its place. mypy reads this file, and fails where a part
+returns what its place does not take."""
 
 from rlkit import functional as F
 from rlkit import types as t

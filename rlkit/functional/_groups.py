@@ -9,7 +9,8 @@ from rlkit.functional.filters import mixed_groups
 
 
 def centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Deviations from the group's mean [N], scored rollouts a group [groups], and which group each rollout is in [N].
+    """Deviations from the group's mean [N], scored rollouts a group [groups], and which group each
+    rollout is in [N].
 
     In float64; exactly 0 for nan rewards and in groups without spread.
     """
@@ -24,7 +25,8 @@ def centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def spread(rewards: Tensor, group_ids: Tensor, std: str, eps: float) -> Tensor:
-    """Standard deviation of each rollout's group plus eps [N]; 1 where there is no spread, and so nothing to divide."""
+    """Standard deviation of each rollout's group plus eps [N]; 1 where there is no spread, and so
+    nothing to divide."""
     deviation, count, group = centred(rewards, group_ids)
     squares = torch.zeros_like(count).index_add(0, group, deviation.square())
     free = (count - 1 if std == "sample" else count).clamp_min(1)

@@ -1,12 +1,13 @@
-"""Advantages of whole rollouts, [N] rewards → [N], and of tokens, → [B, T]; computed once without gradient over the whole
-update batch.
+"""Advantages of whole rollouts, [N] rewards → [N], and of tokens, → [B, T]; computed once without
+gradient over the whole update batch.
 
-A reward of nan means that the rollout cannot be scored. It takes no part in any baseline, and its advantage is 0. If the rewards
-that are compared are all equal, the advantage is exactly 0, so there is no rounding error for an epsilon to amplify. The arithmetic
-is in float64 and the result has the dtype of `rewards`.
+A reward of nan means that the rollout cannot be scored. It takes no part in any baseline, and its
+advantage is 0. If the rewards that are compared are all equal, the advantage is exactly 0, so there
+is no rounding error for an epsilon to amplify. The arithmetic is in float64 and the result has the
+dtype of `rewards`.
 
-Token-level estimators read `token_rewards` instead of rewards and return its dtype. There a rollout that cannot be scored only has
-the rewards of a KL. These estimators count sampled tokens only. They
+Token-level estimators read `token_rewards` instead of rewards and return its dtype. There a rollout
+that cannot be scored only has the rewards of a KL. These estimators count sampled tokens only. They
 skip text of tools and users: it neither resets the estimate nor counts as a step of the discount.
 """
 
@@ -48,7 +49,8 @@ def batch_mean(rewards: Tensor) -> Tensor:
     Args:
       rewards: [N], nan where it cannot be scored.
     Returns: [N], in units of reward; sums to 0 over the batch. All equal, or only one scored: 0.
-    Source: Williams 1992, section 4; the mean includes R_i itself, which shrinks the expected gradient by (N-1)/N.
+    Source: Williams 1992, section 4; the mean includes R_i itself, which shrinks the expected
+      gradient by (N-1)/N.
 
     >>> batch_mean(torch.tensor([1.0, 0.0, 0.0, 1.0]))
     tensor([ 0.5000, -0.5000, -0.5000,  0.5000])
@@ -62,7 +64,8 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = R_i - mean_g(R)
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be neighbours.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be
+        neighbours.
     Returns: [N], in units of reward; sums to 0 over a group. All equal, or a group of one: 0.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783.
 
@@ -80,8 +83,8 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Args:
       rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
-    Returns: [N], in units of reward. All equal, or a group of one: 0 (verl's loop form gives a group of one its reward;
-      its vectorised form gives 0, as here).
+    Returns: [N], in units of reward. All equal, or a group of one: 0 (verl's loop form gives a
+      group of one its reward; its vectorised form gives 0, as here).
     Source: RLOO, Ahmadian et al. 2024, section 3.3, arXiv:2402.14740; Kool et al. 2019.
 
     >>> leave_one_out(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 0]))
@@ -96,13 +99,14 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
 
     A_i = R_i - Σ_j |y_j| R_j / Σ_j |y_j|, j over the scored rollouts of the group
 
-    The squared norm of a rollout's score function is assumed to grow with its length. Under this assumption the baseline is optimal
-    for a loss that sums over tokens.
+    The squared norm of a rollout's score function is assumed to grow with its length. Under this
+    assumption the baseline is optimal for a loss that sums over tokens.
 
     Args:
       rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
       lengths: [N] sampled tokens, ≥ 0. In a group without any token all rollouts count the same.
-    Returns: [N], in units of reward; the sum weighted by length is 0 over a group. All equal, or a group of one: 0.
+    Returns: [N], in units of reward; the sum weighted by length is 0 over a group. All equal, or a
+      group of one: 0.
     Source: OPO, Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585.
 
     >>> length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([30, 10]))
@@ -126,12 +130,15 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A_i = α (R_i - mean_g(R)), α = B / (B - M), of B scored rollouts M in groups without spread
 
-    α takes back that rollouts without an advantage dilute a mean over all. A group filter does so too: use one of the two.
+    α takes back that rollouts without an advantage dilute a mean over all. A group filter does so
+    too: use one of the two.
 
     Args:
-      rewards: [N], nan where it cannot be scored: part of neither B nor M. group_ids: [N] any integers.
+      rewards: [N], nan where it cannot be scored: part of neither B nor M. group_ids: [N] any
+        integers.
     Returns: [N], in units of reward; sums to 0 over a group; 0 if no group has spread.
-    Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. verl divides by the number of rewards that are not 0 instead of B - M.
+    Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. verl divides by the number of
+      rewards that are not 0 instead of B - M.
 
     >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     tensor([ 1., -1.,  0.,  0.])
@@ -149,13 +156,16 @@ def gdpo(
     weights: Mapping[str, float] | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Each component of the reward standardised within its group, their weighted sum standardised over the batch.
+    """Each component of the reward standardised within its group, their weighted sum standardised
+    over the batch.
 
-    S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps),  A_i = (S_i - mean(S)) / (std(S) + eps)
+    S_i = Σ_k weight_k (r_ki - mean_g(r_k)) / (std_g(r_k) + eps),  A_i = (S_i - mean(S)) / (std(S) +
+    eps)
 
     Args:
       components: name → [N], nan where it cannot be scored. group_ids: [N] any integers.
-      weights: name → factor; a name that is left out has 0. None: 1 for all, terms that are only logged too.
+      weights: name → factor; a name that is left out has 0. None: 1 for all, terms that are only
+        logged too.
       eps: ≥ 0, in units of a component. Deviations are those of a sample (n - 1).
     Returns: [N], dimensionless; 0 where a weighted component is nan, or nothing has spread.
     Raises: ValueError naming `eps`, or `weights` where a name is no component.
@@ -194,14 +204,17 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A_i = (R_i - mean_g(R)) / mean_g(R); 0 where mean_g(R) ≤ 0
 
-    For rewards 0 and 1 the expected gradient is that of a truncated series of log p(correct). So it maximises the likelihood of a
-    correct answer. The mean reward is only the first term of that series.
+    For rewards 0 and 1 the expected gradient is that of a truncated series of log p(correct). So it
+    maximises the likelihood of a correct answer. The mean reward is only the first term of that
+    series.
 
     Args:
-      rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored. group_ids: [N] any integers.
-    Returns: [N], dimensionless; sums to 0 over a group. All equal, or a group of one: 0. As prime-rl; SkyRL and TRL add
-      1e-6 to the mean.
-    Source: MaxRL, Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710.
+      rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored. group_ids: [N] any
+        integers.
+    Returns: [N], dimensionless; sums to 0 over a group. All equal, or a group of one: 0. As
+      prime-rl; SkyRL and TRL add 1e-6 to the mean.
+    Source: MaxRL, Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning",
+      arXiv:2602.02710.
 
     >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0]))
     tensor([ 3., -1., -1., -1.])
@@ -217,22 +230,25 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def pass_at_k_advantage(
     rewards: Tensor, group_ids: Tensor, *, k: int = 4, correct_above: float = 0.5
 ) -> Tensor:
-    """Advantage for the best of k samples: the mean over all k-subsets of a group that hold the rollout, in closed form.
+    """Advantage for the best of k samples: the mean over all k-subsets of a group that hold the
+    rollout, in closed form.
 
     ρ = 1 - C(n-c, k) / C(n, k), σ = √(ρ (1-ρ)), n scored and c correct rollouts in the group
     A_i = (1 - ρ) / σ where correct, (1 - ρ - C(n-c-1, k-1) / C(n-1, k-1)) / σ elsewhere
 
-    A subset has the reward 1 if any of its rollouts is correct. These rewards are standardised over all subsets.
+    A subset has the reward 1 if any of its rollouts is correct. These rewards are standardised over
+    all subsets.
 
     Args:
       rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
-      k: ≥ 1 samples in a subset; all of them in a group that has fewer scored. 1 is group_mean of 0 and 1 under
-        normalize_group with the population's deviation and no epsilon.
+      k: ≥ 1 samples in a subset; all of them in a group that has fewer scored. 1 is group_mean of 0
+        and 1 under normalize_group with the population's deviation and no epsilon.
       correct_above: rewards above this are correct.
-    Returns: [N], dimensionless; sums to 0 over a group. 0 where every subset holds a correct rollout, or none does.
+    Returns: [N], dimensionless; sums to 0 over a group. 0 where every subset holds a correct
+      rollout, or none does.
     Raises: ValueError naming `k` or `correct_above`.
-    Source: Chen et al. 2025, "Pass@k Training for Adaptively Balancing Exploration and Exploitation of Large Reasoning
-      Models", section 2.4, arXiv:2508.10751.
+    Source: Chen et al. 2025, "Pass@k Training for Adaptively Balancing Exploration and Exploitation
+      of Large Reasoning Models", section 2.4, arXiv:2508.10751.
 
     >>> pass_at_k_advantage(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4).long(), k=2)
     tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
@@ -257,16 +273,18 @@ def pass_at_k_advantage(
 
 
 def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Only the best rollout of a group counts, by how far it is above the second: the best of all samples, leave-one-out.
+    """Only the best rollout of a group counts, by how far it is above the second: the best of all
+    samples, leave-one-out.
 
     A_i = max_g(R) - max_{j≠i} R_j, which is R₁ - R₂ for the best and 0 for all others
 
     Args:
       rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
-    Returns: [N], in units of reward, never negative. 0 if two share the best reward, or in a group of one. verl divides by std_g +
-      1e-6, which is normalize_group with eps=1e-6.
-    Source: Tang et al. 2025, "Optimizing language models for inference time objectives using reinforcement learning",
-      arXiv:2503.19595; in verl `grpo_passk`. For the closed form over all subsets see `pass_at_k_advantage`.
+    Returns: [N], in units of reward, never negative. 0 if two share the best reward, or in a group
+      of one. verl divides by std_g + 1e-6, which is normalize_group with eps=1e-6.
+    Source: Tang et al. 2025, "Optimizing language models for inference time objectives using
+      reinforcement learning", arXiv:2503.19595; in verl `grpo_passk`. For the closed form over all
+      subsets see `pass_at_k_advantage`.
 
     >>> best_minus_second(torch.tensor([0.2, 1.0, 0.7]), torch.tensor([0, 0, 0]))
     tensor([0.0000, 0.3000, 0.0000])
@@ -289,17 +307,20 @@ def reward_to_go(
     *,
     gamma: float = 1.0,
 ) -> Tensor:
-    """The discounted return of each sampled token, from rewards of steps, of the whole episode, and of a KL.
+    """The discounted return of each sampled token, from rewards of steps, of the whole episode, and
+    of a KL.
 
     G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout from t to s) r_s
 
-    Tool and user tokens are skipped: they neither end the return nor discount it. Some other libraries set the return to zero
-    there, which takes the credit from all tokens sampled before a tool's answer.
+    Tool and user tokens are skipped: they neither end the return nor discount it. Some other
+    libraries set the return to zero there, which takes the credit from all tokens sampled before a
+    tool's answer.
 
     Args:
       token_rewards: [B, T], 0 where a token earns nothing, anything under the mask.
       rollout_ids: [B], rows of one rollout need not be neighbours.
-      step_ids: [B, T]; where a rollout fills several rows, they follow one another by the step of their sampled tokens.
+      step_ids: [B, T]; where a rollout fills several rows, they follow one another by the step of
+        their sampled tokens.
       response_mask: [B, T] bool.
       gamma: 0 ≤ gamma ≤ 1, per sampled token.
     Returns: [B, T], in units of reward, of the dtype of `token_rewards`; 0 outside the mask.
@@ -330,9 +351,12 @@ def remax(
     A_t = G_t - R_greedy, G_t as in `reward_to_go` with γ = 1
 
     Args:
-      token_rewards: [B, T]. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
-      greedy_rewards: [N], of one more rollout of the prompt, which is never trained on; nan where it cannot be scored.
-    Returns: [B, T], in units of reward; 0 outside the mask, and where the greedy rollout cannot be scored.
+      token_rewards: [B, T]. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in
+        `reward_to_go`.
+      greedy_rewards: [N], of one more rollout of the prompt, which is never trained on; nan where
+        it cannot be scored.
+    Returns: [B, T], in units of reward; 0 outside the mask, and where the greedy rollout cannot be
+      scored.
     Source: ReMax, Li et al. 2023, arXiv:2310.10505; as in verl.
 
     >>> given = (torch.tensor([0]), torch.zeros(1, 2).long(), torch.ones(1, 2).bool())
@@ -360,24 +384,31 @@ def gae(
     """Generalised advantage estimation; one action is one sampled token.
 
     δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γ λ Â_{t+1},  return_t = Â_t + V_t
-    alpha: λ_j = max(0, 1 - 1 / (alpha · l_j)) for rollout j of l_j sampled tokens, so that Σ_i λ_j^i = alpha · l_j; returns have λ = 1
+    alpha: λ_j = max(0, 1 - 1 / (alpha · l_j)) for rollout j of l_j sampled tokens, so that Σ_i
+    λ_j^i = alpha · l_j; returns have λ = 1
 
-    t + 1 is the next *sampled* token of the rollout, across tools, users and rows. Nothing resets, discounts or bootstraps in
-    between. After the last token V and Â are 0. The result is not whitened; that is a normalisation.
+    t + 1 is the next *sampled* token of the rollout, across tools, users and rows. Nothing resets,
+    discounts or bootstraps in between. After the last token V and Â are 0. The result is not
+    whitened; that is a normalisation.
 
     Args:
       token_rewards: [B, T], 0 where a token earns nothing, anything under the mask.
-      values: [B, T], of the state before each sampled token, in units of reward; a constant, anything under the mask.
-      truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in `reward_to_go`.
+      values: [B, T], of the state before each sampled token, in units of reward; a constant,
+        anything under the mask.
+      truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in
+        `reward_to_go`.
       gamma: 0 ≤ gamma ≤ 1, per sampled token.
-      lam: 0 ≤ lam ≤ 1; 1 is the return minus the value, 0 the one-step error. OpenRLHF and verl 1, TRL 0.95.
-      alpha: > 0, in place of lam. At VAPO's 0.05 λ is 0 up to 20 tokens, 0.5 at 40 and 0.98 at 1,000. None: lam for all. A script
-        derived from slime takes 1.5.
-      bootstrap_truncated: after the last token of a truncated rollout, V is the value of its last state instead of 0. Truncation
-        then does not count as failure.
-    Returns: advantages and returns, [B, T] each, in units of reward, of the dtype of `token_rewards`; 0 outside the mask.
+      lam: 0 ≤ lam ≤ 1; 1 is the return minus the value, 0 the one-step error. OpenRLHF and verl 1,
+        TRL 0.95.
+      alpha: > 0, in place of lam. At VAPO's 0.05 λ is 0 up to 20 tokens, 0.5 at 40 and 0.98 at
+        1,000. None: lam for all. A script derived from slime takes 1.5.
+      bootstrap_truncated: after the last token of a truncated rollout, V is the value of its last
+        state instead of 0. Truncation then does not count as failure.
+    Returns: advantages and returns, [B, T] each, in units of reward, of the dtype of
+      `token_rewards`; 0 outside the mask.
     Raises: ValueError naming `gamma`, `lam` or `alpha`.
-    Source: Schulman et al. 2016, section 3, arXiv:1506.02438. alpha: VAPO, Yue et al. 2025, arXiv:2504.05118, without the bound at 0.
+    Source: Schulman et al. 2016, section 3, arXiv:1506.02438. alpha: VAPO, Yue et al. 2025,
+      arXiv:2504.05118, without the bound at 0.
 
     >>> given = (
     ...     torch.zeros(1).bool(),
@@ -422,22 +453,26 @@ def turn_gae(
     lam: float = 0.95,
     bootstrap_truncated: bool = False,
 ) -> Estimate:
-    """Generalised advantage estimation; one action is one turn, all that the policy samples in one step of the episode.
+    """Generalised advantage estimation; one action is one turn, all that the policy samples in one
+    step of the episode.
 
-    δ_k = r_k + γ V_{k+1} - V_k,  Â_k = δ_k + γ λ Â_{k+1},  return_k = Â_k + V_k;  r_k sums the turn's token rewards, V_k is the
+    δ_k = r_k + γ V_{k+1} - V_k,  Â_k = δ_k + γ λ Â_{k+1},  return_k = Â_k + V_k;  r_k sums the
+    turn's token rewards, V_k is the
     value at its first sampled token
 
     γ and λ apply per turn, so credit reaches the first turn even if turns are long.
 
     Args:
-      token_rewards: [B, T]. values: [B, T]. truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T], one number a turn.
+      token_rewards: [B, T]. values: [B, T]. truncated: [N] bool. rollout_ids: [B]. step_ids: [B,
+        T], one number a turn.
       response_mask: [B, T] bool. As in `gae`.
       gamma: 0 ≤ gamma ≤ 1, per turn. lam: 0 ≤ lam ≤ 1.
-      bootstrap_truncated: after the last turn of a truncated rollout, V is the value at its last sampled token instead of 0.
+      bootstrap_truncated: after the last turn of a truncated rollout, V is the value at its last
+        sampled token instead of 0.
     Returns: advantages and returns, [B, T] each, the same at all tokens of a turn; as in `gae`.
     Raises: ValueError naming `gamma` or `lam`.
-    Source: Schulman et al. 2016, section 3, arXiv:1506.02438, on turns; Zhou et al. 2024 (ArCHer), arXiv:2402.19446, for
-      the turn as the action.
+    Source: Schulman et al. 2016, section 3, arXiv:1506.02438, on turns; Zhou et al. 2024 (ArCHer),
+      arXiv:2402.19446, for the turn as the action.
 
     >>> given = (
     ...     torch.zeros(1).bool(),
@@ -477,19 +512,24 @@ def turn_group_mean(
     *,
     gamma: float = 1.0,
 ) -> Tensor:
-    """The return of each turn above the mean return of the same turn in its group: credit to turns without a critic.
+    """The return of each turn above the mean return of the same turn in its group: credit to turns
+    without a critic.
 
-    G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group that have a turn k of G_jk
+    G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group that have a
+    turn k of G_jk
 
-    r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone. Rollouts that are not trained on
-    are no part of a mean.
+    r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone.
+    Rollouts that are not trained on are no part of a mean.
 
     Args:
       rewards: [N], nan where it cannot be scored: no part of a mean. group_ids: [N] any integers.
-      token_rewards, step_ids, response_mask: [B, T]. rollout_ids: [B]. As in `turn_gae`. gamma: 0 ≤ gamma ≤ 1, per turn.
-    Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or the only rollout with that many turns: 0.
+      token_rewards, step_ids, response_mask: [B, T]. rollout_ids: [B]. As in `turn_gae`. gamma: 0 ≤
+        gamma ≤ 1, per turn.
+    Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or the only
+      rollout with that many turns: 0.
     Raises: ValueError naming gamma.
-    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821, who standardise them.
+    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821, who standardise
+      them.
 
     >>> given = (
     ...     torch.tensor([0, 0]),
@@ -517,7 +557,8 @@ def turn_group_mean(
 
 
 def _turns(step_ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which turn of its rollout a token is in, whether it is the first of one, and whether the rollout has a k-th turn; [N, L] each."""
+    """Which turn of its rollout a token is in, whether it is the first of one, and whether the
+    rollout has a k-th turn; [N, L] each."""
     steps, places = (
         to_episodes(step_ids, positions, mask),
         torch.arange(mask.shape[1], device=mask.device),
@@ -533,7 +574,8 @@ def _require_discounts(gamma: float, lam: float) -> None:
 
 
 def _accumulated(values: Tensor, factor: float | Tensor) -> Tensor:
-    """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at once, `factor` one number or [N]."""
+    """x_t = values_t + factor · x_{t+1}, backwards along the last axis of [N, L]; all rollouts at
+    once, `factor` one number or [N]."""
     out = values.clone()
     for t in range(values.shape[1] - 2, -1, -1):
         out[:, t] += factor * out[:, t + 1]
@@ -541,7 +583,8 @@ def _accumulated(values: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _errors(rewards: Tensor, states: Tensor, mask: Tensor, last: Tensor, gamma: float) -> Tensor:
-    """r_t + γ V_{t+1} - V_t [N, L], with `last` [N, 1] as the value behind each rollout's last entry; 0 beyond it."""
+    """r_t + γ V_{t+1} - V_t [N, L], with `last` [N, 1] as the value behind each rollout's last
+    entry; 0 beyond it."""
     following = torch.cat([states[:, 1:], torch.zeros_like(states[:, :1])], 1)
     return (rewards + gamma * torch.where(_is_last(mask), last, following) - states).where(
         mask, 0.0

@@ -1,8 +1,10 @@
 """How much each token counts: weights [B, T], to be computed over the whole update batch.
 
-loss = Σ weights × loss per token, over all micro-batches. No mean is taken within a micro-batch, so a split into micro-batches
-never changes the gradient. Weights are float32 and 0 under the mask. They sum to 1 unless their docstring says otherwise, and are
-all 0 if nothing is trained. "Sequence" means all trained tokens of one rollout, even if it fills several rows.
+loss = Σ weights × loss per token, over all micro-batches. No mean is taken within a micro-batch, so
+a split into micro-batches
+never changes the gradient. Weights are float32 and 0 under the mask. They sum to 1 unless their
+docstring says otherwise, and are all 0 if nothing is trained. "Sequence" means all trained tokens
+of one rollout, even if it fills several rows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def token_mean(response_mask: Tensor) -> Tensor:
     Args:
       response_mask: [B, T] bool, of the whole update batch.
     Returns: [B, T] float32; sums to 1.
-    Source: DAPO, Yu et al. 2025, section 3.3, arXiv:2503.14476; in TRL `dapo`, in verl `token-mean`.
+    Source: DAPO, Yu et al. 2025, section 3.3, arXiv:2503.14476; in TRL `dapo`, in verl
+      `token-mean`.
 
     >>> token_mean(torch.tensor([[True, True], [True, False]]))
     tensor([[0.3333, 0.3333],
@@ -32,17 +35,20 @@ def token_mean(response_mask: Tensor) -> Tensor:
 
 
 def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
-    """Every rollout counts the same, and its tokens share that equally; tokens of long rollouts count less.
+    """Every rollout counts the same, and its tokens share that equally; tokens of long rollouts
+    count less.
 
-    w_it = m_it / (n |y_j|), j the rollout of row i, |y_j| its trained tokens over all its rows, n rollouts with any
+    w_it = m_it / (n |y_j|), j the rollout of row i, |y_j| its trained tokens over all its rows, n
+    rollouts with any
 
-    A rollout without a trained token does not count in n. So the weights sum to 1 whatever is masked. TRL and verl count it, which
-    shrinks the loss of all others.
+    A rollout without a trained token does not count in n. So the weights sum to 1 whatever is
+    masked. TRL and verl count it, which shrinks the loss of all others.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, 0 … N-1.
     Returns: [B, T] float32; sums to 1.
-    Source: GRPO, Shao et al. 2024 eq. 3, arXiv:2402.03300; in TRL `grpo`, in verl `seq-mean-token-mean`.
+    Source: GRPO, Shao et al. 2024 eq. 3, arXiv:2402.03300; in TRL `grpo`, in verl
+      `seq-mean-token-mean`.
 
     >>> sequence_mean(torch.tensor([[True, True], [True, False]]), torch.tensor([0, 1]))
     tensor([[0.2500, 0.2500],
@@ -56,16 +62,16 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
 
     w_it = m_it / (N · constant), N the rollouts in the batch
 
-    The weights sum to mean |y| / constant and *not* to 1. Rollouts without a trained token count in N, because this form avoids a
-    denominator that depends on the samples.
+    The weights sum to mean |y| / constant and *not* to 1. Rollouts without a trained token count in
+    N, because this form avoids a denominator that depends on the samples.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64.
       constant: > 0, in tokens; usually the most tokens that a rollout may have.
     Returns: [B, T] float32.
     Raises: ValueError naming the constant.
-    Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783; in TRL `dr_grpo`. verl's `seq-mean-token-sum-norm`
-      divides by the padded length unless told otherwise.
+    Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783; in TRL `dr_grpo`. verl's
+      `seq-mean-token-sum-norm` divides by the padded length unless told otherwise.
 
     >>> sequence_sum(torch.tensor([[True, True], [True, False]]), torch.tensor([0, 1]), constant=4)
     tensor([[0.1250, 0.1250],
@@ -78,14 +84,17 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
 def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -> Tensor:
     """Every prompt counts the same, and all tokens of its rollouts share that equally.
 
-    w_it = m_it / (T_g n), g the group of row i's rollout, T_g its trained tokens, n groups with T_g ≥ 1
+    w_it = m_it / (T_g n), g the group of row i's rollout, T_g its trained tokens, n groups with T_g
+    ≥ 1
 
     Args:
-      response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, indices into `group_ids`.
+      response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, indices into
+        `group_ids`.
       group_ids: [N] any integers.
     Returns: [B, T] float32; sums to 1. A prompt without a trained token does not count in n.
-    Source: the objective of DAPO as written, Yu et al. 2025 eq. 8, arXiv:2503.14476, an expectation over prompts of
-      token means; compared with the other forms in Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
+    Source: the objective of DAPO as written, Yu et al. 2025 eq. 8, arXiv:2503.14476, an expectation
+      over prompts of token means; compared with the other forms in Khatri et al. 2025 (ScaleRL),
+      arXiv:2510.13786.
 
     >>> response_mask = torch.tensor([[True, True], [True, False], [True, True]])
     >>> prompt_mean(response_mask, torch.tensor([0, 1, 2]), torch.tensor([7, 7, 8]))
@@ -98,7 +107,8 @@ def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -
 
 
 def _equal_shares(response_mask: Tensor, owners: Tensor) -> Tensor:
-    """Weights that give every owner [B] with a trained token the same share, and its tokens the same part of it."""
+    """Weights that give every owner [B] with a trained token the same share, and its tokens the
+    same part of it."""
     tokens = segment_sum(response_mask, owners)
     share = 1.0 / (tokens[owners] * (tokens > 0).sum()).clamp_min(
         1

@@ -1,12 +1,16 @@
-"""Off-policy corrections between the engine that sampled and the trainer: a factor on each token's policy loss [B, T].
+"""Off-policy corrections between the engine that sampled and the trainer: a factor on each token's
+policy loss [B, T].
 
-Two implementations of one policy give slightly different log-probs, and with groups sampled ahead the weights that sampled are older
-(asynchrony=lag), so the samples come from a policy that is not quite the old one. The factor is computed once over the whole update
-batch, without gradient; it is 1 under the mask. Only with algorithm.old=loglinear it is computed in each micro-batch.
+Two implementations of one policy give slightly different log-probs, and with groups sampled ahead
+the weights that sampled are older (asynchrony=lag), so the samples come from a policy that is not
+quite the old one. The factor is computed once over the whole update batch, without gradient; it is
+1 under the mask. Only with algorithm.old=loglinear it is computed in each micro-batch.
 
-    weights                ρ                                                  truncate       mask                               keep
-    token_correction       π_old / μ of each token                            min(ρ, cap)    ρ where floor ≤ ρ ≤ cap, else 0    1, else 0
-    sequence_correction    their product over all tokens of the rollout       the same, with one ρ for all tokens of the rollout
+    weights                ρ                                                  truncate       mask
+                                                      keep token_correction       π_old / μ of each
+                           token                            min(ρ, cap)    ρ where floor ≤ ρ ≤ cap,
+                           else 0    1, else 0 sequence_correction    their product over all tokens
+                           of the rollout       the same, with one ρ for all tokens of the rollout
 
     masks                  1, but 0 where                                     on
     geometric_mask         the mean log ρ is outside a band                   the rollout
@@ -14,14 +18,16 @@ batch, without gradient; it is 1 under the mask. Only with algorithm.old=logline
     binary_kl_mask         the binary KL of the token's probability is large  the token
     second_moment_mask     log² ρ is among the largest that A pushes further  the token
 
-`product_correction` multiplies several of them: one weight, and masks. With floor > 0, truncate bounds below too. A masked token keeps
-its place in the aggregation's count, as in IcePop; verl takes it out.
+`product_correction` multiplies several of them: one weight, and masks. With floor > 0, truncate
+bounds below too. A masked token keeps its place in the aggregation's count, as in IcePop; verl
+takes it out.
 
-The factor of a token does not correct the bias from the tokens before it. The factor of a sequence has no bias below the cap, but
-its variance grows with the length. Other libraries differ. TRL by default takes the factor of the sequence and masks above 3. verl
-truncates at 2, only from above, and can divide by the mean of the batch, which `normalise` does here. The sequence mask of OpenRLHF
-keeps or drops a sequence and does not bound the weights that it keeps. With `automatic_correction` the run chooses between no
-correction and the truncated token factor.
+The factor of a token does not correct the bias from the tokens before it. The factor of a sequence
+has no bias below the cap, but its variance grows with the length. Other libraries differ. TRL by
+default takes the factor of the sequence and masks above 3. verl truncates at 2, only from above,
+and can divide by the mean of the batch, which `normalise` does here. The sequence mask of OpenRLHF
+keeps or drops a sequence and does not bound the weights that it keeps. With `automatic_correction`
+the run chooses between no correction and the truncated token factor.
 """
 
 from __future__ import annotations
@@ -49,7 +55,8 @@ def no_correction(response_mask: Tensor) -> Tensor:
     Args:
       response_mask: [B, T] bool.
     Returns: [B, T] float32, all 1.
-    Source: PPO as published, Schulman et al. 2017, arXiv:1707.06347, knows one policy that samples and is old.
+    Source: PPO as published, Schulman et al. 2017, arXiv:1707.06347, knows one policy that samples
+      and is old.
 
     >>> no_correction(torch.tensor([[True, False]]))
     tensor([[1., 1.]])
@@ -60,16 +67,20 @@ def no_correction(response_mask: Tensor) -> Tensor:
 def automatic_correction(
     logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor
 ) -> Tensor:
-    """The function of `algorithm/correction=auto` until a run has chosen: `token_correction` truncated at 2.
+    """The function of `algorithm/correction=auto` until a run has chosen: `token_correction`
+    truncated at 2.
 
-    The check before the first step compares the engine's log-probs with the trainer's. If they agree in float32, the run uses
-    `no_correction` instead (`rlkit.training.experiment.settle_correction`). A run that is not checked keeps this function.
+    The check before the first step compares the engine's log-probs with the trainer's. If they
+    agree in float32, the run uses `no_correction` instead
+    (`rlkit.training.experiment.settle_correction`). A run that is not checked keeps this function.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.
+      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf
+        included, under the mask.
       logprobs_sampler: [B, T] in nats, by the engine that sampled.
       response_mask: [B, T] bool.
-    Returns: [B, T] in 0 … 2, float32 or float64, a constant; 1 where both agree, and under the mask.
+    Returns: [B, T] in 0 … 2, float32 or float64, a constant; 1 where both agree, and under the
+      mask.
     Source: as `token_correction`; truncation at 2 is verl's default.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.5, 0.3]]).log()
@@ -91,23 +102,28 @@ def token_correction(
 ) -> Tensor:
     """Each token's own importance weight, bounded.
 
-    ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(max(ρ_t, floor), cap), or with mode=mask ρ_t where
+    ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(max(ρ_t, floor), cap), or with
+    mode=mask ρ_t where
     floor ≤ ρ_t ≤ cap, else 0: with a floor that is IcePop; with mode=keep 1 there, else 0
     normalise: w_t / mean of w over the trained tokens of the batch
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.
+      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf
+        included, under the mask.
       logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
       response_mask: [B, T] bool.
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: truncate bounds a weight that lies outside, mask takes its token out of the policy loss, keep does so and weighs no other.
-      normalise: divides by the mean afterwards, where that is not 0; verl's rollout_is_batch_normalize, off there and on in slime.
-    Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant; under the mask 1, and where both agree, if 1 is
-      within bounds.
+      mode: truncate bounds a weight that lies outside, mask takes its token out of the policy loss,
+        keep does so and weighs no other.
+      normalise: divides by the mean afterwards, where that is not 0; verl's
+        rollout_is_batch_normalize, off there and on in slime.
+    Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant; under the mask
+      1, and where both agree, if 1 is within bounds.
     Raises: ValueError naming the cap, the floor or the mode.
-    Source: truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-      Training", fengyao.notion.site/off-policy-rl; the bound itself: Ionides 2008, "Truncated importance sampling". IcePop: Ling Team
-      2025, arXiv:2510.18855, M(k) in the objective of section 3; AReaL and verl take 0.5 … 5.
+    Source: truncated importance sampling, Yao et al. 2025, "Your Efficient RL Framework Secretly
+      Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl; the bound itself:
+      Ionides 2008, "Truncated importance sampling". IcePop: Ling Team 2025, arXiv:2510.18855, M(k)
+      in the objective of section 3; AReaL and verl take 0.5 … 5.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.3]]).log()
     >>> token_correction(old, sampler, torch.tensor([[True, True]]))
@@ -146,21 +162,25 @@ def sequence_correction(
 ) -> Tensor:
     """The importance weight of the whole rollout, bounded, on each of its tokens.
 
-    ρ_j = exp(clamp(Σ over the trained tokens of rollout j of (log π_old_t - log μ_t), -20, 20)); w as in `token_correction`
+    ρ_j = exp(clamp(Σ over the trained tokens of rollout j of (log π_old_t - log μ_t), -20, 20)); w
+    as in `token_correction`
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf included, under the mask.
+      logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf
+        included, under the mask.
       logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
       response_mask: [B, T] bool.
       rollout_ids: [B] int64; all rows of a rollout must be there.
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: truncate bounds a weight that lies outside, mask takes its rollout out of the policy loss.
+      mode: truncate bounds a weight that lies outside, mask takes its rollout out of the policy
+        loss.
       normalise: divides by the mean over the rollouts that have a trained token.
-    Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant, equal at all trained tokens of a rollout; 1 under
-      the mask.
+    Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant, equal at all
+      trained tokens of a rollout; 1 under the mask.
     Raises: ValueError naming the cap, the floor or the mode.
-    Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; TRL's
-      default is mode=mask with a cap of 3; verl's sequence mask (MIS) has a floor of 0.5 beside a cap of 2.
+    Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
+      Training-Inference Mismatch"; TRL's default is mode=mask with a cap of 3; verl's sequence mask
+      (MIS) has a floor of 0.5 beside a cap of 2.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.6]]).log()
     >>> sequence_correction(old, sampler, torch.tensor([[True, True]]), torch.tensor([0]), cap=4.0)
@@ -189,25 +209,30 @@ def geometric_mask(
     high: float = 0.05,
     scaled: bool = True,
 ) -> Tensor:
-    """Takes rollouts out whose log-ratio has drifted, on average over their tokens, further than chance explains.
+    """Takes rollouts out whose log-ratio has drifted, on average over their tokens, further than
+    chance explains.
 
-    m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t); w_j = 1 where -low / √l_j ≤ m_j ≤ high / √l_j, else 0
-    scaled=false: the same without √l_j
+    m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t); w_j = 1 where
+    -low / √l_j ≤ m_j ≤ high / √l_j, else 0 scaled=false: the same without √l_j
 
-    The mean of l independent log-ratios of standard deviation σ has the standard deviation σ / √l. So low and high are multiples of σ,
-    and the share of rollouts that chance alone takes out does not depend on their length. A fixed band is made for one length: with
+    The mean of l independent log-ratios of standard deviation σ has the standard deviation σ / √l.
+    So low and high are multiples of σ, and the share of rollouts that chance alone takes out does
+    not depend on their length. A fixed band is made for one length: with
     σ = 0.02 and ±0.001 it keeps 18 % of the rollouts of 20 tokens, and 89 % of those of 1,000.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
+        that sampled (μ).
       response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
       low, high: ≥ 0, in nats: of one token if scaled, of the mean over all tokens if not.
       scaled: whether the band narrows with the length.
-    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and where both agree.
+    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and
+      where both agree.
     Raises: ValueError naming low or high.
-    Source: the geometric mask of Liu et al. 2025, "When Speed Kills Stability"; the same as the mean of k1 in verl's rejection
-      sampling. Fixed bands: verl 0.999 … 1.001, NeMo 0.999 … 1.002, slime 0.9999 … 1.0001, SkyRL 0.99 … 1.01. The scaling is the
-      standard deviation of a mean; 0.05 is verl's band at 2,500 tokens and SkyRL's at 25.
+    Source: the geometric mask of Liu et al. 2025, "When Speed Kills Stability"; the same as the
+      mean of k1 in verl's rejection sampling. Fixed bands: verl 0.999 … 1.001, NeMo 0.999 … 1.002,
+      slime 0.9999 … 1.0001, SkyRL 0.99 … 1.01. The scaling is the standard deviation of a mean;
+      0.05 is verl's band at 2,500 tokens and SkyRL's at 25.
 
     >>> old, everywhere, one = (
     ...     torch.tensor([[-1.0, -1.0]]),
@@ -244,19 +269,26 @@ def divergence_mask(
     over: Literal["mean", "max"] = "mean",
     bound: float = 0.01,
 ) -> Tensor:
-    """Takes rollouts out whose tokens are, on average or at worst, far from the sampler. Drifts of opposite sign do not cancel.
+    """Takes rollouts out whose tokens are, on average or at worst, far from the sampler. Drifts of
+    opposite sign do not cancel.
 
     w_j = 1 where the mean (max) of k_t over the trained tokens of rollout j ≤ bound, else 0
-    k3: k_t = ρ_t - 1 - log ρ_t, k2: k_t = ½ log² ρ_t, log ρ_t = clamp(log π_old_t - log μ_t, -20, 20)
+    k3: k_t = ρ_t - 1 - log ρ_t, k2: k_t = ½ log² ρ_t, log ρ_t = clamp(log π_old_t - log μ_t, -20,
+    20)
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
+        that sampled (μ).
       response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
-      estimator: of KL(μ‖π_old). over: the mean is that of a token; max is decided by the worst token, which is a veto.
-      bound: ≥ 0, in nats. For the mean of k3 verl gives 0.001 … 0.01. For the max of k2, 42.4 is a ratio of 1e-4 or 1e4.
-    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and where both agree.
+      estimator: of KL(μ‖π_old). over: the mean is that of a token; max is decided by the worst
+        token, which is a veto.
+      bound: ≥ 0, in nats. For the mean of k3 verl gives 0.001 … 0.01. For the max of k2, 42.4 is a
+        ratio of 1e-4 or 1e4.
+    Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and
+      where both agree.
     Raises: ValueError naming the estimator, over or bound.
-    Source: rejection sampling by seq_mean_k3 and seq_max_k2, verl's page on rollout correction; the veto below 1e-4: slime's mis.py.
+    Source: rejection sampling by seq_mean_k3 and seq_max_k2, verl's page on rollout correction; the
+      veto below 1e-4: slime's mis.py.
 
     >>> sampler, everywhere = torch.tensor([[0.5, 0.5]]).log(), torch.ones(1, 2).bool()
     >>> divergence_mask(
@@ -280,15 +312,18 @@ def divergence_mask(
 def binary_kl_mask(
     logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 2.0
 ) -> Tensor:
-    """Takes tokens out whose probability differs much between trainer and sampler, where a rare token may differ by a larger ratio.
+    """Takes tokens out whose probability differs much between trainer and sampler, where a rare
+    token may differ by a larger ratio.
 
-    w_t = 1 where max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b))
+    w_t = 1 where max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1
+    - a) log((1 - a) / (1 - b))
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ). Both are
-        clamped to [-100, 0], and 1 - probability at 1e-12.
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
+        that sampled (μ). Both are clamped to [-100, 0], and 1 - probability at 1e-12.
       response_mask: [B, T] bool. bound: ≥ 0, in nats.
-    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both agree.
+    Returns: [B, T] of 0 and 1, float32 or float64, a constant; 1 under the mask, and where both
+      agree.
     Raises: ValueError naming the bound.
     Source: KPop, as in AReaL, with a bound of 2.
 
@@ -322,7 +357,8 @@ def second_moment_mask(
     the trust region ≤ bound; equal ones go together. w_t = 1 for all other tokens, however large
     their ratio: the update pulls them back. They count in no mean.
 
-    What differs from the paper: its ratio is that of the policy at each update, this one that of the
+    What differs from the paper: its ratio is that of the policy at each update, this one that of
+    the
     policy before the step (log ρ_t = log π_old_t - log μ_t). With one update a step both are the
     same. With more, a mask that follows the policy would depend on how the update is split into
     micro-batches; the clip of the policy loss bounds what the step itself moves. In the paper the
@@ -370,19 +406,23 @@ def product_correction(
     *,
     parts: Mapping[str, Callable[..., Tensor]],
 ) -> Tensor:
-    """The product of several corrections: at most one weight, and masks that drop what it would not correct.
+    """The product of several corrections: at most one weight, and masks that drop what it would not
+    correct.
 
     w_t = Π over the parts of w_t
 
-    Each part sees all tokens, whatever the others drop. Two weights would correct twice; composition refuses them.
+    Each part sees all tokens, whatever the others drop. Two weights would correct twice;
+    composition refuses them.
 
     Args:
-      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
+        that sampled (μ).
       response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
       advantages: [B, T].
       parts: name → correction, which asks for some of the five quantities. None: no correction.
     Returns: [B, T] ≥ 0, float32 or float64, a constant; 1 under the mask.
-    Source: Geo-RS-Token-TIS, the geometric mask with token weights, in verl's page on rollout correction.
+    Source: Geo-RS-Token-TIS, the geometric mask with token weights, in verl's page on rollout
+      correction.
 
     >>> old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.25, 0.9]]).log()
     >>> given = (old, sampler, torch.tensor([[True, True]]), torch.tensor([0]), torch.ones(1, 2))
@@ -405,7 +445,8 @@ def product_correction(
 
 
 def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mode: str) -> Tensor:
-    """The ratio within its bounds, or 0 where it is outside; 1 under the mask. nan stays visible."""
+    """The ratio within its bounds, or 0 where it is outside; 1 under the mask. nan stays
+    visible."""
     require(cap > 0, "cap", cap, "> 0")
     require(0 <= floor <= cap, "floor", floor, f"0 … cap ({cap})")
     require(mode in ("truncate", "mask", "keep"), "mode", mode, "truncate, mask or keep")
@@ -420,7 +461,8 @@ def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mod
 
 
 def _kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
-    """1 where it is kept and 0 elsewhere, of the dtype of what was measured; 1 under the mask. nan stays visible."""
+    """1 where it is kept and 0 elsewhere, of the dtype of what was measured; 1 under the mask. nan
+    stays visible."""
     return fill_masked(
         torch.where(measured.isnan(), measured, kept.to(measured.dtype)).expand(
             response_mask.shape
@@ -431,13 +473,15 @@ def _kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def _over_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor:
-    """The weights over their mean, in which a trained token counts as `shares` says; as they are where the mean is 0."""
+    """The weights over their mean, in which a trained token counts as `shares` says; as they are
+    where the mean is 0."""
     mean = (weights * shares).sum() / shares.sum().clamp_min(1)
     return fill_masked(weights / mean.where(mean != 0, 1.0), response_mask, 1.0)
 
 
 def _rollout_max(values: Tensor, rollout_ids: Tensor) -> Tensor:
-    """The largest of a rollout's entries, all ≥ 0, for each of its rows, [B, 1]; 0 where none counts."""
+    """The largest of a rollout's entries, all ≥ 0, for each of its rows, [B, 1]; 0 where none
+    counts."""
     largest = values.new_zeros(int(rollout_ids.max()) + 1 if rollout_ids.numel() else 0)
     return largest.scatter_reduce(0, rollout_ids, values.amax(-1), "amax")[rollout_ids].unsqueeze(
         -1

@@ -1,4 +1,5 @@
-"""Figures that say whether an update is healthy. Scalars without gradient; nan where a figure is not defined.
+"""Figures that say whether an update is healthy. Scalars without gradient; nan where a figure is
+not defined.
 
 Entries under the mask are ignored.
 """
@@ -15,7 +16,8 @@ from rlkit.functional.ratios import LOG_RATIO_BOUND, log_ratio, token_ratio
 
 @torch.no_grad()
 def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
-    """How far the update has moved the policy: k3 estimate of KL(old‖new) on the old policy's samples.
+    """How far the update has moved the policy: k3 estimate of KL(old‖new) on the old policy's
+    samples.
 
     mean_t (r_t - 1 - log r_t), r = π / π_old
 
@@ -57,7 +59,8 @@ def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tens
 def clip_fractions(
     ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Shares of trained tokens that `policy_losses.clipped` leaves without gradient, below and above.
+    """Shares of trained tokens that `policy_losses.clipped` leaves without gradient, below and
+    above.
 
     low = mean_t [r_t < 1 - clip_low and A_t < 0], high = mean_t [r_t > 1 + clip_high and A_t > 0]
 
@@ -66,8 +69,8 @@ def clip_fractions(
       response_mask: [B, T] bool.
       clip_low, clip_high: the half-widths that the loss uses.
     Returns: two scalars in 0 … 1; 0 where nothing is trained.
-    Source: as TRL's clip_ratio/low and /high; tokens outside the interval whose advantage pulls them back are not
-      counted.
+    Source: as TRL's clip_ratio/low and /high; tokens outside the interval whose advantage pulls
+      them back are not counted.
 
     >>> ratio, advantages = (
     ...     torch.tensor([[0.5, 0.5, 1.5, 1.0]]),
@@ -96,16 +99,19 @@ def effective_sample_size(
     of tokens:   W_t = exp(log π_t - log μ_t)
     of rollouts: W_j = exp(Σ over the trained tokens of rollout j of (log π_t - log μ_t))
 
-    Log-ratios and their sums are clamped to ±20, and not truncated otherwise. A small gap per token accumulates over a rollout. If
-    log-ratios are normal with standard deviation σ, ESS / n is e^(-σ²) for tokens and e^(-Tσ²) for rollouts of T tokens.
+    Log-ratios and their sums are clamped to ±20, and not truncated otherwise. A small gap per token
+    accumulates over a rollout. If log-ratios are normal with standard deviation σ, ESS / n is
+    e^(-σ²) for tokens and e^(-Tσ²) for rollouts of T tokens.
 
     Args:
       logprobs: [B, T] in nats, by the trainer.
       logprobs_sampler: [B, T] in nats, by the engine that sampled.
       response_mask: [B, T] bool, n trained tokens.
-      rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be there. None: the samples are tokens.
-    Returns: scalar in (0, 1], 1 if both agree; nan if nothing is trained. The chi-square divergence of trainer and sampler is
-      estimated by n / ESS - 1 = mean(W²) / mean(W)² - 1. verl's mean(W²) - 1 can be negative.
+      rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be there. None: the samples are
+        tokens.
+    Returns: scalar in (0, 1], 1 if both agree; nan if nothing is trained. The chi-square divergence
+      of trainer and sampler is estimated by n / ESS - 1 = mean(W²) / mean(W)² - 1. verl's mean(W²)
+      - 1 can be negative.
     Source: Kong 1992, "A note on importance sampling using standardized weights".
 
     >>> new, old, mask = (
@@ -170,8 +176,8 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
     Args:
       values, returns: [B, T] in units of reward.
       response_mask: [B, T] bool.
-    Returns: scalar ≤ 1; 1 is perfect, 0 no better than a constant, below 0 worse than that; nan where the returns are
-      constant.
+    Returns: scalar ≤ 1; 1 is perfect, 0 no better than a constant, below 0 worse than that; nan
+      where the returns are constant.
     Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
 
     >>> explained_variance(
@@ -187,6 +193,7 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
 
 def _deviations(values: Tensor) -> Tensor:
-    """From the mean [n]; exactly 0 where all are equal, whose mean in float64 need not be one of them."""
+    """From the mean [n]; exactly 0 where all are equal, whose mean in float64 need not be one of
+    them."""
     shifted = values - values[:1]
     return shifted - shifted.mean()

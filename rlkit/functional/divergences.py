@@ -1,10 +1,14 @@
-"""How far a student's next-token distribution is from a teacher's, by chunks of tokens: what the teacher stream descends.
+"""How far a student's next-token distribution is from a teacher's, by chunks of tokens: what the
+teacher stream descends.
 
-q = π, the student, carries the gradient; p = T, is a constant; ℓ_v = log q_v - log p_v; a is the sampled token. The field calls
-KL(π‖T) reverse and KL(T‖π) forward, and `kl=` names them the other way round, so the functions here write their arguments.
+q = π, the student, carries the gradient; p = T, is a constant; ℓ_v = log q_v - log p_v; a is the
+sampled token. The field calls
+KL(π‖T) reverse and KL(T‖π) forward, and `kl=` names them the other way round, so the functions here
+write their arguments.
 
-Every divergence takes (logq [m, V], logp [m, V], ids [m], ratio [m]) and gives [m] in nats. `ratio` is π / (what sampled), with a
-correction if there is one, a constant; only what depends on the drawn token uses it.
+Every divergence takes (logq [m, V], logp [m, V], ids [m], ratio [m]) and gives [m] in nats. `ratio`
+is π / (what sampled), with a correction if there is one, a constant; only what depends on the drawn
+token uses it.
 """
 
 from __future__ import annotations
@@ -25,14 +29,18 @@ BOUND = 20.0  # nats, of a log-ratio
 
 
 def sampled_divergence(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
-    """KL(π‖T) by its sampled token: the score-function estimator, so that each token's advantage is -ℓ_a.
+    """KL(π‖T) by its sampled token: the score-function estimator, so that each token's advantage is
+    -ℓ_a.
 
-    value ratio · ℓ_a; gradient ratio · sg(ℓ_a) ∇log q_a, of which the expectation under π is ∇KL(π‖T) at this state
+    value ratio · ℓ_a; gradient ratio · sg(ℓ_a) ∇log q_a, of which the expectation under π is
+    ∇KL(π‖T) at this state
 
     Args:
-      logq: [m, V] in nats, carries the gradient. logp: [m, V] in nats. ids: [m] int64. ratio: [m], a constant.
+      logq: [m, V] in nats, carries the gradient. logp: [m, V] in nats. ids: [m] int64. ratio: [m],
+        a constant.
     Returns: [m] in nats, of either sign; ℓ_a is clamped to ±20.
-    Source: on-policy distillation, Lu et al. 2025 (Thinking Machines), and Gu et al. 2023, arXiv:2306.08543.
+    Source: on-policy distillation, Lu et al. 2025 (Thinking Machines), and Gu et al. 2023,
+      arXiv:2306.08543.
 
     >>> q, p = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     >>> sampled_divergence(q, p, torch.tensor([0]), torch.ones(1))
@@ -60,7 +68,8 @@ def kl_student_teacher(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
 def kl_teacher_student(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -> Tensor:
     """KL(T‖π) = -Σ_v p_v ℓ_v, exact over the vocabulary; mass-covering. The field's forward KL.
 
-    The gradient with respect to log q is q - p, which is that of the KL since Σ q is 1, and is exactly 0 for equal distributions.
+    The gradient with respect to log q is q - p, which is that of the KL since Σ q is 1, and is
+    exactly 0 for equal distributions.
 
     Args: logq, logp as in `sampled_divergence`; ids and ratio are not used.
     Returns: [m] in nats, ≥ 0. A token that the teacher excludes adds 0.
@@ -79,8 +88,8 @@ def jensen_shannon(
 ) -> Tensor:
     """β KL(p‖M) + (1 - β) KL(q‖M) with M = β p + (1 - β) q, exact over the vocabulary.
 
-    Its gradient is (1 - β) Σ_v q_v (log q_v - log M_v) ∇log q_v. Divided by β it tends to KL(T‖π) for β → 0, divided by 1 - β to
-    KL(π‖T) for β → 1.
+    Its gradient is (1 - β) Σ_v q_v (log q_v - log M_v) ∇log q_v. Divided by β it tends to KL(T‖π)
+    for β → 0, divided by 1 - β to KL(π‖T) for β → 1.
 
     Args: logq, logp as in `sampled_divergence`; ids and ratio are not used; beta: 0 < beta < 1.
     Returns: [m] in nats, 0 … log 2.
@@ -113,16 +122,19 @@ def top_k_divergence(
     k: int = 32,
     chosen_by: Literal["student", "teacher"] = "student",
 ) -> Tensor:
-    """KL(π‖T): exact on the k likeliest tokens S of one of the two, sampled on the rest. Unbiased for every k and S.
+    """KL(π‖T): exact on the k likeliest tokens S of one of the two, sampled on the rest. Unbiased
+    for every k and S.
 
-    Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio · sg(ℓ_a) ∇log q_a. S is chosen before the draw,
-    so the expectation under π is the whole sum. Cutting off the rest instead would drive mass out of S.
+    Σ_S q_v ℓ_v + 1[a ∉ S] ratio · ℓ_a; gradient Σ_S q_v sg(ℓ_v) ∇log q_v + 1[a ∉ S] ratio · sg(ℓ_a)
+    ∇log q_a. S is chosen before the draw, so the expectation under π is the whole sum. Cutting off
+    the rest instead would drive mass out of S.
 
-    Args: logq, logp, ids, ratio as in `sampled_divergence`; k: ≥ 1, more than V is V; chosen_by: whose tokens S are: a teacher behind
-      a server names its own alone.
+    Args: logq, logp, ids, ratio as in `sampled_divergence`; k: ≥ 1, more than V is V; chosen_by:
+      whose tokens S are: a teacher behind a server names its own alone.
     Returns: [m] in nats, of either sign.
     Raises: ValueError naming k or chosen_by.
-    Source: the control variate of conditioning on S, by derivation; the truncated form is in arXiv:2605.11182.
+    Source: the control variate of conditioning on S, by derivation; the truncated form is in
+    arXiv:2605.11182.
 
     >>> q, p = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
     >>> [
@@ -156,17 +168,21 @@ def chunked_divergence(
     temperature: float = 1.0,
     chunk_size: int,
 ) -> Tensor:
-    """The divergence of student and teacher at M tokens, `chunk_size` at a time; as `chunked_log_probs`, chunks are checkpointed.
+    """The divergence of student and teacher at M tokens, `chunk_size` at a time; as
+    `chunked_log_probs`, chunks are checkpointed.
 
     Args:
-      student, teacher: last hidden states [M, H] that predict the tokens, and the head; the teacher's are constants. Rows of padding
-        that only one of the heads has are cut off before normalisation.
-      ids: [M] int64, the sampled tokens. old: [M] log-probs before the update; None is the student's own now, so the ratio is 1.
+      student, teacher: last hidden states [M, H] that predict the tokens, and the head; the
+        teacher's are constants. Rows of padding that only one of the heads has are cut off before
+        normalisation.
+      ids: [M] int64, the sampled tokens. old: [M] log-probs before the update; None is the
+        student's own now, so the ratio is 1.
       factor: [M] off-policy correction ≥ 0; None is 1.
       divergence: one of this file. temperature: > 0, of both. chunk_size: tokens at a time, ≥ 1.
     Returns: [M] in nats.
     Raises: ValueError where the teacher's states are not one a token.
-    Source: the vocabulary by chunks, as in Wijmans et al. 2024, arXiv:2411.09009, without their kernel.
+    Source: the vocabulary by chunks, as in Wijmans et al. 2024, arXiv:2411.09009, without their
+      kernel.
 
     >>> states, head = torch.tensor([[1.0, 0.0]]), lambda hidden: hidden
     >>> chunked_divergence(

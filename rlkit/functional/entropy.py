@@ -14,7 +14,8 @@ def from_log_probs(log_probs: Tensor) -> Tensor:
     H = -Σ_v p_v log p_v, with 0 log 0 = 0
 
     Args:
-      log_probs: [..., V] log-probabilities in nats; -inf for impossible tokens. Carries the gradient.
+      log_probs: [..., V] log-probabilities in nats; -inf for impossible tokens. Carries the
+        gradient.
     Returns: [...] in nats, between 0 and log V; float32 or float64.
     Source: Shannon 1948, section 6.
 
@@ -36,10 +37,11 @@ def from_logits(logits: Tensor) -> Tensor:
     H = -Σ_v p_v log p_v, p = softmax(logits)
 
     Args:
-      logits: [..., V], any float dtype, after temperature; -inf for impossible tokens. Carries the gradient.
+      logits: [..., V], any float dtype, after temperature; -inf for impossible tokens. Carries the
+        gradient.
     Returns: [...] in nats, computed in float32 (float64 for float64 logits).
-    Source: Shannon 1948, section 6. TRL and verl use the equal form logsumexp - Σ p · logit, which cancels badly when
-      logits are large.
+    Source: Shannon 1948, section 6. TRL and verl use the equal form logsumexp - Σ p · logit, which
+      cancels badly when logits are large.
 
     >>> from_logits(torch.zeros(4))
     tensor(1.3863)

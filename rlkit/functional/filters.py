@@ -1,4 +1,5 @@
-"""Filters: which rollouts take part in the update, (rewards, group_ids) → [N] bool; which tokens, (…) → [B, T] bool."""
+"""Filters: which rollouts take part in the update, (rewards, group_ids) → [N] bool; which tokens,
+(…) → [B, T] bool."""
 
 from __future__ import annotations
 
@@ -32,15 +33,16 @@ def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     keep_i = max_{j in group of i} R_j > min_{j in group of i} R_j
 
-    The comparison is exact, on the raw rewards: a standard deviation of equal rewards need not be 0 in floating point.
+    The comparison is exact, on the raw rewards: a standard deviation of equal rewards need not be 0
+    in floating point.
 
     Args:
       rewards: [N], nan where it cannot be scored; nan rewards take no part in the comparison.
       group_ids: [N] any integers; members need not be neighbours.
-    Returns: [N] bool. A kept group is kept whole, its unscored rollouts included; a group with fewer than two scored
-      rollouts is dropped.
-    Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, arXiv:2503.14476, which asks 0 < number correct < G;
-      the same for rewards of two values.
+    Returns: [N] bool. A kept group is kept whole, its unscored rollouts included; a group with
+      fewer than two scored rollouts is dropped.
+    Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, arXiv:2503.14476, which asks 0 <
+      number correct < G; the same for rewards of two values.
 
     >>> mixed_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([5, 5, 9, 9]))
     tensor([ True,  True, False, False])
@@ -64,16 +66,19 @@ def mixed_component(
     *,
     component: str | None = None,
 ) -> Tensor:
-    """Keep the groups in which one component of the reward differs: accuracy, whatever format or length add to it.
+    """Keep the groups in which one component of the reward differs: accuracy, whatever format or
+    length add to it.
 
     keep_i = max_{j in group of i} r_j > min_{j in group of i} r_j, r the component
 
     Args:
-      rewards: [N], used if there are no components. components: name → [N], nan where it cannot be scored. group_ids: [N].
+      rewards: [N], used if there are no components. components: name → [N], nan where it cannot be
+        scored. group_ids: [N].
       component: its name; None: the first term of the reward.
     Returns: [N] bool, as `mixed_groups` of that component.
     Raises: ValueError naming `component` where there is no such one.
-    Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, eq. 11, arXiv:2503.14476: 0 < number correct < G.
+    Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, eq. 11, arXiv:2503.14476: 0 <
+      number correct < G.
 
     >>> components = {"right": torch.tensor([1.0, 1.0]), "format": torch.tensor([0.0, 1.0])}
     >>> mixed_component(torch.tensor([1.0, 1.1]), components, torch.tensor([5, 5]))
@@ -110,16 +115,18 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
 
     keep_t = H_t ≥ the (1 - fraction) quantile of H over all trained tokens of the update batch
 
-    The quantile is interpolated between two neighbours. So the ⌊fraction · (n - 1)⌋ + 1 highest of n tokens are kept, and all that
-    tie with the last of them. The loss is still a mean over all n
+    The quantile is interpolated between two neighbours. So the ⌊fraction · (n - 1)⌋ + 1 highest of
+    n tokens are kept, and all that tie with the last of them. The loss is still a mean over all n
     tokens: the others add 0 to it, and keep their KL.
 
     Args:
-      entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the mask. response_mask: [B, T] bool.
+      entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the
+        mask. response_mask: [B, T] bool.
       fraction: in (0, 1]; 1 keeps every token.
     Returns: [B, T] bool, False under the mask; at least one True where anything is trained.
     Raises: ValueError naming the fraction.
-    Source: Wang et al. 2025, "Beyond the 80/20 rule", section 5, arXiv:2506.01939; the quantile as in TRL, ≥ kept.
+    Source: Wang et al. 2025, "Beyond the 80/20 rule", section 5, arXiv:2506.01939; the quantile as
+      in TRL, ≥ kept.
 
     >>> top_entropy(torch.tensor([[0.1, 2.0, 0.3, 9.0]]), torch.tensor([[True, True, True, False]]))
     tensor([[False,  True, False, False]])
@@ -146,18 +153,22 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """All tokens but a few random ones of high covariance, which would take most of the policy's entropy.
+    """All tokens but a few random ones of high covariance, which would take most of the policy's
+    entropy.
 
-    cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the N trained tokens of the step; of those with low < cov_t < high,
-    max(1, ⌊share · N⌋) have no policy loss in this step. They are drawn by a hash of log-prob, rollout and column: repeatable.
+    cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the N trained tokens of the step;
+    of those with low < cov_t < high, max(1, ⌊share · N⌋) have no policy loss in this step. They are
+    drawn by a hash of log-prob, rollout and column: repeatable.
 
     Args:
-      advantages: [B, T] a constant. logprobs_old: [B, T] in nats, before the update. Anything under the mask.
+      advantages: [B, T] a constant. logprobs_old: [B, T] in nats, before the update. Anything under
+        the mask.
       response_mask: [B, T] bool. rollout_ids: [B].
       share: in [0, 1]. low, high: in units of advantage times nats, low < high.
     Returns: [B, T] bool, False under the mask.
     Raises: ValueError naming `share` or `low`.
-    Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. verl takes the covariance of each micro-batch at its current log-probs.
+    Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. verl takes the covariance of each
+      micro-batch at its current log-probs.
 
     >>> logprobs = torch.tensor([[-5.0, -1.0, -6.0]])
     >>> clip_cov(
@@ -178,7 +189,8 @@ def clip_cov(
 
 
 def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
-    """The share of the step's trained tokens whose covariance of advantage and log-prob is higher: the highest has 0.
+    """The share of the step's trained tokens whose covariance of advantage and log-prob is higher:
+    the highest has 0.
 
     rank_t = #{s: cov_s > cov_t} / N, cov as in `clip_cov`
 

@@ -1,39 +1,51 @@
-"""Estimates of KL(π‖ref) per token, from log-probs of the tokens that π sampled; `full` from the whole vocabulary.
+"""Estimates of KL(π‖ref) per token, from log-probs of the tokens that π sampled; `full` from the
+whole vocabulary.
 
-Every estimator f is an expectation over tokens drawn from π. The draw depends on π too, and a gradient through the estimate alone
-leaves this out. So value and gradient are separate questions, and the placement decides the gradient. The table gives the on-policy
-gradient that is descended, per unit of the coefficient, with q = log ref - log π:
+Every estimator f is an expectation over tokens drawn from π. The draw depends on π too, and a
+gradient through the estimate alone leaves this out. So value and gradient are separate questions,
+and the placement decides the gradient. The table gives the on-policy gradient that is descended,
+per unit of the coefficient, with q = log ref - log π:
 
     estimator  value V      loss                loss, importance_weight  reward
     k1         KL(π‖ref)    0                   ∇KL(π‖ref)               ∇KL(π‖ref)
-    k2         ½ E[q²]      ∇KL(π‖ref)          ∇ ½ E[q²]                ∇ ½ E[q²] - ∇KL(π‖ref) = ½ E[q² ∇log π]
+    k2         ½ E[q²]      ∇KL(π‖ref)          ∇ ½ E[q²]                ∇ ½ E[q²] - ∇KL(π‖ref) = ½
+               E[q² ∇log π]
     k3         KL(π‖ref)    ∇KL(ref‖π)          ∇KL(π‖ref)               ∇KL(π‖ref) - ∇KL(ref‖π)
     k3+        KL(π‖ref)    ∇KL(π‖ref)          2∇KL(π‖ref) - ∇KL(ref‖π) ∇KL(π‖ref) - ∇KL(ref‖π)
-    forward    KL(π‖ref)    ∇KL(π‖ref)          refused: it carries it   ∇KL(π‖ref): its ratio is 1 there, it is k1
-    reverse    KL(ref‖π)    ∇KL(ref‖π)          refused: it carries it   E_ref[q ∇log π] = -∇ ½ E_ref[q²]
-    truncated  k3, |q| ≤ c  ∇KL(ref‖π), |q| < c ∇V                       ∇V - its gradient in the loss
-    confident  k3, π_t > p  ∇KL(ref‖π), π_t > p ∇V                       ∇V - its gradient in the loss
-    full       KL(π‖ref)    ∇KL(π‖ref)          ∇KL(π‖ref)               ∇KL(π‖ref) of what comes after; 0 for one token
+    forward    KL(π‖ref)    ∇KL(π‖ref)          refused: it carries it   ∇KL(π‖ref): its ratio is 1
+               there, it is k1
+    reverse    KL(ref‖π)    ∇KL(ref‖π)          refused: it carries it   E_ref[q ∇log π] = -∇ ½
+               E_ref[q²]
+    truncated  k3, |q| ≤ c  ∇KL(ref‖π), |q| < c ∇V                       ∇V - its gradient in the
+    loss
+    confident  k3, π_t > p  ∇KL(ref‖π), π_t > p ∇V                       ∇V - its gradient in the
+    loss
+    full       KL(π‖ref)    ∇KL(π‖ref)          ∇KL(π‖ref)               ∇KL(π‖ref) of what comes
+               after; 0 for one token
 
-The table is for one state. Over a rollout, the gradient of the loss is its expectation over the visited states, as if π did not
-decide which states are visited. The reward adds the gradient of V of the later tokens through the states in which they are drawn.
-So `reward` with k1 gives ∇KL(π‖ref) of whole rollouts. For one estimator without a ratio, loss and reward together give ∇V.
-k3+ is `k3_straight_through`, whose gradient is not that of its value: there they do not.
-`reward_sequence` is `reward` with f / |y| in place of f: the mean over a rollout instead of the sum. `in_baseline` has the same
-expected gradient if the baseline does not depend on the rollout's own reward (`raw`, `leave_one_out`).
+The table is for one state. Over a rollout, the gradient of the loss is its expectation over the
+visited states, as if π did not decide which states are visited. The reward adds the gradient of V
+of the later tokens through the states in which they are drawn. So `reward` with k1 gives ∇KL(π‖ref)
+of whole rollouts. For one estimator without a ratio, loss and reward together give ∇V. k3+ is
+`k3_straight_through`, whose gradient is not that of its value: there they do not.
+`reward_sequence` is `reward` with f / |y| in place of f: the mean over a rollout instead of the
+sum. `in_baseline` has the same expected gradient if the baseline does not depend on the rollout's
+own reward (`raw`, `leave_one_out`).
 
-So k1 (or forward) is the right choice for the reward. Near the reference, k2, k3 and truncated in the reward only have a gradient
-of second order in q, so they do not pull towards the reference. reverse in the reward pushes away from it. full in the reward is
-the part of the gradient that full in the loss leaves out.
+So k1 (or forward) is the right choice for the reward. Near the reference, k2, k3 and truncated in
+the reward only have a gradient of second order in q, so they do not pull towards the reference.
+reverse in the reward pushes away from it. full in the reward is the part of the gradient that full
+in the loss leaves out.
 
-The ratio is that of the token, π_t / old_t from `logprobs_old`, even if the policy loss uses a ratio per sequence. So `forward`,
-`reverse` and every estimator with importance_weight have the right value and gradient on samples of the old policy, state by state.
-`full` has them without a ratio. Log-ratios of tokens are clamped to ±20. Beyond the clamp the gradient of the estimate is 0; within
-it nothing is biased. No gradient flows into the reference or the old policy.
+The ratio is that of the token, π_t / old_t from `logprobs_old`, even if the policy loss uses a
+ratio per sequence. So `forward`, `reverse` and every estimator with importance_weight have the
+right value and gradient on samples of the old policy, state by state. `full` has them without a
+ratio. Log-ratios of tokens are clamped to ±20. Beyond the clamp the gradient of the estimate is 0;
+within it nothing is biased. No gradient flows into the reference or the old policy.
 
-Where policy and reference are the same model, k2, k3, k3+, truncated, confident and full are exactly
-0, and so is their gradient. They declare it by `@vanishes`, and an update that has no other term is
-skipped there. The gradients of k1, forward and reverse are 0 in expectation alone.
+Where policy and reference are the same model, k2, k3, k3+, truncated, confident and full are
+exactly 0, and so is their gradient. They declare it by `@vanishes`, and an update that has no other
+term is skipped there. The gradients of k1, forward and reverse are 0 in expectation alone.
 
 Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
 """
@@ -54,13 +66,15 @@ def k1(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
 
     k1_t = log π_t - log ref_t
 
-    Value: E[k1] = KL(π‖ref). Gradient in the loss: 0 in expectation, noise otherwise; times the ratio it is ∇KL(π‖ref).
+    Value: E[k1] = KL(π‖ref). Gradient in the loss: 0 in expectation, noise otherwise; times the
+    ratio it is ∇KL(π‖ref).
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
+        tokens; a constant.
     Returns: [B, T] in nats, within ±20.
-    Source: Schulman 2020, "Approximating KL divergence"; the penalty in the reward of Ouyang et al. 2022,
-      arXiv:2203.02155.
+    Source: Schulman 2020, "Approximating KL divergence"; the penalty in the reward of Ouyang et al.
+      2022, arXiv:2203.02155.
 
     >>> k1(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
     tensor([[0.5000]])
@@ -74,10 +88,12 @@ def k2(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
 
     k2_t = ½ (log ref_t - log π_t)²
 
-    Value: E[k2] → KL(π‖ref) as the policies meet. Gradient in the loss: ∇KL(π‖ref), exactly; no ratio wanted.
+    Value: E[k2] → KL(π‖ref) as the policies meet. Gradient in the loss: ∇KL(π‖ref), exactly; no
+    ratio wanted.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
+        tokens; a constant.
     Returns: [B, T] in nats, 0 … 200.
     Source: Schulman 2020, "Approximating KL divergence".
 
@@ -93,13 +109,17 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
 
     k3_t = e^q - q - 1, q = log ref_t - log π_t
 
-    Value: E[k3] = KL(π‖ref), with finite variance only where ref / π is bounded. Gradient in the loss: ∇KL(ref‖π), the
+    Value: E[k3] = KL(π‖ref), with finite variance only where ref / π is bounded. Gradient in the
+    loss: ∇KL(ref‖π), the
     other direction; times the ratio it is ∇KL(π‖ref). GRPO as published uses it without the ratio.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
-    Returns: [B, T] in nats, 0 … e^20 (verl and OpenRLHF also clamp the result to ±10; TRL clamps nothing).
-    Source: Schulman 2020, "Approximating KL divergence"; GRPO, Shao et al. 2024 eq. 4, arXiv:2402.03300.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
+        tokens; a constant.
+    Returns: [B, T] in nats, 0 … e^20 (verl and OpenRLHF also clamp the result to ±10; TRL clamps
+      nothing).
+    Source: Schulman 2020, "Approximating KL divergence"; GRPO, Shao et al. 2024 eq. 4,
+      arXiv:2402.03300.
 
     >>> k3(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
     tensor([[0.1065]])
@@ -131,14 +151,19 @@ def forward(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
 
     forward_t = r_t (log π_t - log ref_t), r_t = π_t / old_t
 
-    Value: E_old[forward] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), through r_t (the log-ratio's own part has
-    expectation 0). Beyond the clamp of the log-ratio it still points towards the reference, as if at ±20.
+    Value: E_old[forward] = KL(π‖ref). Gradient in the loss: ∇KL(π‖ref), through r_t (the
+    log-ratio's own part has
+    expectation 0). Beyond the clamp of the log-ratio it still points towards the reference, as if
+    at ±20.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
-      logprobs_old: [B, T] in nats, of the policy that the samples are taken to come from; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
+        tokens; a constant.
+      logprobs_old: [B, T] in nats, of the policy that the samples are taken to come from; a
+        constant.
     Returns: [B, T] in nats, of either sign.
-    Source: Schulman 2020, "Approximating KL divergence"; the ratio as in Tang and Munos 2025, arXiv:2506.09477.
+    Source: Schulman 2020, "Approximating KL divergence"; the ratio as in Tang and Munos 2025,
+      arXiv:2506.09477.
 
     >>> forward(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[-1.0]]))
     tensor([[0.5000]])
@@ -147,18 +172,24 @@ def forward(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
 
 
 def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Tensor:
-    """The divergence of the reference from the policy, from the policy's own samples by importance weights.
+    """The divergence of the reference from the policy, from the policy's own samples by importance
+    weights.
 
-    reverse_t = r_t e^q q, q = log ref_t - log π_t, r_t = π_t / old_t; its gradient is -r_t e^q ∇log π_t
+    reverse_t = r_t e^q q, q = log ref_t - log π_t, r_t = π_t / old_t; its gradient is -r_t e^q ∇log
+    π_t
 
-    Value: E_old[reverse] = E_ref[q] = KL(ref‖π). Gradient in the loss: ∇KL(ref‖π) = -E_ref[∇log π]. Within the clamp, the
-    expression as written has the same gradient, because two terms in e^q q cancel. Beyond the clamp only one of the two terms would
-    remain, with the wrong sign. So here the value is a constant, and the gradient is added separately; it is 0 beyond the clamp.
-    The variance is that of ref / π, so use this estimator only if the two are close.
+    Value: E_old[reverse] = E_ref[q] = KL(ref‖π). Gradient in the loss: ∇KL(ref‖π) = -E_ref[∇log π].
+    Within the clamp, the
+    expression as written has the same gradient, because two terms in e^q q cancel. Beyond the clamp
+    only one of the two terms would remain, with the wrong sign. So here the value is a constant,
+    and the gradient is added separately; it is 0 beyond the clamp. The variance is that of ref / π,
+    so use this estimator only if the two are close.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
-      logprobs_old: [B, T] in nats, of the policy that the samples are taken to come from; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
+        tokens; a constant.
+      logprobs_old: [B, T] in nats, of the policy that the samples are taken to come from; a
+        constant.
     Returns: [B, T] in nats, of either sign, of absolute value at most 20 e^40.
     Source: importance sampling of the definition of Kullback and Leibler 1951.
 
@@ -174,19 +205,24 @@ def reverse(logprobs: Tensor, logprobs_ref: Tensor, logprobs_old: Tensor) -> Ten
 
 @vanishes("at_reference")
 def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0) -> Tensor:
-    """k3 of a log-ratio that is clamped on both sides: no single token dominates, and never negative.
+    """k3 of a log-ratio that is clamped on both sides: no single token dominates, and never
+    negative.
 
     truncated_t = e^q - q - 1, q = clamp(log ref_t - log π_t, -threshold, threshold)
 
-    Value: E[truncated] = KL(π‖ref) where no log-ratio passes the threshold, biased otherwise. Gradient in the loss:
-    Σ (π - ref) ∇log π over the tokens within the threshold, which is ∇KL(ref‖π) where all are; 0 beyond.
+    Value: E[truncated] = KL(π‖ref) where no log-ratio passes the threshold, biased otherwise.
+    Gradient in the loss:
+    Σ (π - ref) ∇log π over the tokens within the threshold, which is ∇KL(ref‖π) where all are; 0
+    beyond.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
+        tokens; a constant.
       threshold: in nats, 0 < threshold ≤ 20.
     Returns: [B, T] in nats, 0 … e^threshold - threshold - 1.
     Raises: ValueError naming the threshold.
-    Source: k3 of Schulman 2020, "Approximating KL divergence". A clamp of one side alone can turn an estimate negative.
+    Source: k3 of Schulman 2020, "Approximating KL divergence". A clamp of one side alone can turn
+      an estimate negative.
 
     >>> truncated(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -9.0]]), threshold=0.5)
     tensor([[0.1065, 0.1065]])
@@ -203,15 +239,17 @@ def truncated(logprobs: Tensor, logprobs_ref: Tensor, *, threshold: float = 1.0)
 
 @vanishes("at_reference")
 def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.1) -> Tensor:
-    """k3 on tokens that are likely under the policy, 0 on the others, so that exploration is not penalised.
+    """k3 on tokens that are likely under the policy, 0 on the others, so that exploration is not
+    penalised.
 
     confident_t = e^q - q - 1 where π_t > probability, else 0; q = log ref_t - log π_t
 
-    Value: the part of E[k3] that comes from such tokens; 0 if there is none. Gradient in the loss: Σ (π - ref) ∇log π over such
-    tokens. The choice of tokens has no gradient.
+    Value: the part of E[k3] that comes from such tokens; 0 if there is none. Gradient in the loss:
+    Σ (π - ref) ∇log π over such tokens. The choice of tokens has no gradient.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same tokens; a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_ref: [B, T] in nats, on the same
+        tokens; a constant.
       probability: 0 ≤ probability < 1; 0 is k3.
     Returns: [B, T] in nats, 0 … e^20.
     Raises: ValueError naming the probability.
@@ -227,17 +265,21 @@ def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.
 
 @vanishes("at_reference")
 def full(full_kl: Tensor) -> Tensor:
-    """The divergence itself, exact over the vocabulary at each sampled token's state: no noise from the token that was drawn.
+    """The divergence itself, exact over the vocabulary at each sampled token's state: no noise from
+    the token that was drawn.
 
     full_t = Σ_v π(v) (log π(v) - log ref(v))
 
-    Value: KL(π‖ref) at the visited states. Gradient in the loss: ∇KL(π‖ref) at these states, without a ratio. It runs the
-    reference's head at every step of the update and needs no more memory than a chunk of logits.
+    Value: KL(π‖ref) at the visited states. Gradient in the loss: ∇KL(π‖ref) at these states,
+    without a ratio. It runs the reference's head at every step of the update and needs no more
+    memory than a chunk of logits.
 
     Args:
-      full_kl: [B, T] in nats, of `chunked_log_probs` with a reference; in the loss it carries the gradient.
+      full_kl: [B, T] in nats, of `chunked_log_probs` with a reference; in the loss it carries the
+        gradient.
     Returns: [B, T] in nats, the same; ≥ 0 up to rounding.
-    Source: the definition of Kullback and Leibler 1951; as a penalty in the loss, Tang and Munos 2025, arXiv:2506.09477.
+    Source: the definition of Kullback and Leibler 1951; as a penalty in the loss, Tang and Munos
+      2025, arXiv:2506.09477.
 
     >>> full(torch.tensor([[0.25]]))
     tensor([[0.2500]])

@@ -1,6 +1,8 @@
-"""Log-probs of given tokens: from logits, or from hidden states without ever keeping [M, V] for the backward pass.
+"""Log-probs of given tokens: from logits, or from hidden states without ever keeping [M, V] for the
+backward pass.
 
-M is the number of scored tokens (usually all True entries of response_mask, flattened), H the width of the trunk.
+M is the number of scored tokens (usually all True entries of response_mask, flattened), H the width
+of the trunk.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ def token_log_probs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) ->
     logp_m = z_m[ids_m] - logsumexp(z_m), z = logits / temperature
 
     Args:
-      logits: [M, V], any float dtype; carries the gradient. Computed in float32 (float64 for float64 logits).
+      logits: [M, V], any float dtype; carries the gradient. Computed in float32 (float64 for
+        float64 logits).
       ids: [M] int64, 0 … V-1.
       temperature: > 0 and finite, the sampler's own; 0 (greedy) has no log-probs.
     Returns: [M] in nats, ≤ 0.
     Raises: ValueError naming the temperature.
-    Source: temperature before the log-softmax, as TRL, verl and OpenRLHF do, so that the trainer scores what was
-      sampled.
+    Source: temperature before the log-softmax, as TRL, verl and OpenRLHF do, so that the trainer
+      scores what was sampled.
 
     >>> token_log_probs(
     ...     torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 0]), temperature=2.0
@@ -50,17 +53,20 @@ def chunked_log_probs(
     entropy_gradient: bool = False,
     reference: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time. With a reference also the exact KL.
+    """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time. With a
+    reference also the exact KL.
 
     KL_m = Σ_v π_v (log π_v - log ref_v), over the whole vocabulary, both at the same temperature
 
-    The two heads may have different numbers of rows, since padding may follow the same vocabulary. Only ids that both have are
-    compared. The other rows are cut off before normalisation, so padding takes no probability.
+    The two heads may have different numbers of rows, since padding may follow the same vocabulary.
+    Only ids that both have are compared. The other rows are cut off before normalisation, so
+    padding takes no probability.
 
-    Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) / temperature)`. If gradients are
-    enabled and there are several chunks, each chunk is checkpointed. The backward pass then applies the head again instead of
-    keeping its logits, so the peak is chunk_size × V instead of M × V. Without `entropy_gradient` the entropy costs nothing in the
-    backward pass.
+    Equal to `token_log_probs(lm_head(hidden), ids)` and `entropy.from_logits(lm_head(hidden) /
+    temperature)`. If gradients are enabled and there are several chunks, each chunk is
+    checkpointed. The backward pass then applies the head again instead of keeping its logits, so
+    the peak is chunk_size × V instead of M × V. Without `entropy_gradient` the entropy costs
+    nothing in the backward pass.
 
     Args:
       hidden: [M, H] last hidden states, aligned with `ids`; carries the gradient. M = 0 is legal.
@@ -69,11 +75,12 @@ def chunked_log_probs(
       temperature: > 0 and finite, the sampler's own.
       chunk_size: ≥ 1, tokens a chunk; a matter of memory alone.
       entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
-      reference: hidden states [M, H'] of the reference at the same tokens, and its head over the same vocabulary, which may have more or
-        fewer rows of padding behind it; constants.
-    Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or float64. The KL is ≥ 0 up to
-      rounding, and only the policy gets its gradient. It is inf, without a finite gradient, if the reference excludes (-inf) a
-      token that the policy may sample. A token that the policy excludes adds 0.
+      reference: hidden states [M, H'] of the reference at the same tokens, and its head over the
+        same vocabulary, which may have more or fewer rows of padding behind it; constants.
+    Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or
+      float64. The KL is ≥ 0 up to rounding, and only the policy gets its gradient. It is inf,
+      without a finite gradient, if the reference excludes (-inf) a token that the policy may
+      sample. A token that the policy excludes adds 0.
     Raises: ValueError naming the argument that is out of range.
     Source: gradient checkpointing, Chen et al. 2016, arXiv:1604.06174.
 
@@ -119,7 +126,8 @@ def _score(
     temperature: float,
     entropy_gradient: bool,
 ) -> tuple[Tensor, ...]:
-    """One chunk. The entropy is computed last, since a recomputation ends with the last tensor needed."""
+    """One chunk. The entropy is computed last, since a recomputation ends with the last tensor
+    needed."""
     logits = _tempered(lm_head(hidden), temperature)
     normaliser = logits.logsumexp(-1)  # [m], the only one
     logprobs = _select(logits, ids) - normaliser
@@ -142,9 +150,11 @@ def _score(
 
 
 def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; tokens that π excludes add 0, even if the reference excludes them too.
+    """KL(π‖ref) of each row: [m, V], [m, V] → [m]; tokens that π excludes add 0, even if the
+    reference excludes them too.
 
-    Σ π is 1, so its gradient is taken off: for equal distributions that of the KL is then 0 exactly, not up to rounding.
+    Σ π is 1, so its gradient is taken off: for equal distributions that of the KL is then 0
+    exactly, not up to rounding.
     """
     probabilities = logp.exp()
     gap = fill_masked(logp - logp_ref, probabilities > 0, 0.0)

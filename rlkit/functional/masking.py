@@ -9,8 +9,8 @@ from torch import Tensor
 def full_precision(values: Tensor) -> Tensor:
     """Float32 for bfloat16, float16, integers and booleans; float32 and float64 stay as they are.
 
-    Log-probs, ratios and sums are never kept in half precision: bfloat16 has 8 bits of mantissa, so a log-prob of -20
-    is only known to within 0.06.
+    Log-probs, ratios and sums are never kept in half precision: bfloat16 has 8 bits of mantissa, so
+    a log-prob of -20 is only known to within 0.06.
 
     Args:
       values: any shape, any dtype.
@@ -25,8 +25,9 @@ def full_precision(values: Tensor) -> Tensor:
 def fill_masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
     """`values` where the mask is True, the constant `fill` elsewhere.
 
-    Use it before any exp, ratio or product. Entries under the mask (padding, prompt and tool tokens; even nan and inf) then affect
-    neither the value nor the gradient. A mask applied at the end does not achieve this, because 0 × nan is nan.
+    Use it before any exp, ratio or product. Entries under the mask (padding, prompt and tool
+    tokens; even nan and inf) then affect neither the value nor the gradient. A mask applied at the
+    end does not achieve this, because 0 × nan is nan.
 
     Args:
       values: any shape.
@@ -45,7 +46,8 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
     mean = Σ m x / Σ m
 
-    A figure to log. A loss is reduced with the weights of `aggregation`, which count over the whole update batch.
+    A figure to log. A loss is reduced with the weights of `aggregation`, which count over the whole
+    update batch.
 
     Args:
       values: any shape.
@@ -59,15 +61,18 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) -> Tensor:
-    """Sum per rollout over all its rows: "a sequence" is all tokens of one rollout, however many rows it fills.
+    """Sum per rollout over all its rows: "a sequence" is all tokens of one rollout, however many
+    rows it fills.
 
     out_j = Σ_{i : rollout_ids_i = j} Σ_t values_it
 
     Args:
-      values: [B] or [B, T]; neutral (0) wherever it must not count. Booleans and integers are summed exactly.
+      values: [B] or [B, T]; neutral (0) wherever it must not count. Booleans and integers are
+        summed exactly.
       rollout_ids: [B] int64, 0 … n-1; rows of one rollout need not be neighbours.
       n: number of rollouts, including those without a row. None: the largest id plus one.
-    Returns: [n], int64 for booleans and integers, float32 or float64 otherwise; 0 for a rollout without rows.
+    Returns: [n], int64 for booleans and integers, float32 or float64 otherwise; 0 for a rollout
+      without rows.
 
     >>> segment_sum(
     ...     torch.tensor([[True, True], [True, False], [False, False]]), torch.tensor([1, 1, 2])
@@ -82,7 +87,8 @@ def segment_sum(values: Tensor, rollout_ids: Tensor, *, n: int | None = None) ->
 
 
 def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
-    """Mean over the entries of a whole rollout where the mask is True, for each of its rows; 0 where there is none.
+    """Mean over the entries of a whole rollout where the mask is True, for each of its rows; 0
+    where there is none.
 
     out_i = Σ m x / Σ m over all rows of the rollout that row i belongs to
 
@@ -106,17 +112,18 @@ def rollout_mean(values: Tensor, mask: Tensor, rollout_ids: Tensor) -> Tensor:
 def episode_positions(
     rollout_ids: Tensor, step_ids: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Positions of the trained tokens of each rollout in order of time, across rows, without tool and user tokens.
+    """Positions of the trained tokens of each rollout in order of time, across rows, without tool
+    and user tokens.
 
-    Returns and GAE are computed on `to_episodes` of these positions. There a token's neighbour is the next *sampled* token of the
-    rollout, so nothing resets, discounts or bootstraps in between.
+    Returns and GAE are computed on `to_episodes` of these positions. There a token's neighbour is
+    the next *sampled* token of the rollout, so nothing resets, discounts or bootstraps in between.
 
     Args:
       rollout_ids: [B] int64; rows of one rollout need not be neighbours.
       step_ids: [B, T]; where a rollout fills several rows, they follow one another by step.
       response_mask: [B, T] bool.
-    Returns: positions [N, L] int64 into a flattened [B · T], and a mask [N, L] that is True on real ones; N is the largest
-      rollout id plus one, L the trained tokens of the longest rollout.
+    Returns: positions [N, L] int64 into a flattened [B · T], and a mask [N, L] that is True on real
+      ones; N is the largest rollout id plus one, L the trained tokens of the longest rollout.
 
     >>> mask = torch.tensor([[True, False], [True, True]])
     >>> episode_positions(torch.tensor([0, 0]), torch.tensor([[1, 1], [0, 0]]), mask)[0]

@@ -1,7 +1,8 @@
-"""Scales of advantages: (advantages [B, T], …) → [B, T], over the whole update batch and without gradient.
+"""Scales of advantages: (advantages [B, T], …) → [B, T], over the whole update batch and without
+gradient.
 
-Any advantage can be combined with any scale. Entries outside the response mask are ignored and may have any value. The arithmetic
-is in float64 and the result has the dtype of `advantages`.
+Any advantage can be combined with any scale. Entries outside the response mask are ignored and may
+have any value. The arithmetic is in float64 and the result has the dtype of `advantages`.
 """
 
 from __future__ import annotations
@@ -41,18 +42,21 @@ def normalize_group(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages over the standard deviation of the rewards of their group: with `group_mean` this is GRPO.
+    """Advantages over the standard deviation of the rewards of their group: with `group_mean` this
+    is GRPO.
 
     A_t / (std_g(R) + eps)
 
     Args:
-      advantages: [B, T], in units of reward. rewards: [N], nan where it cannot be scored: no part of the deviation.
+      advantages: [B, T], in units of reward. rewards: [N], nan where it cannot be scored: no part
+        of the deviation.
       group_ids: [N] any integers. rollout_ids: [B], indices into both.
-      std: "sample" divides the squares by n-1 (TRL, verl, OpenRLHF), "population" by n (open-instruct, the paper's code
-        leaves it open). For two rollouts, 0 and 1, that is ±0.71 against ±1.
+      std: "sample" divides the squares by n-1 (TRL, verl, OpenRLHF), "population" by n
+        (open-instruct, the paper's code leaves it open). For two rollouts, 0 and 1, that is ±0.71
+        against ±1.
       eps: ≥ 0, in units of reward. TRL 1e-4, verl and SkyRL 1e-6, OpenRLHF 1e-9.
-    Returns: [B, T], dimensionless. Unchanged for a group of one or without spread. There the advantages of a group are 0 anyway,
-      and an epsilon would only amplify others.
+    Returns: [B, T], dimensionless. Unchanged for a group of one or without spread. There the
+      advantages of a group are 0 anyway, and an epsilon would only amplify others.
     Raises: ValueError naming `std` or `eps`.
     Source: GRPO, Shao et al. 2024, section 4.1.2, arXiv:2402.03300.
 
@@ -81,17 +85,19 @@ def normalize_batch(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages over the standard deviation of all rewards of the batch: one scale for easy and hard prompts.
+    """Advantages over the standard deviation of all rewards of the batch: one scale for easy and
+    hard prompts.
 
     A_t / (std(R) + eps)
 
     Args:
-      advantages: [B, T], in units of reward. rewards: [N], nan where it cannot be scored: no part of the deviation.
+      advantages: [B, T], in units of reward. rewards: [N], nan where it cannot be scored: no part
+        of the deviation.
       std: "sample" or "population", as in `normalize_group`. eps: ≥ 0, in units of reward.
     Returns: [B, T], dimensionless. All rewards equal, or only one scored: as they are.
     Raises: ValueError naming `std` or `eps`.
-    Source: Liu et al. 2025, "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning", arXiv:2508.08221; in TRL
-      `scale_rewards="batch"`.
+    Source: Liu et al. 2025, "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning",
+      arXiv:2508.08221; in TRL `scale_rewards="batch"`.
 
     >>> normalize_batch(
     ...     torch.tensor([[0.5], [-0.5]]), torch.tensor([1.0, -1.0]), std="population", eps=0.25
@@ -114,16 +120,19 @@ def normalize_advantages(
     *,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages over their own standard deviation over the rollouts of the batch, which prompts of other mean rewards do not widen.
+    """Advantages over their own standard deviation over the rollouts of the batch, which prompts of
+    other mean rewards do not widen.
 
     A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j, std with n - 1
 
     Args:
       advantages: [B, T]. rewards: [N], nan where it cannot be scored: no part of the deviation.
-      rollout_ids: [B], indices into it. response_mask: [B, T] bool. eps: ≥ 0, in units of `advantages`.
+      rollout_ids: [B], indices into it. response_mask: [B, T] bool. eps: ≥ 0, in units of
+        `advantages`.
     Returns: [B, T], dimensionless. Without spread as they are.
     Raises: ValueError naming eps.
-    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; TRL has a running mean of squares over the rollouts.
+    Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786; TRL has a running mean of squares over
+      the rollouts.
 
     >>> advantages, mask = torch.tensor([[2.0], [-2.0]]), torch.ones(2, 1).bool()
     >>> normalize_advantages(advantages, torch.ones(2), torch.tensor([0, 1]), mask, eps=0.0)
@@ -150,18 +159,21 @@ def whiten(
     *,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Advantages standardised over all trained tokens of the batch: with `gae` this is PPO, with `reward_to_go` REINFORCE++.
+    """Advantages standardised over all trained tokens of the batch: with `gae` this is PPO, with
+    `reward_to_go` REINFORCE++.
 
     (A_t - mean(A)) / √(var(A) + eps), var with n - 1
 
     Args:
-      advantages: [B, T]. rewards: [N], nan where it cannot be scored: its tokens take no part. rollout_ids: [B], indices into it.
+      advantages: [B, T]. rewards: [N], nan where it cannot be scored: its tokens take no part.
+        rollout_ids: [B], indices into it.
       response_mask: [B, T] bool.
       eps: ≥ 0, in squared units of `advantages`; 1e-8 as in verl.
-    Returns: [B, T], dimensionless; sums to 0 over the trained tokens of scored rollouts and is 0 everywhere else. All equal,
-      or fewer than two tokens: 0.
+    Returns: [B, T], dimensionless; sums to 0 over the trained tokens of scored rollouts and is 0
+      everywhere else. All equal, or fewer than two tokens: 0.
     Raises: ValueError naming eps.
-    Source: Andrychowicz et al. 2021, section 3.3, arXiv:2006.05990; REINFORCE++, Hu 2025, arXiv:2501.03262.
+    Source: Andrychowicz et al. 2021, section 3.3, arXiv:2006.05990; REINFORCE++, Hu 2025,
+      arXiv:2501.03262.
 
     >>> mask = torch.tensor([[True, False], [True, True]])
     >>> whiten(

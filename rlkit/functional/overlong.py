@@ -1,4 +1,5 @@
-"""Rules for rollouts that are too long: (rewards [N], …) → (rewards [N] for the advantage, [N] bool: trained on)."""
+"""Rules for rollouts that are too long: (rewards [N], …) → (rewards [N] for the advantage, [N]
+bool: trained on)."""
 
 from __future__ import annotations
 
@@ -30,20 +31,25 @@ def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
 def soft_penalty(
     rewards: Tensor, reply_lengths: Tensor, *, limit: float, buffer: float = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """The reward falls with the length of the longest reply over the last part of the allowed length.
+    """The reward falls with the length of the longest reply over the last part of the allowed
+    length.
 
-    R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b tokens, -1 from L on
+    R'_i = R_i + clamp((L - b - |y_i|) / b, -1, 0), L = limit, b = buffer · limit: 0 up to L - b
+    tokens, -1 from L on
 
-    A reply is the output of one call of the policy. In an episode of several replies the longest counts, so ten short turns are not
-    penalised. To penalise the length of a whole episode use `rlkit.rewards.soft_length`.
+    A reply is the output of one call of the policy. In an episode of several replies the longest
+    counts, so ten short turns are not penalised. To penalise the length of a whole episode use
+    `rlkit.rewards.soft_length`.
 
     Args:
-      rewards: [N], nan where it cannot be scored. reply_lengths: [N] sampled tokens of a rollout's longest reply.
+      rewards: [N], nan where it cannot be scored. reply_lengths: [N] sampled tokens of a rollout's
+        longest reply.
       limit: > 0, in tokens of a reply, from which the whole penalty is taken off.
       buffer: in (0, 1], the share of the limit over which it grows; the paper: 4096 of 20480.
     Returns: rewards [N], lower by 0 … 1, nan where they were; and all True [N].
     Raises: ValueError naming the limit or the buffer.
-    Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476, where a rollout is one reply.
+    Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476,
+      where a rollout is one reply.
 
     >>> soft_penalty(torch.ones(4), torch.tensor([80, 90, 100, 500]), limit=100)[0]
     tensor([1.0000, 0.5000, 0.0000, 0.0000])
@@ -59,14 +65,17 @@ def soft_penalty(
 
 @keeps("binary", "non_negative", "raw")
 def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
-    """Truncated rollouts are not trained on, because their reward does not show how they would have ended.
+    """Truncated rollouts are not trained on, because their reward does not show how they would have
+    ended.
 
     trained_i = not truncated_i; the rewards stay, and count in the baseline of their group.
 
     Args:
-      rewards: [N], nan where it cannot be scored. truncated: [N] bool, cut off by a limit instead of ended.
+      rewards: [N], nan where it cannot be scored. truncated: [N] bool, cut off by a limit instead
+        of ended.
     Returns: the same rewards [N], and [N] bool.
-    Source: overlong filtering, DAPO, Yu et al. 2025, section 3.4, arXiv:2503.14476; in TRL `mask_truncated_completions`.
+    Source: overlong filtering, DAPO, Yu et al. 2025, section 3.4, arXiv:2503.14476; in TRL
+      `mask_truncated_completions`.
 
     >>> mask_truncated(torch.tensor([1.0, 0.0]), torch.tensor([False, True]))
     (tensor([1., 0.]), tensor([ True, False]))

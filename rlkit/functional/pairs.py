@@ -1,6 +1,8 @@
-"""Learning from pairs of one prompt's rollouts: which pairs, their loss, and the advantage that has its gradient.
+"""Learning from pairs of one prompt's rollouts: which pairs, their loss, and the advantage that has
+its gradient.
 
-A selector is (rewards [N], group_ids [N]) → [P, 2] int64, the preferred rollout first. The reward alone orders a pair:
+A selector is (rewards [N], group_ids [N]) → [P, 2] int64, the preferred rollout first. The reward
+alone orders a pair:
 ties and rewards of nan are in none.
 """
 
@@ -23,9 +25,11 @@ def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
     {(i, j): R_i > R_j, i and j of one group}
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be neighbours.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be
+        neighbours.
     Returns: [P, 2] int64, (preferred, dispreferred); P = 0 where no group has spread.
-    Source: Ouyang et al. 2022 (InstructGPT), section 3.5, arXiv:2203.02155: all comparisons of one prompt.
+    Source: Ouyang et al. 2022 (InstructGPT), section 3.5, arXiv:2203.02155: all comparisons of one
+      prompt.
 
     >>> all_pairs(torch.tensor([1.0, 0.0, 1.0, 5.0]), torch.tensor([0, 0, 0, 1]))
     tensor([[0, 1],
@@ -41,9 +45,12 @@ def best_worst(rewards: Tensor, group_ids: Tensor) -> Tensor:
     {(argmax_g R, argmin_g R)}, groups whose rewards differ
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be neighbours.
-    Returns: [P, 2] int64, (preferred, dispreferred), at most one pair a group; P = 0 where no group has spread.
-    Source: best-of-n against worst-of-n, Dong et al. 2024 (RLHF Workflow), section 3, arXiv:2405.07863.
+      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be
+        neighbours.
+    Returns: [P, 2] int64, (preferred, dispreferred), at most one pair a group; P = 0 where no group
+      has spread.
+    Source: best-of-n against worst-of-n, Dong et al. 2024 (RLHF Workflow), section 3,
+      arXiv:2405.07863.
 
     >>> best_worst(torch.tensor([1.0, 0.0, 1.0, 0.5]), torch.tensor([0, 0, 0, 0]))
     tensor([[0, 1]])
@@ -72,20 +79,23 @@ def pairwise_loss(
     beta: float = 0.1,
     length_normalise: bool = False,
 ) -> Tensor:
-    """How far the policy is from preferring the better rollout of each pair; for notebooks and tests.
+    """How far the policy is from preferring the better rollout of each pair; for notebooks and
+    tests.
 
     loss_ij = -log σ(β (s_i - s_j)), s_i = Σ_t log π_t over the trained tokens of rollout i
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything under the mask. response_mask: [B, T] bool.
+      logprobs: [B, T] in nats, carries the gradient. Anything under the mask. response_mask: [B, T]
+        bool.
       rollout_ids: [B] int64; all rows of a rollout must be there.
       pairs: [P, 2] int64, (preferred, dispreferred), rollouts with a row.
       beta: > 0, per nat.
       length_normalise: s_i is the mean over tokens, not the sum.
-    Returns: [P] > 0, in nats; log 2 where both are as likely. P = 0 gives [0], whose sum still has a gradient of 0.
+    Returns: [P] > 0, in nats; log 2 where both are as likely. P = 0 gives [0], whose sum still has
+      a gradient of 0.
     Raises: ValueError naming beta.
-    Source: Rafailov et al. 2023 (DPO), section 4, arXiv:2305.18290, without a reference; the mean and the missing reference
-      as in SimPO, Meng et al. 2024, section 2.2, arXiv:2405.14734.
+    Source: Rafailov et al. 2023 (DPO), section 4, arXiv:2305.18290, without a reference; the mean
+      and the missing reference as in SimPO, Meng et al. 2024, section 2.2, arXiv:2405.14734.
 
     >>> mask, pairs = torch.ones(2, 1).bool(), torch.tensor([[0, 1]])
     >>> pairwise_loss(torch.tensor([[-1.0], [-1.0]]), mask, torch.tensor([0, 1]), pairs)
@@ -110,24 +120,31 @@ def pairwise(
     length_normalise: bool = False,
     pair_selector: Callable[[Tensor, Tensor], Tensor] = all_pairs,
 ) -> Tensor:
-    """The advantage with which a policy gradient is the gradient of the mean `pairwise_loss` at the old policy.
+    """The advantage with which a policy gradient is the gradient of the mean `pairwise_loss` at the
+    old policy.
 
-    A_i = N/P · β (Σ_{(i,j)} σ(-β (s_i - s_j)) - Σ_{(j,i)} σ(-β (s_j - s_i))), s as in `pairwise_loss`; over |y_i| where
+    A_i = N/P · β (Σ_{(i,j)} σ(-β (s_i - s_j)) - Σ_{(j,i)} σ(-β (s_j - s_i))), s as in
+    `pairwise_loss`; over |y_i| where
     s is a mean
 
-    The gradients are exactly equal with policy_loss `reinforce` and aggregation `sequence_sum` with constant 1, whose weights are
-    1/N.
+    The gradients are exactly equal with policy_loss `reinforce` and aggregation `sequence_sum` with
+    constant 1, whose weights are 1/N.
 
     Args:
       rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
-      logprobs_old: [B, T] in nats, anything under the mask. response_mask: [B, T] bool. rollout_ids: [B].
-      beta: > 0, per nat. A pair gets its full weight only within about 1 / beta nats of equal. DPO takes 0.1.
+      logprobs_old: [B, T] in nats, anything under the mask. response_mask: [B, T] bool.
+        rollout_ids: [B].
+      beta: > 0, per nat. A pair gets its full weight only within about 1 / beta nats of equal. DPO
+        takes 0.1.
       length_normalise: s_i is the mean over tokens, not the sum; SimPO takes beta 2 to 2.5 with it.
-      pair_selector: (rewards, group_ids) → [P, 2]. Rollouts without a trained token have the reward nan there.
-    Returns: [B, T], one number a rollout, of the dtype of `logprobs_old`; sums to 0 over the rollouts of a group unless
-      length_normalise. 0 for rollouts in no pair, so all 0 where there is none.
+      pair_selector: (rewards, group_ids) → [P, 2]. Rollouts without a trained token have the reward
+        nan there.
+    Returns: [B, T], one number a rollout, of the dtype of `logprobs_old`; sums to 0 over the
+      rollouts of a group unless length_normalise. 0 for rollouts in no pair, so all 0 where there
+      is none.
     Raises: ValueError naming beta.
-    Source: the gradient of the loss of DPO, Rafailov et al. 2023, section 4, arXiv:2305.18290, without a reference.
+    Source: the gradient of the loss of DPO, Rafailov et al. 2023, section 4, arXiv:2305.18290,
+      without a reference.
 
     >>> given = (torch.zeros(2, 1), torch.ones(2, 1).bool(), torch.tensor([0, 1]))
     >>> pairwise(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), *given, beta=1.0)

@@ -1,10 +1,12 @@
-"""Policy losses per token: [B, T], unmasked and unreduced; the weights of `aggregation` mask and reduce.
+"""Policy losses per token: [B, T], unmasked and unreduced; the weights of `aggregation` mask and
+reduce.
 
-Inputs are finite everywhere: `token_ratio` and `fill_masked` put neutral constants under the mask first.
+Inputs are finite everywhere: `token_ratio` and `fill_masked` put neutral constants under the mask
+first.
 
-Each loss declares by `@clips` what its own clip does to a token, for the metrics clip/*. A loss without a declaration has none of them.
-It declares by `@vanishes` when a token without an advantage has no gradient. Only then is an update
-without advantages skipped.
+Each loss declares by `@clips` what its own clip does to a token, for the metrics clip/*. A loss
+without a declaration has none of them. It declares by `@vanishes` when a token without an advantage
+has no gradient. Only then is an update without advantages skipped.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def _held_by_divergence(
     two_sided: bool,
     penalty: float,
 ) -> Tensor:
-    """Further than delta from the sampler, and (unless on both sides) on the side that the advantage asks for."""
+    """Further than delta from the sampler, and (unless on both sides) on the side that the
+    advantage asks for."""
     now, sampler = full_precision(logprobs.detach()), full_precision(logprobs_sampler)
     moved = now.exp() - sampler.exp()
     far = (moved.abs() if divergence == "tv" else binary_kl(sampler, now)) > delta
@@ -91,19 +94,22 @@ def clipped(
     dual_clip: min(loss_t, -dual_clip · A_t) where A_t < 0
     delta: min(r_t, delta) in place of the first r_t
 
-    A token has no gradient once its ratio has left the interval in the direction of its advantage. For a negative advantage the
-    loss is not bounded from above, because r_t may be arbitrarily large. Either cap bounds it. With dual_clip = delta the two caps
-    are the same function.
+    A token has no gradient once its ratio has left the interval in the direction of its advantage.
+    For a negative advantage the loss is not bounded from above, because r_t may be arbitrarily
+    large. Either cap bounds it. With dual_clip = delta the two caps are the same function.
 
     Args:
-      ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient flows into it.
-      clip_low, clip_high: dimensionless half-widths, 0 < clip_low ≤ 1, clip_high > 0. DAPO: 0.2 and 0.28.
+      ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient
+        flows into it.
+      clip_low, clip_high: dimensionless half-widths, 0 < clip_low ≤ 1, clip_high > 0. DAPO: 0.2 and
+        0.28.
       dual_clip: > 1 + clip_high; None: no cap. verl's default loss has 3, TRL's has none.
       delta: > 1 + clip_high; None: no cap. In TRL `delta`.
     Returns: [B, T] loss in units of advantage.
     Raises: ValueError naming the argument, its value and the allowed range.
-    Source: Schulman et al. 2017 eq. 7, arXiv:1707.06347; two widths Yu et al. 2025 (DAPO) eq. 10, arXiv:2503.14476; dual
-      clip Ye et al. 2020, arXiv:1912.09729; delta INTELLECT-2, Prime Intellect 2025, arXiv:2505.07291.
+    Source: Schulman et al. 2017 eq. 7, arXiv:1707.06347; two widths Yu et al. 2025 (DAPO) eq. 10,
+      arXiv:2503.14476; dual clip Ye et al. 2020, arXiv:1912.09729; delta INTELLECT-2, Prime
+      Intellect 2025, arXiv:2505.07291.
 
     >>> clipped(torch.tensor([[1.5]]), torch.tensor([[1.0]]))
     tensor([[-1.2000]])
@@ -136,16 +142,19 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> Tensor:
-    """Score-function loss weighted by a clipped ratio, per token: the clip bounds a weight and never takes a token's gradient.
+    """Score-function loss weighted by a clipped ratio, per token: the clip bounds a weight and
+    never takes a token's gradient.
 
     loss_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t log π_t
 
     Args:
-      ratio: [B, T] π / π_old, > 0; its value alone counts. advantages: [B, T] a constant: no gradient flows into it.
+      ratio: [B, T] π / π_old, > 0; its value alone counts. advantages: [B, T] a constant: no
+        gradient flows into it.
       logprobs: [B, T] in nats, carries the gradient.
-      clip_low, clip_high: half-widths around 1, as in verl and SkyRL: 0 < clip_low ≤ 1, clip_high > 0. The defaults bound
-        the weight by [0, 5] (SkyRL); clip_low = 1 is no lower bound, as in the paper. verl 0.2 and 0.2. TRL's value is the
-        cap itself: its epsilon_high = 5 is clip_high = 4 here. Its default of 0.2 makes every weight small.
+      clip_low, clip_high: half-widths around 1, as in verl and SkyRL: 0 < clip_low ≤ 1, clip_high >
+        0. The defaults bound the weight by [0, 5] (SkyRL); clip_low = 1 is no lower bound, as in
+        the paper. verl 0.2 and 0.2. TRL's value is the cap itself: its epsilon_high = 5 is
+        clip_high = 4 here. Its default of 0.2 makes every weight small.
     Returns: [B, T]; only its gradient means anything.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: CISPO, MiniMax-M1, Chen et al. 2025, section 3.1, arXiv:2506.13585.
@@ -162,14 +171,17 @@ def cispo(
 def sapo(
     ratio: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """Surrogate loss with a soft gate, per token: the gradient fades as the ratio leaves 1, and never stops at once.
+    """Surrogate loss with a soft gate, per token: the gradient fades as the ratio leaves 1, and
+    never stops at once.
 
     loss_t = -(4/τ) σ(τ (r_t - 1)) A_t, τ = tau_positive where A_t > 0, tau_negative elsewhere
 
-    The gradient with respect to r_t is -4 p (1 - p) A_t, p = σ(τ (r_t - 1)): that of REINFORCE at r_t = 1.
+    The gradient with respect to r_t is -4 p (1 - p) A_t, p = σ(τ (r_t - 1)): that of REINFORCE at
+    r_t = 1.
 
     Args:
-      ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient flows into it.
+      ratio: [B, T] π / π_old, > 0, carries the gradient. advantages: [B, T] a constant: no gradient
+        flows into it.
       tau_positive, tau_negative: > 0, dimensionless; a larger one fades faster.
     Returns: [B, T] loss in units of advantage; at r_t = 1 it is -2 A_t / τ.
     Raises: ValueError naming the argument, its value and the allowed range.
@@ -199,19 +211,25 @@ def gmpo(
     clip_log_low: float = 0.4,
     clip_log_high: float = 0.4,
 ) -> Tensor:
-    """Surrogate loss of the geometric mean of a rollout's clipped ratios: one token's ratio moves it little.
+    """Surrogate loss of the geometric mean of a rollout's clipped ratios: one token's ratio moves
+    it little.
 
-    loss_t = -s_j A_t, s_j = exp(clamp(mean over the trained tokens of rollout j of Δ'_t, -20, 20)), Δ_t = log π_t - log π_old_t
+    loss_t = -s_j A_t, s_j = exp(clamp(mean over the trained tokens of rollout j of Δ'_t, -20, 20)),
+    Δ_t = log π_t - log π_old_t
     Δ'_t = min(Δ_t, clip_log_high) where A_t > 0, max(Δ_t, -clip_log_low) elsewhere
 
-    All tokens of a rollout have the same s_j, so `sequence_mean` gives the mean over rollouts of -s_j A_j.
+    All tokens of a rollout have the same s_j, so `sequence_mean` gives the mean over rollouts of
+    -s_j A_j.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything under the mask. logprobs_old: [B, T] in nats, a constant.
-      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there, as `micro_batches` gives them.
+      logprobs: [B, T] in nats, carries the gradient. Anything under the mask. logprobs_old: [B, T]
+        in nats, a constant.
+      response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there, as
+        `micro_batches` gives them.
       advantages: [B, T] a constant: no gradient flows into it.
-      clip_log_low, clip_log_high: > 0, widths in nats: the paper's interval is (e^-0.4, e^0.4). verl
-        clips in the same way, by clip_ratio_low and clip_ratio_high in nats, 0.2 unless they are set.
+      clip_log_low, clip_log_high: > 0, widths in nats: the paper's interval is (e^-0.4, e^0.4).
+        verl clips in the same way, by clip_ratio_low and clip_ratio_high in nats, 0.2 unless they
+        are set.
     Returns: [B, T] loss in units of advantage.
     Raises: ValueError naming the argument, its value and the allowed range.
     Source: GMPO, Zhao et al. 2025, section 3, arXiv:2507.20673.
@@ -251,14 +269,18 @@ def kl_cov(
     share: float = 2e-4,
     coef: float = 1.0,
 ) -> Tensor:
-    """Surrogate loss without a clip; a penalty holds the few tokens of the highest covariance near the old policy.
+    """Surrogate loss without a clip; a penalty holds the few tokens of the highest covariance near
+    the old policy.
 
-    loss_t = -r_t A_t + coef |log π_t - log π_old_t| where covariance_rank_t < share, -r_t A_t elsewhere
+    loss_t = -r_t A_t + coef |log π_t - log π_old_t| where covariance_rank_t < share, -r_t A_t
+    elsewhere
 
     Args:
       ratio: [B, T] π / π_old, > 0. logprobs: [B, T] in nats. Both carry the gradient.
-      advantages, logprobs_old: [B, T], constants. covariance_rank: [B, T], of the function of that name.
-      share: in [0, 1], of the step's trained tokens, rounded up. coef: ≥ 0, in units of advantage per nat. verl 2e-4 and 1.
+      advantages, logprobs_old: [B, T], constants. covariance_rank: [B, T], of the function of that
+        name.
+      share: in [0, 1], of the step's trained tokens, rounded up. coef: ≥ 0, in units of advantage
+        per nat. verl 2e-4 and 1.
     Returns: [B, T] loss in units of advantage; the penalty has no gradient at r_t = 1.
     Raises: ValueError naming `share` or `coef`.
     Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617.
@@ -286,15 +308,20 @@ def vespo(
     k_negative: float = 3.0,
     lam_negative: float = 2.0,
 ) -> Tensor:
-    """Score-function loss with a soft weight of the whole rollout, which fades as policy and sampler differ.
+    """Score-function loss with a soft weight of the whole rollout, which fades as policy and
+    sampler differ.
 
-    loss_t = -sg[φ(w_j)] A_t log π_t, φ(w) = w^k e^(λ (1 - w)), w_j = exp(Σ over rollout j of (log π_t - log μ_t)) in [1e-8, e^20]
+    loss_t = -sg[φ(w_j)] A_t log π_t, φ(w) = w^k e^(λ (1 - w)), w_j = exp(Σ over rollout j of (log
+    π_t - log μ_t)) in [1e-8, e^20]
 
-    φ(1) = 1, and φ is largest at k/λ. w is the ratio to the sampler μ, a correction too: use algorithm/correction=none.
+    φ(1) = 1, and φ is largest at k/λ. w is the ratio to the sampler μ, a correction too: use
+    algorithm/correction=none.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
-      response_mask: [B, T] bool. rollout_ids: [B]; all rows of a rollout must be there. advantages: [B, T] a constant.
+      logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the
+        engine that sampled (μ).
+      response_mask: [B, T] bool. rollout_ids: [B]; all rows of a rollout must be there. advantages:
+        [B, T] a constant.
       k_positive, lam_positive: > 0, where A_t ≥ 0. k_negative, lam_negative: > 0, where A_t < 0.
     Returns: [B, T]; only its gradient means anything.
     Raises: ValueError naming the argument, its value and the allowed range.
@@ -341,23 +368,30 @@ def dppo(
     two_sided: bool = False,
     penalty: float = 1e-3,
 ) -> Tensor:
-    """Surrogate loss in a trust region of the divergence from the sampler, which a ratio measures badly: rare tokens move freely.
+    """Surrogate loss in a trust region of the divergence from the sampler, which a ratio measures
+    badly: rare tokens move freely.
 
     loss_t = -r_t A_t keep_t + penalty · (log r_t)², r_t = π_t / μ_t
-    keep_t = 0 where D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t < 0 and π_t < μ_t), else 1
-    tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 wherever D_t > delta
+    keep_t = 0 where D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t < 0
+    and π_t < μ_t), else 1
+    tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 wherever D_t
+    > delta
 
     The ratio is to the sampler μ, an importance weight too: use algorithm/correction=none.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
+      logprobs: [B, T] in nats, carries the gradient. logprobs_sampler: [B, T] in nats, by the
+        engine that sampled (μ).
       response_mask: [B, T] bool. advantages: [B, T] a constant: no gradient flows into it.
-      divergence: tv or kl. delta: > 0; a difference of probabilities for tv (prime-rl 0.2, verl 0.15), nats for kl (verl 0.05).
+      divergence: tv or kl. delta: > 0; a difference of probabilities for tv (prime-rl 0.2, verl
+        0.15), nats for kl (verl 0.05).
       two_sided: the mask of prime-rl's IPO, which also stops tokens on their way back.
       penalty: ≥ 0, in units of advantage per nat²; on every token. prime-rl 1e-3, verl 0.
-    Returns: [B, T] loss in units of advantage. Its gradient at a dropped token is that of the penalty alone.
+    Returns: [B, T] loss in units of advantage. Its gradient at a dropped token is that of the
+      penalty alone.
     Raises: ValueError naming the argument, its value and the allowed range.
-    Source: DPPO, arXiv:2602.04879; the penalty and the two-sided mask are prime-rl's. verl bounds r_t by 20 and takes -A r log π.
+    Source: DPPO, arXiv:2602.04879; the penalty and the two-sided mask are prime-rl's. verl bounds
+      r_t by 20 and takes -A r log π.
 
     >>> new, sampler, both = (
     ...     torch.tensor([[0.8, 0.004]]).log(),
@@ -392,7 +426,8 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     loss_t = -A_t log π_t
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. advantages: [B, T] a constant: no gradient flows into it.
+      logprobs: [B, T] in nats, carries the gradient. advantages: [B, T] a constant: no gradient
+        flows into it.
     Returns: [B, T]; only its gradient means anything.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", section 4.
 

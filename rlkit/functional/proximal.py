@@ -1,4 +1,5 @@
-"""What stands between the sampler and the policy in training: an old policy without a pass of its own, and a distance of two tokens."""
+"""What stands between the sampler and the policy in training: an old policy without a pass of its
+own, and a distance of two tokens."""
 
 from __future__ import annotations
 
@@ -11,20 +12,24 @@ from rlkit.functional.masking import fill_masked, full_precision
 def interpolated_old(
     logprobs: Tensor, logprobs_sampler: Tensor, old_share: Tensor, response_mask: Tensor
 ) -> Tensor:
-    """The old policy's log-probs, taken on the line between sampler and current policy instead of from a pass before the update.
+    """The old policy's log-probs, taken on the line between sampler and current policy instead of
+    from a pass before the update.
 
     log old_t = log μ_t + a_t (log π_t - log μ_t), a constant
 
-    a = 0 is the sampler, a = 1 the current policy. With a = (d - 1) / d, where d is the number of versions from the sampler's to the
-    policy's, (old / μ) (π / old) = π / μ, and π / old = (π / μ)^(1/d): of the d steps between them, the last is the update's own. The
-    line moves with the policy, so old is computed again in every minibatch.
+    a = 0 is the sampler, a = 1 the current policy. With a = (d - 1) / d, where d is the number of
+    versions from the sampler's to the policy's, (old / μ) (π / old) = π / μ, and π / old = (π /
+    μ)^(1/d): of the d steps between them, the last is the update's own. The line moves with the
+    policy, so old is computed again in every minibatch.
 
     Args:
-      logprobs: [B, T] in nats, of the policy being trained; no gradient flows through. logprobs_sampler: [B, T] in nats (μ).
+      logprobs: [B, T] in nats, of the policy being trained; no gradient flows through.
+        logprobs_sampler: [B, T] in nats (μ).
       old_share: [B, T] in 0 … 1, a. response_mask: [B, T] bool.
     Returns: [B, T] in nats, float32 or float64; 0 under the mask.
-    Source: log-linear approximation of the proximal policy, A-3PO, arXiv:2512.06547. AReaL calls the policy in training by the version
-      that it began the step with, so its d is smaller by one, and a = 0 at d ≤ 1.
+    Source: log-linear approximation of the proximal policy, A-3PO, arXiv:2512.06547. AReaL calls
+      the policy in training by the version that it began the step with, so its d is smaller by one,
+      and a = 0 at d ≤ 1.
 
     >>> now, sampler, everywhere = (
     ...     torch.tensor([[-1.0, -1.0]]),
@@ -47,9 +52,12 @@ def binary_kl(logprobs: Tensor, logprobs_other: Tensor) -> Tensor:
     k(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b)), a = π_t, b = the other's
 
     Args:
-      logprobs, logprobs_other: any shape, in nats; clamped to [-100, 0], and 1 - probability at 1e-12.
-    Returns: the same shape, in nats, ≥ 0 up to rounding; 0 where both agree. At most the KL of the whole next-token distributions.
-    Source: the data-processing inequality, Cover and Thomas 2006, section 2.8; as in DPPO, arXiv:2602.04879.
+      logprobs, logprobs_other: any shape, in nats; clamped to [-100, 0], and 1 - probability at
+        1e-12.
+    Returns: the same shape, in nats, ≥ 0 up to rounding; 0 where both agree. At most the KL of the
+      whole next-token distributions.
+    Source: the data-processing inequality, Cover and Thomas 2006, section 2.8; as in DPPO,
+      arXiv:2602.04879.
 
     >>> binary_kl(
     ...     torch.tensor([0.5]).log(), torch.tensor([0.25]).log()

@@ -1,4 +1,5 @@
-"""Importance ratios of the policy being trained over the policy before the update: of each token, or of its whole rollout."""
+"""Importance ratios of the policy being trained over the policy before the update: of each token,
+or of its whole rollout."""
 
 from __future__ import annotations
 
@@ -16,11 +17,14 @@ def token_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -
     r_t = exp(clamp(log π_t - log π_old_t, -20, 20)); 1 where the mask is False
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T] bool.
-    Returns: [B, T] in [e^-20, e^20], float32 or float64. Its gradient is r_t within the clamp, 0 beyond it and under
-      the mask.
-    Source: PPO, Schulman et al. 2017, section 3, arXiv:1707.06347; the clamp as in verl (TRL has none).
+      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
+        mask.
+      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T]
+        bool.
+    Returns: [B, T] in [e^-20, e^20], float32 or float64. Its gradient is r_t within the clamp, 0
+      beyond it and under the mask.
+    Source: PPO, Schulman et al. 2017, section 3, arXiv:1707.06347; the clamp as in verl (TRL has
+      none).
 
     >>> token_ratio(
     ...     torch.tensor([[-1.0, -1e4]]), torch.tensor([[-1.0, 0.0]]), torch.tensor([[True, False]])
@@ -37,17 +41,23 @@ def sequence_ratio(
 ) -> Tensor:
     """Ratio of a whole rollout, per token of it: the geometric mean of its tokens' ratios.
 
-    s_j = exp(clamp(mean over the trained tokens of rollout j of (log π_t - log π_old_t), -20, 20)); 1 under the mask
+    s_j = exp(clamp(mean over the trained tokens of rollout j of (log π_t - log π_old_t), -20, 20));
+    1 under the mask
 
-    "Rollout" means all of its rows, so all of them must be there: `micro_batches` keeps them together.
+    "Rollout" means all of its rows, so all of them must be there: `micro_batches` keeps them
+    together.
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T] bool.
+      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
+        mask.
+      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T]
+        bool.
       rollout_ids: [B] int64, which rollout a row belongs to.
-    Returns: [B, T], equal at all trained tokens of a rollout. The gradient of each entry is s_j / |y_j| with respect to
-      every token of the rollout; aggregated by `sequence_mean`, that is the objective of the paper.
-    Source: GSPO, Zheng et al. 2025 eq. 7, arXiv:2507.18071; in TRL `importance_sampling_level="sequence"`.
+    Returns: [B, T], equal at all trained tokens of a rollout. The gradient of each entry is s_j /
+      |y_j| with respect to every token of the rollout; aggregated by `sequence_mean`, that is the
+      objective of the paper.
+    Source: GSPO, Zheng et al. 2025 eq. 7, arXiv:2507.18071; in TRL
+      `importance_sampling_level="sequence"`.
 
     >>> new, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -1.5]])
     >>> sequence_ratio(new, old, torch.tensor([[True, True]]), torch.tensor([0]))
@@ -63,17 +73,22 @@ def sequence_ratio(
 def sequence_token_ratio(
     logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor, rollout_ids: Tensor
 ) -> Tensor:
-    """The rollout's ratio in value, each token's own in gradient: for advantages that differ within a rollout.
+    """The rollout's ratio in value, each token's own in gradient: for advantages that differ within
+    a rollout.
 
     s_jt = sg[s_j] π_t / sg[π_t], s_j as in `sequence_ratio`; 1 under the mask
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T] bool.
+      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
+        mask.
+      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T]
+        bool.
       rollout_ids: [B] int64; all rows of a rollout must be there.
-    Returns: [B, T], equal at all trained tokens of a rollout. The gradient of each entry is s_j with respect to its own
-      token. With equal advantages within a rollout and `sequence_mean` the loss has the gradient of `sequence_ratio`.
-    Source: GSPO-token, Zheng et al. 2025 eq. 13-14, arXiv:2507.18071; in verl `gspo`, which caps s_j at e^10.
+    Returns: [B, T], equal at all trained tokens of a rollout. The gradient of each entry is s_j
+      with respect to its own token. With equal advantages within a rollout and `sequence_mean` the
+      loss has the gradient of `sequence_ratio`.
+    Source: GSPO-token, Zheng et al. 2025 eq. 13-14, arXiv:2507.18071; in verl `gspo`, which caps
+      s_j at e^10.
 
     >>> new, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -1.5]])
     >>> sequence_token_ratio(new, old, torch.tensor([[True, True]]), torch.tensor([0]))
@@ -90,8 +105,10 @@ def log_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> 
     Δ_t = log π_t - log π_old_t; 0 where the mask is False
 
     Args:
-      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the mask.
-      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T] bool.
+      logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
+        mask.
+      logprobs_old: [B, T] in nats, a constant: no gradient flows into it. response_mask: [B, T]
+        bool.
     Returns: [B, T] in nats, float32 or float64.
     Source: the logarithm of the ratio of PPO, Schulman et al. 2017, section 3, arXiv:1707.06347.
 

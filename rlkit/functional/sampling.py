@@ -1,7 +1,8 @@
-"""Randomness without generator state: a hash of integers, and Gumbel noise from seed, counter and token.
+"""Randomness without generator state: a hash of integers, and Gumbel noise from seed, counter and
+token.
 
-Sampling is Gumbel-max in two levels, an exact draw from the softmax (`gumbel_choice`). So neither batch composition, row, rank nor
-device changes the tokens that a rollout draws.
+Sampling is Gumbel-max in two levels, an exact draw from the softmax (`gumbel_choice`). So neither
+batch composition, row, rank nor device changes the tokens that a rollout draws.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ _WORD = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """One 63-bit seed from any number of integers, such as run seed, step, prompt position and sample index.
+    """One 63-bit seed from any number of integers, such as run seed, step, prompt position and
+    sample index.
 
-    h ← finalise((h xor part) + golden), from h = 0, for each part in turn; the result is h without its lowest bit.
+    h ← finalise((h xor part) + golden), from h = 0, for each part in turn; the result is h without
+    its lowest bit.
 
     Args:
-      parts: any integers, taken modulo 2^64; order and number matter: mix(1, 2) ≠ mix(2, 1), mix(0) ≠ mix(0, 0).
+      parts: any integers, taken modulo 2^64; order and number matter: mix(1, 2) ≠ mix(2, 1), mix(0)
+        ≠ mix(0, 0).
     Returns: 0 … 2^63 - 1, so that it fits an int64 tensor; the same on every machine.
-    Source: splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", section 4.
+    Source: splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+      generators", section 4.
 
     >>> mix(1, 2), mix(2, 1)
     (6804074658870690613, 8085905411993364802)
@@ -44,19 +49,22 @@ def mix(*parts: int) -> int:
 
 
 def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise for every token of the vocabulary, a pure function of (seed, counter, token).
+    """Standard Gumbel noise for every token of the vocabulary, a pure function of (seed, counter,
+    token).
 
-    g = -log(-log(1 - u)), u = (top 31 bits of splitmix64(state(seed, counter), token) + ½) / 2^31, 0 < u < 1
+    g = -log(-log(1 - u)), u = (top 31 bits of splitmix64(state(seed, counter), token) + ½) / 2^31,
+    0 < u < 1
 
-    The largest g come from the smallest u, where float32 is most precise. g reaches 22, so a token of probability 1e-9 is still
-    drawn with the right probability. The bits are equal on every device; the two logarithms may differ in the last place.
+    The largest g come from the smallest u, where float32 is most precise. g reaches 22, so a token
+    of probability 1e-9 is still drawn with the right probability. The bits are equal on every
+    device; the two logarithms may differ in the last place.
 
     Args:
       seeds: [B] integers, one a rollout, as `mix` makes them.
       counter: how many tokens the rollout has drawn before, one number for all rows or [B].
       vocabulary: V ≥ 1.
-    Returns: [B, V] float32 on the device of `seeds`, always finite; row b depends on seeds[b] and counter[b] alone, and
-      entry v does not depend on V.
+    Returns: [B, V] float32 on the device of `seeds`, always finite; row b depends on seeds[b] and
+      counter[b] alone, and entry v does not depend on V.
     Raises: ValueError where `seeds` are not integers or `vocabulary` is below 1.
     Source: Gumbel-max, Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030. splitmix64 as in `mix`.
 
@@ -86,19 +94,23 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
 def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -> Tensor:
     """Draw one token a row, a pure function of (seed, counter) and of the row's probabilities.
 
-    The vocabulary is cut into blocks of s = ⌈√V⌉ tokens. With the noise g = gumbel_noise(seeds, counter, ⌊V/s⌋ + 1 + s):
+    The vocabulary is cut into blocks of s = ⌈√V⌉ tokens. With the noise g = gumbel_noise(seeds,
+    counter, ⌊V/s⌋ + 1 + s):
 
-        block = argmax_b (log Σ_{v in b} p_v + g_b),   token = argmax_{v in block} (log p_v + g_{⌊V/s⌋ + 1 + v mod s})
+        block = argmax_b (log Σ_{v in b} p_v + g_b),   token = argmax_{v in block} (log p_v +
+                                                       g_{⌊V/s⌋ + 1 + v mod s})
 
-    Both are Gumbel-max draws with independent noise, so P(token) = P(block) · p_token / P(block) = p_token exactly. Only one
-    block is opened, so noise that blocks share for their places is used once. The noise of a row is 2√V numbers and not V: at
+    Both are Gumbel-max draws with independent noise, so P(token) = P(block) · p_token / P(block) =
+    p_token exactly. Only one block is opened, so noise that blocks share for their places is used
+    once. The noise of a row is 2√V numbers and not V: at
     V = 151,936 it moves 1.4 bytes a token, where one Gumbel number for each token moves about 270.
 
     Args:
       probabilities: [B, V] ≥ 0, each row with a positive sum; it needs not be 1.
       seeds: [B] integers. counter: one number or [B], as in `gumbel_noise`.
     Returns: [B] int64. A token of probability 0 is never drawn.
-    Source: Gumbel-max, Maddison et al. 2014, arXiv:1411.0030, whose maximum over a set is again a Gumbel variable at its log-sum.
+    Source: Gumbel-max, Maddison et al. 2014, arXiv:1411.0030, whose maximum over a set is again a
+      Gumbel variable at its log-sum.
 
     >>> gumbel_choice(torch.tensor([[0.1, 0.2, 0.7]]).expand(4, 3), torch.arange(4), 0)
     tensor([0, 0, 1, 2])
@@ -120,16 +132,20 @@ def gumbel_choice(probabilities: Tensor, seeds: Tensor, counter: int | Tensor) -
 
 
 def cut_distribution(logprobs: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """The distribution cut to its most likely tokens and normalised again: first to `top_k` of them, then to the nucleus of `top_p`.
+    """The distribution cut to its most likely tokens and normalised again: first to `top_k` of
+    them, then to the nucleus of `top_p`.
 
-    The nucleus is the fewest tokens, from the most likely one on, whose probabilities add up to at least top_p.
+    The nucleus is the fewest tokens, from the most likely one on, whose probabilities add up to at
+    least top_p.
 
     Args:
       logprobs: [..., V], normalised, in nats.
-      top_p: 0 < top_p ≤ 1; 1 keeps all. top_k: ≥ 0; 0 keeps all. Of tokens that tie for the last place, all are kept.
+      top_p: 0 < top_p ≤ 1; 1 keeps all. top_k: ≥ 0; 0 keeps all. Of tokens that tie for the last
+        place, all are kept.
     Returns: [..., V] in nats, -inf where cut; the input itself where nothing is cut.
     Raises: ValueError for a top_p or top_k out of range.
-    Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; top-k, Fan et al. 2018, arXiv:1805.04833.
+    Source: nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751; top-k, Fan et al. 2018,
+      arXiv:1805.04833.
 
     >>> cut_distribution(torch.tensor([0.5, 0.3, 0.2]).log(), top_p=0.7).exp()
     tensor([0.6250, 0.3750, 0.0000])
@@ -157,7 +173,8 @@ def _finalise(words: Tensor) -> Tensor:
 def _mixed(words: Tensor) -> Tensor:
     """Its two rounds, in place: w ← (w xor w >>> shift) × multiplier modulo 2^64.
 
-    Shifts of int64 carry the sign along, so the mask makes them logical; multiplication wraps around.
+    Shifts of int64 carry the sign along, so the mask makes them logical; multiplication wraps
+    around.
     """
     shifted = torch.empty_like(words)
     for shift, multiplier in _ROUNDS:

@@ -1,6 +1,8 @@
-"""Losses of the critic per token, [B, T], unmasked and unreduced: (values, values_old, returns) → [B, T].
+"""Losses of the critic per token, [B, T], unmasked and unreduced: (values, values_old, returns) →
+[B, T].
 
-They have the weights of the policy loss, so the critic learns from the same tokens with the same shares.
+They have the weights of the policy loss, so the critic learns from the same tokens with the same
+shares.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def squared_error(values: Tensor, returns: Tensor) -> Tensor:
 def clipped_squared_error(
     values: Tensor, values_old: Tensor, returns: Tensor, *, clip: float = 0.2
 ) -> Tensor:
-    """Half the squared distance from the return: of the value, or of the value clipped around the old one, whichever is larger.
+    """Half the squared distance from the return: of the value, or of the value clipped around the
+    old one, whichever is larger.
 
     loss_t = ½ max((V_t - G_t)², (clip(V_t, V_old_t - clip, V_old_t + clip) - G_t)²)
 
@@ -44,8 +47,8 @@ def clipped_squared_error(
       clip: > 0, in units of reward. TRL and SkyRL 0.2, verl and OpenRLHF 0.5.
     Returns: [B, T] ≥ 0, in squared units of reward; never less than `squared_error`.
     Raises: ValueError naming clip.
-    Source: the implementation of Schulman et al. 2017, arXiv:1707.06347 (OpenAI baselines, ppo2); Engstrom et al. 2020,
-      section 3, arXiv:2005.12729.
+    Source: the implementation of Schulman et al. 2017, arXiv:1707.06347 (OpenAI baselines, ppo2);
+      Engstrom et al. 2020, section 3, arXiv:2005.12729.
 
     >>> clipped_squared_error(
     ...     torch.tensor([[1.0]]), torch.tensor([[0.0]]), torch.tensor([[1.0]]), clip=0.5

@@ -1,4 +1,5 @@
-"""Any program is an environment: an endpoint on loopback that speaks the protocols of chat endpoints, and the programs that use it.
+"""Any program is an environment: an endpoint on loopback that speaks the protocols of chat
+endpoints, and the programs that use it.
 
 What needs aiohttp is imported when it is asked for.
 """

@@ -1,9 +1,12 @@
-"""Runs a program and ends it with all that it started, also where the process that asked for it was killed.
+"""Runs a program and ends it with all that it started, also where the process that asked for it was
+killed.
 
-    python -I -S -B _guard_child.py      standard input: a line of JSON, what `begin` takes, then nothing until its end
+    python -I -S -B _guard_child.py      standard input: a line of JSON, what `begin` takes, then
+                                         nothing until its end
 
-It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so that a process which left its session is found too. Standard
-output is the program's. `exit STATUS` goes to standard error once no process is left; a signal is 128 + its number. No rlkit is imported.
+It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so that a process which left its
+session is found too. Standard output is the program's. `exit STATUS` goes to standard error once no
+process is left; a signal is 128 + its number. No rlkit is imported.
 """
 
 import contextlib
@@ -25,9 +28,11 @@ def prctl(option: int, value: int) -> None:
 
 
 def begin(command: list[str], task: str, memory_mb: int | None, confine: dict | None = None) -> int:
-    """The program's process id. It cannot outlive this process, and reads the task on standard input.
+    """The program's process id. It cannot outlive this process, and reads the task on standard
+    input.
 
-    `confine`: "by", the path of rlkit/sandbox/_child.py, and what its `confine_program` takes; None: it has the user's rights.
+    `confine`: "by", the path of rlkit/sandbox/_child.py, and what its `confine_program` takes;
+    None: it has the user's rights.
     """
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
@@ -85,7 +90,8 @@ def end_all(main: int) -> None:
 
 
 def wait(main: int) -> int:
-    """Until the program ends by itself, or is not wanted any more; its status as `os.waitpid` has it."""
+    """Until the program ends by itself, or is not wanted any more; its status as `os.waitpid` has
+    it."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

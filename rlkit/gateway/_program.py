@@ -1,4 +1,5 @@
-"""`environment=program`: somebody else's program plays the episode, and speaks to the policy through an endpoint on loopback."""
+"""`environment=program`: somebody else's program plays the episode, and speaks to the policy
+through an endpoint on loopback."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ PASSED = (
     "VIRTUAL_ENV",
 )  # variables that every program gets
 LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
-# What a confined program reads and runs: programs and libraries, and what the C library and TLS look at
+# What a confined program reads and runs: programs and libraries, and what the C library and TLS
+# look at
 SYSTEM = (
     "/usr",
     "/lib",
@@ -63,7 +65,8 @@ Score = Literal["file", "exit"]
 
 
 class Client(NamedTuple):
-    """What a Python function plays its episode with: an address and a key for any client, and one plain request of its own."""
+    """What a Python function plays its episode with: an address and a key for any client, and one
+    plain request of its own."""
 
     base_url: str  # ends in /v1
     api_key: str
@@ -74,7 +77,8 @@ class Client(NamedTuple):
         tools: Sequence[Mapping[str, Any]] = (),
         **settings: Any,
     ) -> dict[str, Any]:
-        """The policy's message to a conversation, in the form of OpenAI's chat completions. Raises: OSError where it is refused."""
+        """The policy's message to a conversation, in the form of OpenAI's chat completions. Raises:
+        OSError where it is refused."""
         body = {"model": "policy", "messages": list(messages), "tools": list(tools), **settings}
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         asked = urllib.request.Request(
@@ -103,35 +107,49 @@ def program(
     max_programs: int | None = None,
     parse_calls: ToolParser = hermes,
 ) -> Environment:
-    """A program, or a Python function, plays each episode; all that it asks the policy is recorded and trained on.
+    """A program, or a Python function, plays each episode; all that it asks the policy is recorded
+    and trained on.
 
-    A program has a process and a working folder of its own, the task as JSON ({"id", "messages"}) in `RLKIT_TASK` and on standard input,
-    and its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other
-    variables but PATH and the language, and ends with its episode, with all that it started. It is not confined otherwise, unless
-    `confined`: it has the rights of the run's user.
+    A program has a process and a working folder of its own, the task as JSON ({"id", "messages"})
+    in `RLKIT_TASK` and on standard input, and its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other variables but PATH and
+    the language, and ends with its episode, with all that it started. It is not confined otherwise,
+    unless `confined`: it has the rights of the run's user.
 
     Args:
-      command: the program and its arguments; those that name a file are found from where the run was started.
-      function: (task, client) in the place of a command, plain or async; a plain one runs in a thread. A number that it returns is
-        added to the reward. An error that it raises ends its episode.
-      max_turns: replies of an episode, at least 1; further requests are refused, and the episode is truncated.
-      time_limit: seconds, > 0, of an episode, decoding not counted; then it is truncated by "deadline".
+      command: the program and its arguments; those that name a file are found from where the run
+        was started.
+      function: (task, client) in the place of a command, plain or async; a plain one runs in a
+        thread. A number that it returns is added to the reward. An error that it raises ends its
+        episode.
+      max_turns: replies of an episode, at least 1; further requests are refused, and the episode is
+        truncated.
+      time_limit: seconds, > 0, of an episode, decoding not counted; then it is truncated by
+        "deadline".
       output_kb: that a program may print, at least 1; more ends it.
-      memory_mb: address space of each process of the program, at least 1; one that asks for more is refused it. None: no limit.
-      score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in reward.txt in the program's folder, a
-        regular file of at most 64 bytes, read when all processes of the program are dead; the command line has to say trust=true. Either
-        is added to the reward (reward `environment` is 0). None: nothing is added, and a status other than 0 is a failure.
-      dropped_thinking: a conversation that comes back without the thinking of a reply is another one, and begins a new row (new_row), or
-        it continues the row, in which the thinking stays (continue).
+      memory_mb: address space of each process of the program, at least 1; one that asks for more is
+        refused it. None: no limit.
+      score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in
+        reward.txt in the program's folder, a regular file of at most 64 bytes, read when all
+        processes of the program are dead; the command line has to say trust=true. Either is added
+        to the reward (reward `environment` is 0). None: nothing is added, and a status other than 0
+        is a failure.
+      dropped_thinking: a conversation that comes back without the thinking of a reply is another
+        one, and begins a new row (new_row), or it continues the row, in which the thinking stays
+        (continue).
       variables: further variables of the program.
-      confined: the program, and what it starts, writes its own folder and nothing else, reads the system's programs and libraries,
-        Python, the files of its command, the folders of PYTHONPATH in `variables` and `readable`, connects to the port of its endpoint
-        over TCP and has no other network, and signals nothing outside. Needs Landlock in version 6 (Linux 6.12) and seccomp.
+      confined: the program, and what it starts, writes its own folder and nothing else, reads the
+        system's programs and libraries, Python, the files of its command, the folders of PYTHONPATH
+        in `variables` and `readable`, connects to the port of its endpoint over TCP and has no
+        other network, and signals nothing outside. Needs Landlock in version 6 (Linux 6.12) and
+        seccomp.
       readable: further files and folders that a confined program reads and runs.
-      max_programs: programs alive at the same time, at least 1; None: all episodes of a step begin together. An episode that waits for its
-        place spends none of its time. The last bits of its log-probs then depend on when another was over.
+      max_programs: programs alive at the same time, at least 1; None: all episodes of a step begin
+        together. An episode that waits for its place spends none of its time. The last bits of its
+        log-probs then depend on when another was over.
       parse_calls: reads the calls out of a reply's content.
-    Raises: ConfigError for no or two programs, one that is not there, a limit out of range, a parser that needs the tools' functions.
+    Raises: ConfigError for no or two programs, one that is not there, a limit out of range, a
+      parser that needs the tools' functions.
     """
     if bool(command) == (function is not None):
         raise ConfigError(
@@ -182,7 +200,8 @@ def program(
 
 
 def _found(command: Sequence[str]) -> list[str]:
-    """The command with the paths of its files made absolute; `python` is the one of this process."""
+    """The command with the paths of its files made absolute; `python` is the one of this
+    process."""
     out = [str(Path(word).absolute()) if os.path.isfile(word) else str(word) for word in command]
     return [sys.executable if out[0] == "python" else out[0], *out[1:]]
 
@@ -211,7 +230,8 @@ def _readable(command: Sequence[str], python_path: str, more: Sequence[str]) -> 
 async def _played(
     play: Callable[..., Awaitable[Ended]], time_limit: float, named: Any, task: Task, ask: Ask
 ) -> Ended:
-    """An episode with an endpoint of its own, within its time. `named`: the program, for messages."""
+    """An episode with an endpoint of its own, within its time. `named`: the program, for
+    messages."""
     from rlkit.gateway.server import opened_door
 
     wait = Wait("the program", named)
@@ -244,11 +264,12 @@ def task_text(task: Task) -> str:
     return json.dumps({"id": task.id, "messages": list(task.messages)})
 
 
-# ---------------------------------------------------------------------------------------------------- a function
+# --------------------------------------------------------------------------------------- a function
 
 
 async def _called(function: Callable[..., Any], task: Task, door: Any, address: str) -> Ended:
-    """A Python function plays the episode. A plain one has a thread of its own: a pool could be too small for all to begin."""
+    """A Python function plays the episode. A plain one has a thread of its own: a pool could be too
+    small for all to begin."""
     client = Client(f"{address}/v1", door.token)
     loop, inner = asyncio.get_running_loop(), getattr(function, "func", function)
     done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
@@ -298,7 +319,7 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
     )
 
 
-# ------------------------------------------------------------------------------------------------------- a process
+# ---------------------------------------------------------------------------------------- a process
 
 
 async def _executed(
@@ -369,7 +390,8 @@ async def _executed(
 
 
 async def _printed(guard: asyncio.subprocess.Process, limit: int) -> tuple[str, bool]:
-    """The end of what the program prints until it has ended; and whether it was more than allowed."""
+    """The end of what the program prints until it has ended; and whether it was more than
+    allowed."""
     assert guard.stdout is not None
     last, count = b"", 0
     while chunk := await guard.stdout.read(1 << 16):
@@ -380,7 +402,8 @@ async def _printed(guard: asyncio.subprocess.Process, limit: int) -> tuple[str, 
 
 
 async def _status(guard: asyncio.subprocess.Process) -> int:
-    """The exit status as the guard tells it, which has ended all processes of the program before; 137 where something killed the guard."""
+    """The exit status as the guard tells it, which has ended all processes of the program before;
+    137 where something killed the guard."""
     assert guard.stderr is not None
     said = (await guard.stderr.read(KEPT)).decode(errors="replace").split()
     if await guard.wait():  # a program that ended it may have spoken for it
@@ -417,7 +440,8 @@ def opened_folder(path: str) -> Iterator[int]:
 
 
 def read_score(place: int) -> float | str:
-    """The number that a program left in its folder; else why there is none, without a word of what the file holds."""
+    """The number that a program left in its folder; else why there is none, without a word of what
+    the file holds."""
     where = f"{SCORE} in the program's folder"
     try:
         reward = float(read_plain_file(SCORE, most=LONGEST_SCORE, folder=place).decode("ascii"))

@@ -1,7 +1,9 @@
-"""The endpoint on loopback: requests of programs come in, the policy's replies go out. One server an event loop, one token an episode.
+"""The endpoint on loopback: requests of programs come in, the policy's replies go out. One server
+an event loop, one token an episode.
 
-A token opens the conversation of its own episode and no other. What a client does wrong is answered with a status and a sentence, before
-its body is read where the token is wrong; a reply is recorded before its first byte is written.
+A token opens the conversation of its own episode and no other. What a client does wrong is answered
+with a status and a sentence, before its body is read where the token is wrong; a reply is recorded
+before its first byte is written.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ class Door:
         self.created = int(time.time())
 
     def reply(self, request: ChatRequest, digest: bytes, *, retry: bool) -> asyncio.Task[Step]:
-        """The reply, being sampled. That of a retried request is the one recorded, or still on its way; a client that leaves ends none.
+        """The reply, being sampled. That of a retried request is the one recorded, or still on its
+        way; a client that leaves ends none.
 
-        A request without the mark of a retry is sampled again even where its body is known: a program may want several replies.
+        A request without the mark of a retry is sampled again even where its body is known: a
+        program may want several replies.
         """
         known = self.replies.get(digest)
         if (
@@ -68,7 +72,8 @@ class Door:
         return task
 
     async def close(self) -> None:
-        """The episode is over: what is still being sampled is given up, and what comes later is answered with 409."""
+        """The episode is over: what is still being sampled is given up, and what comes later is
+        answered with 409."""
         self.open = False
         for task in self.numbers:
             task.cancel()
@@ -119,7 +124,8 @@ class Endpoint:
             await asyncio.sleep(0)  # in which the loop closes them
 
     async def handle(self, request: web.Request) -> web.Response:
-        """One request, answered whatever it is. A client that does not read its answer in time loses the connection."""
+        """One request, answered whatever it is. A client that does not read its answer in time
+        loses the connection."""
         response = await self._response(request)
         if (line := request.transport) is not None:
             line.set_write_buffer_limits(0)  # so that a write ends when the kernel has all of it
@@ -212,7 +218,8 @@ class Endpoint:
 
 
 def streamed(wire: Wire, reply: Reply, asked: ChatRequest) -> web.Response:
-    """The reply as server-sent events, chunked, so that a cut one is an error and not a shorter reply."""
+    """The reply as server-sent events, chunked, so that a cut one is an error and not a shorter
+    reply."""
     text = ""
     for name, data in wire.events(reply, asked):
         text += f"event: {name}\n" if name else ""
@@ -241,7 +248,8 @@ SERVERS: WeakKeyDictionary[Any, Endpoint] = WeakKeyDictionary()  # event loop â†
 
 @asynccontextmanager
 async def opened_door(ask: Ask, *, port: int = 0) -> AsyncIterator[tuple[Door, str]]:
-    """An episode's place at the server of this event loop, and the server's address, `http://127.0.0.1:PORT`.
+    """An episode's place at the server of this event loop, and the server's address,
+    `http://127.0.0.1:PORT`.
 
     The server starts with its first episode and stops with its last one.
     """

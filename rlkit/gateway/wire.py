@@ -1,8 +1,10 @@
-"""Three protocols of chat endpoints, read into one request and written from one reply. Nothing here waits or samples.
+"""Three protocols of chat endpoints, read into one request and written from one reply. Nothing here
+waits or samples.
 
-Every client parses leniently: a missing field becomes None and its program fails far away from the cause. So every field that the
-protocol names is written, and what would change the meaning of a request (n > 1, log-probs, a JSON format) is refused, not ignored.
-Sampling settings are the run's own: temperature, top_p, seed and penalties of a request change nothing.
+Every client parses leniently: a missing field becomes None and its program fails far away from the
+cause. So every field that the protocol names is written, and what would change the meaning of a
+request (n > 1, log-probs, a JSON format) is refused, not ignored. Sampling settings are the run's
+own: temperature, top_p, seed and penalties of a request change nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Reply(NamedTuple):
 
     @property
     def calls(self) -> list[tuple[str, str, str]]:
-        """(id, name, arguments as a JSON text) of each tool call. An unreadable call has the sentence that says why as its arguments."""
+        """(id, name, arguments as a JSON text) of each tool call. An unreadable call has the
+        sentence that says why as its arguments."""
         return [
             (c.id, c.name or "unreadable", c.error or json.dumps(dict(c.arguments)))
             for c in self.step.tool_calls
@@ -54,7 +57,7 @@ class Wire(NamedTuple):
     error: Callable[[int, str], dict[str, Any]]  # (status, sentence) → body
 
 
-# ------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def _text(content: Any, where: str) -> str:
@@ -128,7 +131,8 @@ def _stops(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _refuse_settings(body: Body) -> None:
-    """Raises: ValueError for a setting that would change what a reply is, and that is not supported."""
+    """Raises: ValueError for a setting that would change what a reply is, and that is not
+    supported."""
     if body.get("n") not in (None, 1):
         raise ValueError("n must be 1: ask once for each reply")
     if body.get("logprobs") or body.get("top_logprobs"):
@@ -201,7 +205,8 @@ def read_chat(body: Body) -> ChatRequest:
 
 
 def read_responses(body: Body) -> ChatRequest:
-    """/v1/responses. Reasoning, text and calls that follow one another are one reply. Raises: ValueError."""
+    """/v1/responses. Reasoning, text and calls that follow one another are one reply. Raises:
+    ValueError."""
     _refuse_settings(body)
     given = body.get("input")
     items = (
@@ -252,7 +257,8 @@ def read_responses(body: Body) -> ChatRequest:
 
 
 def read_messages(body: Body) -> ChatRequest:
-    """/v1/messages. Results of tools, which come in a user's message, are messages of their own. Raises: ValueError."""
+    """/v1/messages. Results of tools, which come in a user's message, are messages of their own.
+    Raises: ValueError."""
     _refuse_settings(body)
     messages: list[Message] = []
     if body.get("system"):
@@ -312,7 +318,7 @@ def _checked(request: ChatRequest) -> ChatRequest:
     return request
 
 
-# ------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 def _usage(reply: Reply, before: str, after: str) -> dict[str, Any]:
@@ -363,7 +369,8 @@ def write_chat(reply: Reply) -> dict[str, Any]:
 
 
 def chat_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
-    """Chunks of a chat.completion: one for the role, one for each part of the reply, and the end."""
+    """Chunks of a chat.completion: one for the role, one for each part of the reply, and the
+    end."""
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
@@ -477,7 +484,8 @@ def responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
 
 
 def write_messages(reply: Reply) -> dict[str, Any]:
-    """A message of Anthropic's protocol. The input of an unreadable call is an object with the reason under `error`."""
+    """A message of Anthropic's protocol. The input of an unreadable call is an object with the
+    reason under `error`."""
     blocks: list[dict[str, Any]] = []
     if reply.step.thinking:
         blocks.append({"type": "thinking", "thinking": reply.step.thinking, "signature": ""})
@@ -551,7 +559,8 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 
 
 def reply_message(step: Step, content: str) -> Message:
-    """A reply as the message that a client sends back which changed nothing. An unreadable call comes back with its reason."""
+    """A reply as the message that a client sends back which changed nothing. An unreadable call
+    comes back with its reason."""
     message: Message = {"role": "assistant", "content": content}
     if step.thinking:
         message["reasoning_content"] = step.thinking

@@ -1,7 +1,9 @@
-"""Renders chat templates that nobody vouches for, one JSON line in and one out. Started by rlkit.models.confined, which ends it.
+"""Renders chat templates that nobody vouches for, one JSON line in and one out. Started by
+rlkit.models.confined, which ends it.
 
-A template is a program: loops, products of texts and powers of numbers run without an end or fill the memory, at compilation too. No
-wrapper around jinja's functions holds them all, so the limits are the kernel's, on this process.
+A template is a program: loops, products of texts and powers of numbers run without an end or fill
+the memory, at compilation too. No wrapper around jinja's functions holds them all, so the limits
+are the kernel's, on this process.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def limit_time(seconds: int) -> None:
 
 
 def rendered(asked: dict) -> str:
-    """The text of a conversation. Raises: whatever the template raises; MemoryError at the limit."""
+    """The text of a conversation. Raises: whatever the template raises; MemoryError at the
+    limit."""
     answer: Any = render_jinja_template(
         conversations=[asked["messages"]],
         tools=asked["tools"],

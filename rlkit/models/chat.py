@@ -2,11 +2,13 @@
 
 Two rules (they hold for any template and tokenizer):
 
-1. **Text cannot forge a turn.** The template is rendered with a placeholder for every content; the scaffolding around the
-   placeholders is encoded with the tokenizer, each content with a copy of it that has no added tokens. So `<|im_end|>` in
-   a question or in a tool's result is spelled out in ordinary tokens, never as the control token.
-2. **What was sampled is never tokenised again.** The next context is the previous one + the sampled ids + the ids of what
-   the template writes after a reply (`continuation`), rendered once behind a sentinel.
+1. **Text cannot forge a turn.** The template is rendered with a placeholder for every content; the
+   scaffolding around the placeholders is encoded with the tokenizer, each content with a copy of it
+   that has no added tokens. So `<|im_end|>` in a question or in a tool's result is spelled out in
+   ordinary tokens, never as the control token.
+2. **What was sampled is never tokenised again.** The next context is the previous one + the sampled
+   ids + the ids of what the template writes after a reply (`continuation`), rendered once behind a
+   sentinel.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _OPEN, _CLOSE = (
 
 
 class Renderer(NamedTuple):
-    """A tokenizer, its copy without added tokens, its thinking tags, and how the template is called."""
+    """A tokenizer, its copy without added tokens, its thinking tags, and how the template is
+    called."""
 
     tokenizer: Any  # transformers.PreTrainedTokenizerBase with a chat template
     plain: Any  # tokenizers.Tokenizer without added tokens
@@ -52,8 +55,10 @@ def make_renderer(
       tokenizer: a fast `transformers` tokenizer.
       enable_thinking: passed to the template where it is not None.
       interruption: text that a thinking budget writes before the closing tag.
-      render: (messages, tools) → text in place of the template. Contents are stand-ins, to be written as they are.
-    Raises: TemplateError where there is no template, the tokenizer is not a fast one, or the interruption holds a tag of its own.
+      render: (messages, tools) → text in place of the template. Contents are stand-ins, to be
+        written as they are.
+    Raises: TemplateError where there is no template, the tokenizer is not a fast one, or the
+      interruption holds a tag of its own.
     """
     if render is None and not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
@@ -116,7 +121,8 @@ def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)  # the same few stand between all replies
 def _between_replies(renderer: Renderer, template: str | None, dialogue: str) -> str:
-    """What the template writes behind the sentinel of a dialogue; `template`: the tokenizer's, which a user may replace."""
+    """What the template writes behind the sentinel of a dialogue; `template`: the tokenizer's,
+    which a user may replace."""
     sentinel = f"{_OPEN}0{_CLOSE}"
     rendered = _render(renderer, json.loads(dialogue), ())
     if rendered.count(sentinel) != 1:
@@ -134,7 +140,8 @@ def encode_prompt(
     Args:
       messages: the conversation; assistant messages carry `reasoning_content` apart from `content`.
       tools: JSON schemas of the functions that may be called.
-    Raises: TemplateError where the template drops or repeats a content, or a tool's schema holds a control token.
+    Raises: TemplateError where the template drops or repeats a content, or a tool's schema holds a
+      control token.
     """
     _check_schemas(renderer, tools)
     masked, contents = _mask_contents(messages)
@@ -148,7 +155,8 @@ def continuation(
 
     Args:
       messages: what is said to the policy after its reply (tool results, or a user's message).
-      last_id: the last sampled id. Where it is the end-of-turn token, the template's own is left out.
+      last_id: the last sampled id. Where it is the end-of-turn token, the template's own is left
+        out.
       cut: the reply was cut by length; it has no end-of-turn token and gets none.
     """
     masked, contents = _mask_contents(messages, first=1)
@@ -166,12 +174,14 @@ def continuation(
 
 
 def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
-    """The ids that the policy would sample to say a given reply: thinking, content and calls as the template writes them, then the
-    end-of-turn token.
+    """The ids that the policy would sample to say a given reply: thinking, content and calls as the
+    template writes them, then the end-of-turn token.
 
     Args:
-      reply: an assistant's message; `reasoning_content` apart from `content`, calls in `tool_calls`.
-    Raises: TemplateError where the template does not write the reply where the policy would, or drops a part of it.
+      reply: an assistant's message; `reasoning_content` apart from `content`, calls in
+        `tool_calls`.
+    Raises: TemplateError where the template does not write the reply where the policy would, or
+      drops a part of it.
     """
     masked, contents = _mask_contents([reply])
     asked: list[Message] = [{"role": "user", "content": "?"}]
@@ -194,8 +204,9 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
 
 
 def _encode_joined(renderer: Renderer, rendered: str, contents: Sequence[str]) -> list[int]:
-    """Ids of a rendered reply, the control tokens those of the scaffolding alone. The text between two of them is encoded in one piece,
-    scaffolding and contents together, as a model writes it that does not know where a content begins."""
+    """Ids of a rendered reply, the control tokens those of the scaffolding alone. The text between
+    two of them is encoded in one piece, scaffolding and contents together, as a model writes it
+    that does not know where a content begins."""
     added = {str(token): i for i, token in renderer.tokenizer.added_tokens_decoder.items()}
     control = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
     ids: list[int] = []
@@ -270,7 +281,8 @@ def _encode_rendered(
         mark = f"{_OPEN}{i}{_CLOSE}"
         at = rendered.find(mark, position)
         if at < 0:
-            # A template may drop text on purpose (Qwen3 drops earlier thinking); then nothing of it is encoded.
+            # A template may drop text on purpose (Qwen3 drops earlier thinking); then nothing of it
+            # is encoded.
             continue
         ids += encode_scaffold(renderer, rendered[position:at])
         ids += encode_text(renderer, content)
@@ -295,7 +307,8 @@ def _check_schemas(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
 
 
 def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses a template that cannot carry what the run needs: the tools' names, and a tool's result."""
+    """Refuses a template that cannot carry what the run needs: the tools' names, and a tool's
+    result."""
     if not tools:
         return
     rendered = _render(renderer, [{"role": "user", "content": "?"}], tools)

@@ -1,8 +1,9 @@
 """C files that the machine's own compiler compiles at their first use, in about a second.
 
-A library is kept in a folder of the user's own, under a name that holds a digest of all that it depends on and behind a digest of its
-bytes. One process compiles, the others wait for it. What is loaded is a private copy of the bytes that were checked, so that no damage to
-the folder reaches a process.
+A library is kept in a folder of the user's own, under a name that holds a digest of all that it
+depends on and behind a digest of its bytes. One process compiles, the others wait for it. What is
+loaded is a private copy of the bytes that were checked, so that no damage to the folder reaches a
+process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ LIMIT = 600.0  # seconds that the compiler has, and that a process waits for ano
 PATIENCE = 20.0  # seconds of waiting after which a line says so
 LARGEST = 64 << 20  # bytes of a library
 DIGEST = hashlib.sha256().digest_size
-JOBS = "RLKIT_KERNELS"  # in the environment of the jobs of a sweep: "fused" or "eager", what `auto` means in all of them
+# in the environment of the jobs of a sweep: "fused" or "eager", what `auto` means in all of them
+JOBS = "RLKIT_KERNELS"
 # What a compiler says where the machine had no room for it at that moment.
 OF_THE_MOMENT = re.compile(
     r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource temporarily",
@@ -51,17 +53,18 @@ if hasattr(os, "memfd_create"):
     path = f"/proc/self/fd/{copy}"
 getattr(ctypes.CDLL(path), sys.argv[2])
 """
-HELD: list[
-    int
-] = []  # descriptors of the copies: the C library knows what it has loaded by the descriptor's number
+# descriptors of the copies: the C library knows what it has loaded by the descriptor's number
+HELD: list[int] = []
 
 
 class NoKernel(EngineError):
-    """Compiled code is impossible on this machine, now and at the next start. The message is the reason alone."""
+    """Compiled code is impossible on this machine, now and at the next start. The message is the
+    reason alone."""
 
 
 class Undecided(EngineError):
-    """The load of the moment kept the compiler from its work, which must not decide what a run computes."""
+    """The load of the moment kept the compiler from its work, which must not decide what a run
+    computes."""
 
 
 class Recipe(NamedTuple):
@@ -79,7 +82,8 @@ def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
 
     Args:
       function: one that the library has. flags: of the compiler, beside `FLAGS`.
-    Raises: NoKernel where it can neither be loaded nor compiled; Undecided where the compiler was kept from it.
+    Raises: NoKernel where it can neither be loaded nor compiled; Undecided where the compiler was
+      kept from it.
     """
     recipe = recipe_of(source, function, (*FLAGS, *flags))
     with opened_folders() as folders:
@@ -105,8 +109,8 @@ def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[A
 
     Args:
       kernel: auto or fused, the value of the config's `option`.
-    Raises: EngineError where "fused" is impossible, where the other jobs of a sweep have what is impossible here, and where the load of
-      the moment would decide.
+    Raises: EngineError where "fused" is impossible, where the other jobs of a sweep have what is
+      impossible here, and where the load of the moment would decide.
     """
     together = os.environ.get(JOBS)
     if kernel == "auto" and together == "eager":
@@ -154,13 +158,15 @@ def _processor() -> tuple[str, str]:
     return platform.machine(), platform.processor()
 
 
-# ------------------------------------------------------------------------------------------------------ compiling
+# ---------------------------------------------------------------------------------------- compiling
 
 
 def compile_library(recipe: Recipe) -> bytes:
-    """The library, compiled and tried in a process of its own, since a bad one can end the process that loads it.
+    """The library, compiled and tried in a process of its own, since a bad one can end the process
+    that loads it.
 
-    Compiled for this processor and with OpenMP, or without one of them where the compiler does not know it.
+    Compiled for this processor and with OpenMP, or without one of them where the compiler does not
+    know it.
     Raises: NoKernel, Undecided.
     """
     reason = ""
@@ -205,7 +211,8 @@ def compile_library(recipe: Recipe) -> bytes:
 
 
 def ended(command: Sequence[str], folder: Path, what: str) -> str:
-    """Runs a command to its end; `what` and the last that it said where it failed, else nothing. Raises: OSError, Undecided."""
+    """Runs a command to its end; `what` and the last that it said where it failed, else nothing.
+    Raises: OSError, Undecided."""
     said = folder / "said.txt"
     with said.open("wb") as out:
         process = subprocess.Popen(
@@ -235,7 +242,8 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
 
 
 def awaited_status(process: subprocess.Popen[bytes], name: str) -> int:
-    """The status of a process within `LIMIT`, with a line where it takes long. Raises: Undecided."""
+    """The status of a process within `LIMIT`, with a line where it takes long. Raises:
+    Undecided."""
     with suppress(subprocess.TimeoutExpired):
         return process.wait(min(PATIENCE, LIMIT))
     if LIMIT > PATIENCE:
@@ -248,11 +256,12 @@ def awaited_status(process: subprocess.Popen[bytes], name: str) -> int:
     raise Undecided(f"{name} did not end within {LIMIT:g} s")
 
 
-# -------------------------------------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------------------------ loading
 
 
 def load(data: bytes | None, function: str) -> Any | None:
-    """The library of these bytes, from a copy that only this process has; None where it cannot be loaded."""
+    """The library of these bytes, from a copy that only this process has; None where it cannot be
+    loaded."""
     if data is None:
         return None
     for copy in (_in_memory, _on_disk):
@@ -283,11 +292,12 @@ def _on_disk(data: bytes) -> Any:
         return ctypes.CDLL(str(copy))
 
 
-# ------------------------------------------------------------------------------------------------- the user's folder
+# -------------------------------------------------------------------------------- the user's folder
 
 
 def folder_paths() -> list[Path]:
-    """Where libraries are kept: the user's cache folder, and for a user without one a folder beside the temporary files."""
+    """Where libraries are kept: the user's cache folder, and for a user without one a folder beside
+    the temporary files."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     cache = given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), ".cache")
     found = [Path(cache) / "rlkit" / "kernels"] if os.path.isabs(cache) else []
@@ -298,7 +308,8 @@ def folder_paths() -> list[Path]:
 
 @contextmanager
 def opened_folders() -> Iterator[list[int]]:
-    """Descriptors of those folders that can be used. One that is absent is made where none before it can be written to."""
+    """Descriptors of those folders that can be used. One that is absent is made where none before
+    it can be written to."""
     with ExitStack() as stack:
         found = list[int]()
         writable = False
@@ -312,7 +323,8 @@ def opened_folders() -> Iterator[list[int]]:
 
 
 def open_own_folder(path: Path, *, make: bool) -> int | None:
-    """A folder that nobody but this user can write to or look into; None where there is none, and where none can be made."""
+    """A folder that nobody but this user can write to or look into; None where there is none, and
+    where none can be made."""
     try:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -340,7 +352,8 @@ def find(folders: Sequence[int], name: str) -> bytes | None:
 
 
 def keep(folders: Sequence[int], name: str, data: bytes) -> None:
-    """Keeps a library, whole and on the disk, in the first folder that takes it. Without one it is compiled again the next time."""
+    """Keeps a library, whole and on the disk, in the first folder that takes it. Without one it is
+    compiled again the next time."""
     with ExitStack() as stack:
         for folder in folders:
             if keep_in(folder, name, data):
@@ -373,7 +386,8 @@ def keep_in(folder: int, name: str, data: bytes) -> bool:
 
 @contextmanager
 def locked(folders: Sequence[int], name: str) -> Iterator[None]:
-    """A block that one process at a time is in. The system gives the lock back however that process ends."""
+    """A block that one process at a time is in. The system gives the lock back however that process
+    ends."""
     with ExitStack() as stack:
         for folder in folders:
             descriptor = open_lock(folder, f"{name}.lock")
@@ -398,7 +412,8 @@ def open_lock(folder: int, name: str) -> int | None:
 
 
 def wait_for(descriptor: int) -> None:
-    """Takes a lock, or gives up after `LIMIT`: the process then compiles for itself, with the same result."""
+    """Takes a lock, or gives up after `LIMIT`: the process then compiles for itself, with the same
+    result."""
     import fcntl
 
     began, said = time.monotonic(), False

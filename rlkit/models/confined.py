@@ -1,4 +1,5 @@
-"""The chat template of a model from a stranger, rendered in a process of its own with limits of time, memory and length."""
+"""The chat template of a model from a stranger, rendered in a process of its own with limits of
+time, memory and length."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ CHILD = Path(__file__).with_name("_template_child.py")
 SECONDS = 2  # of the processor, for one prompt
 MEMORY = 256 << 20  # bytes beyond what the process needs itself
 CHARACTERS = 4 << 20  # of a rendered prompt
-PATIENCE = 120.0  # seconds until a process that says nothing is ended: it waits for something, or the machine is overloaded
+# seconds until a process that says nothing is ended: it waits for something, or the machine is
+# overloaded
+PATIENCE = 120.0
 
 
 def confined(model: partial[Policy]) -> partial[Policy]:
-    """The function that loads a model, as one that gives its policy a template with limits. Its keywords stay as they are."""
+    """The function that loads a model, as one that gives its policy a template with limits. Its
+    keywords stay as they are."""
     if not isinstance(model, partial):
         return model
     guarded = partial(_loaded, model.func, *model.args, **model.keywords)
@@ -45,7 +49,8 @@ def _loaded(load: Any, *given: Any, **settings: Any) -> Policy:
 
 
 class TemplateProcess:
-    """A process that renders one tokenizer's template. It is started with the first prompt, and again after one that it did not survive."""
+    """A process that renders one tokenizer's template. It is started with the first prompt, and
+    again after one that it did not survive."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]):
         self.tokenizer = tokenizer
@@ -54,7 +59,8 @@ class TemplateProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation up to where the assistant speaks. Raises: TemplateError where the template fails or has no end."""
+        """The text of a conversation up to where the assistant speaks. Raises: TemplateError where
+        the template fails or has no end."""
         name = self.tokenizer.name_or_path
         asked = {
             "template": self.tokenizer.get_chat_template(None, list(tools) or None),
@@ -108,7 +114,8 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def _line(file: Any, end: float) -> bytes:
-    """The next line. Raises: ValueError where the file ends before it, TimeoutError at the time `end`."""
+    """The next line. Raises: ValueError where the file ends before it, TimeoutError at the time
+    `end`."""
     out = b""
     with selectors.DefaultSelector() as ready:
         ready.register(file, selectors.EVENT_READ)

@@ -1,4 +1,5 @@
-"""Critics: from the states before sampled tokens to values. A critic sees what the policy saw, never the token that it judges."""
+"""Critics: from the states before sampled tokens to values. A critic sees what the policy saw,
+never the token that it judges."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rlkit.models.packing import Packed
 
 
 class ValueHead(nn.Module):
-    """hidden → hidden/2 → ReLU → 1, in float32. The last layer starts at zero, so every value starts at 0."""
+    """hidden → hidden/2 → ReLU → 1, in float32. The last layer starts at zero, so every value
+    starts at 0."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -28,7 +30,8 @@ class ValueHead(nn.Module):
 
 
 class HeadCritic(nn.Module):
-    """A value head on the policy's own trunk, which it trains only where `trunk_gradient` says so."""
+    """A value head on the policy's own trunk, which it trains only where `trunk_gradient` says
+    so."""
 
     def __init__(self, policy: nn.Module, *, trunk_gradient: bool):
         super().__init__()
@@ -41,7 +44,8 @@ class HeadCritic(nn.Module):
 
 
 class SeparateCritic(nn.Module):
-    """A trunk of its own, a copy of the policy's as it is now, and a value head on it; all of it is trained."""
+    """A trunk of its own, a copy of the policy's as it is now, and a value head on it; all of it is
+    trained."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
@@ -53,7 +57,8 @@ class SeparateCritic(nn.Module):
         self.head = ValueHead(width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """Values [K] of the states before the distinct sampled tokens; the policy's own states are not read."""
+        """Values [K] of the states before the distinct sampled tokens; the policy's own states are
+        not read."""
         return self.head(states(self.model, packed))
 
 

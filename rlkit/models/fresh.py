@@ -1,4 +1,5 @@
-"""A very small policy made on the spot, which replies at random in a given form: the start of the bench's tasks."""
+"""A very small policy made on the spot, which replies at random in a given form: the start of the
+bench's tasks."""
 
 from __future__ import annotations
 
@@ -56,25 +57,30 @@ def fresh_policy(
     lora: LoRA = LoRA(),  # noqa: B008  (a NamedTuple: immutable)
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """A Qwen3 of a few thousand parameters whose vocabulary is single characters, taught to draw well-formed replies at random.
+    """A Qwen3 of a few thousand parameters whose vocabulary is single characters, taught to draw
+    well-formed replies at random.
 
-    The lessons are conversations of random prompts and random replies, so the policy knows the form and nothing about what is right.
-    Without opinions the chance of each reply is nearly that of a uniform draw, whatever the prompt. Such a policy has never used its
-    prompt, and training makes it give one reply to all problems before it tells them apart.
+    The lessons are conversations of random prompts and random replies, so the policy knows the form
+    and nothing about what is right. Without opinions the chance of each reply is nearly that of a
+    uniform draw, whatever the prompt. Such a policy has never used its prompt, and training makes
+    it give one reply to all problems before it tells them apart.
 
-    With opinions, each prompt has a distribution of its own, p ∝ exp(opinions · z), with a standard normal z for each place and character
-    that has nothing to do with what is right.
+    With opinions, each prompt has a distribution of its own, p ∝ exp(opinions · z), with a standard
+    normal z for each place and character that has nothing to do with what is right.
 
     Args:
-      replies: the characters that may stand at each place of a reply, such as ["0123456789", "+-", "0123456789"]. A place that ends in
-        "*" is repeated, with one half as the chance of each further repetition, and may be absent.
+      replies: the characters that may stand at each place of a reply, such as ["0123456789", "+-",
+        "0123456789"]. A place that ends in "*" is repeated, with one half as the chance of each
+        further repetition, and may be absent.
       symbols: characters of prompts, beside those of replies.
-      turns, prompt: the longest conversation of the lessons, and the longest prompt in it, in characters.
-      opinions: standard deviation of the log-odds of characters between prompts. From the second turn on, the first prompt and the latest
-        one count half each.
+      turns, prompt: the longest conversation of the lessons, and the longest prompt in it, in
+        characters.
+      opinions: standard deviation of the log-odds of characters between prompts. From the second
+        turn on, the first prompt and the latest one count half each.
       width, layers: of the model; a width is a multiple of 8.
-      init_std: standard deviation of the weights as drawn. 0.02 is Qwen3's, for widths above 1,000; 1/√width keeps the size of activations
-        and lets the policy tell prompts apart from the first steps on.
+      init_std: standard deviation of the weights as drawn. 0.02 is Qwen3's, for widths above 1,000;
+        1/√width keeps the size of activations and lets the policy tell prompts apart from the first
+        steps on.
       steps, rate: of AdamW on 64 conversations each; 0 leaves the weights as drawn.
       seed: of weights and lessons.
       lora: adapters, which come after the lessons; rank 0 trains everything.
@@ -106,9 +112,11 @@ def fresh_policy(
 
 
 def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
-    """`taught`, made once for all processes that share the folder named by RLKIT_STARTS; without one it is made here.
+    """`taught`, made once for all processes that share the folder named by RLKIT_STARTS; without
+    one it is made here.
 
-    A file is named by all that the weights depend on. It is made under a lock, and a damaged one is made again.
+    A file is named by all that the weights depend on. It is made under a lock, and a damaged one is
+    made again.
     """
     folder = os.environ.get(STARTS)
     if not folder:
@@ -136,7 +144,8 @@ def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
 
 
 def read_weights(path: Path) -> Mapping[str, torch.Tensor]:
-    """The weights of a file of `kept_start`; empty if there is none, or if its digest tells that it was damaged."""
+    """The weights of a file of `kept_start`; empty if there is none, or if its digest tells that it
+    was damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -159,7 +168,8 @@ def taught(
     rate: float,
     seed: int,
 ) -> Mapping[str, torch.Tensor]:
-    """The weights after the lessons. The arguments are those of `fresh_policy`. Callers copy the tensors and do not change them."""
+    """The weights after the lessons. The arguments are those of `fresh_policy`. Callers copy the
+    tensors and do not change them."""
     tokenizer, own = character_tokenizer(alphabet), Opinions(seed, opinions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -238,7 +248,8 @@ def small_model(vocabulary: int, *, width: int, layers: int, init_std: float) ->
 
 
 class Opinions:
-    """What a fresh policy prefers: for each prompt and place of a reply, the log-odds of the characters that may stand there."""
+    """What a fresh policy prefers: for each prompt and place of a reply, the log-odds of the
+    characters that may stand there."""
 
     def __init__(self, seed: int, strength: float):
         self.seed, self.strength = seed, strength
@@ -270,7 +281,8 @@ def lesson(
     prompt: int,
     opinions: Opinions,
 ) -> str:
-    """A conversation of random prompts and random well-formed replies, as the template writes it."""
+    """A conversation of random prompts and random well-formed replies, as the template writes
+    it."""
     out, first = "", ""
     for _ in range(rng.randint(1, turns)):
         asked = "".join(rng.choices(alphabet, k=rng.randint(1, prompt)))
@@ -296,7 +308,8 @@ def random_reply(
 
 
 def as_tensors(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Padded ids [B, T], and the next ids [B, T-1] where they belong to a reply or end it, else -100."""
+    """Padded ids [B, T], and the next ids [B, T-1] where they belong to a reply or end it, else
+    -100."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     speaks, own = torch.zeros(len(rows), dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)

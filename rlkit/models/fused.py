@@ -1,7 +1,9 @@
-"""What an update of a small model on a CPU computes between its matrix products, as a few calls of compiled C (_update.c).
+"""What an update of a small model on a CPU computes between its matrix products, as a few calls of
+compiled C (_update.c).
 
-Hugging Face's norms, rotary positions and gates are dozens of calls of torch a layer, most of which only move memory. Here they are five
-forward and five backward. Numbers differ from torch's in their last bits.
+Hugging Face's norms, rotary positions and gates are dozens of calls of torch a layer, most of which
+only move memory. Here they are five forward and five backward. Numbers differ from torch's in their
+last bits.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ def operations() -> Any:
 
 
 def choose_kernel(model: Any, kernel: Kernel) -> None:
-    """Updates and scoring passes of the model use this kernel from now on; `update_reason` says why "auto" chose eager.
+    """Updates and scoring passes of the model use this kernel from now on; `update_reason` says why
+    "auto" chose eager.
 
-    Raises: EngineError where "fused" is impossible, and where the load of the moment would decide what "auto" is.
+    Raises: EngineError where "fused" is impossible, and where the load of the moment would decide
+    what "auto" is.
     """
     trunk = trunk_and_head(model)[0]
     trunk.update_kernel, trunk.asked_kernel, trunk.update_reason = "eager", kernel, ""
@@ -67,14 +71,16 @@ def update_kernel(model: Any) -> Literal["eager", "fused"]:
 
 
 def use_update_kernel(model: Any, kernel: Literal["eager", "fused"], reason: str = "") -> None:
-    """The updates of a model, and of the critic that is a copy of one, use this kernel from now on."""
+    """The updates of a model, and of the critic that is a copy of one, use this kernel from now
+    on."""
     for module in model.modules():
         if hasattr(module, "update_kernel"):
             module.update_kernel, module.update_reason = kernel, reason
 
 
 def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
-    """A run continues whose updates used this kernel so far. What differs nevertheless, as a sentence."""
+    """A run continues whose updates used this kernel so far. What differs nevertheless, as a
+    sentence."""
     if update_kernel(model) == kernel:
         return ""
     trunk = trunk_and_head(model)[0]
@@ -85,7 +91,8 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
 
 
 def serves(trunk: Any) -> bool:
-    """Whether the forward here is that of the trunk as it is now: a known family, float32 on a CPU, nothing that hangs on its parts."""
+    """Whether the forward here is that of the trunk as it is now: a known family, float32 on a CPU,
+    nothing that hangs on its parts."""
     if (
         not standard(trunk)
         or getattr(trunk, "gradient_checkpointing", False)
@@ -109,7 +116,8 @@ def serves(trunk: Any) -> bool:
 
 
 def standard(trunk: Any) -> bool:
-    """Whether a trunk's layers are as Hugging Face wrote them for a known family, adapters in their projections or not."""
+    """Whether a trunk's layers are as Hugging Face wrote them for a known family, adapters in their
+    projections or not."""
     family = getattr(trunk.config, "model_type", "")
     home = (
         sys.modules.get(f"transformers.models.{family}.modeling_{family}")
@@ -154,7 +162,8 @@ def standard(trunk: Any) -> bool:
 
 
 def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
-    """The last hidden states [N, H] of packed tokens [N], with gradient. `attend`: module, q, k, v [N, heads, D] → [N, Hq, D]."""
+    """The last hidden states [N, H] of packed tokens [N], with gradient. `attend`: module, q, k, v
+    [N, heads, D] → [N, Hq, D]."""
     x = trunk.embed_tokens(ids)
     cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x, positions[None]))
     for layer in trunk.layers:
@@ -176,7 +185,8 @@ def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Ten
 def normed(
     x: Tensor, norm: Any | None, cosine: Tensor | None = None, sine: Tensor | None = None
 ) -> Tensor:
-    """norm(x) over the last dimension, and where angles [N, D] are given rotated: x [N, H], or [N, heads, D]."""
+    """norm(x) over the last dimension, and where angles [N, D] are given rotated: x [N, H], or [N,
+    heads, D]."""
     return Norm.apply(
         x,
         None if norm is None else norm.weight,

@@ -14,17 +14,21 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def trunk_and_head(model: Any) -> tuple[Any, Head]:
-    """The transformer of a Hugging Face causal LM and what makes logits of its last hidden states, also under PEFT."""
+    """The transformer of a Hugging Face causal LM and what makes logits of its last hidden states,
+    also under PEFT."""
     causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
     return causal.base_model, Head(causal)
 
 
 class Head:
-    """Last hidden states [m, H] → logits [m, V], with all that the model's own forward does to them.
+    """Last hidden states [m, H] → logits [m, V], with all that the model's own forward does to
+    them.
 
-    logits = head(h) for Llama, Mistral, Qwen2 and Qwen3. Other families scale or cap: Granite head(h) / logits_scaling, Cohere
-    head(h) · logit_scale, Falcon-H1 head(h) · lm_head_multiplier, Gemma 2 c · tanh(head(h) / c). No list of these is kept here: for
-    every other model its own forward runs, with a trunk that answers with the given states.
+    logits = head(h) for Llama, Mistral, Qwen2 and Qwen3. Other families scale or cap: Granite
+    head(h) / logits_scaling, Cohere
+    head(h) · logit_scale, Falcon-H1 head(h) · lm_head_multiplier, Gemma 2 c · tanh(head(h) / c). No
+    list of these is kept here: for every other model its own forward runs, with a trunk that
+    answers with the given states.
 
     Args:
       causal: a Hugging Face causal LM, without the wrapper of PEFT.
@@ -65,7 +69,8 @@ class Head:
 
 
 class Float32Head(nn.Linear):
-    """Logits in float32 under any autocast: bfloat16 rounds one of 16 to 32 by up to 0.12 nats. Each call converts the weight.
+    """Logits in float32 under any autocast: bfloat16 rounds one of 16 to 32 by up to 0.12 nats.
+    Each call converts the weight.
 
     Source: MiniMax-M1, arXiv:2506.13585, and ScaleRL, arXiv:2510.13786.
     """
@@ -78,7 +83,8 @@ class Float32Head(nn.Linear):
 
 
 class _Computed:
-    """A trunk that has been run: it answers every call with its states, and has the attributes of the real one."""
+    """A trunk that has been run: it answers every call with its states, and has the attributes of
+    the real one."""
 
     def __init__(self, trunk: Any, states: Tensor):
         self.trunk, self.states = trunk, states
@@ -91,7 +97,8 @@ class _Computed:
 
 
 class _States(tuple):
-    """What a trunk returns: its last hidden states first, and none of the other fields that models define."""
+    """What a trunk returns: its last hidden states first, and none of the other fields that models
+    define."""
 
     def __new__(cls, states: Tensor) -> _States:
         return super().__new__(cls, (states,))

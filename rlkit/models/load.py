@@ -31,7 +31,8 @@ EMBEDDED = {
 @safe("targets")
 @ranges(rank=(0, None), alpha=(1, None))
 class LoRA(NamedTuple):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Dropout is 0: sampler and trainer must agree.
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Dropout is 0: sampler and trainer must
+    agree.
 
     rank 0 means none: all weights are trained.
     """
@@ -78,17 +79,22 @@ def load_policy(
     Args:
       path: "tiny" or "tiny_guess" (ship with rlkit), a local folder, or a hub id.
       revision: of a hub id; a commit makes the run reproducible.
-      dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay float32), float32 otherwise:
+      dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay
+        float32), float32 otherwise:
         trained bfloat16 weights do not move at reinforcement-learning rates.
       attention: implementation name of transformers (sdpa, eager, flash_attention_2).
-      head_precision: "float32" computes logits so from a narrower base, in training and rlkit's own engines; vLLM has its own.
-      gradient_checkpointing: recomputes activations in backward; less memory, about a third more time.
+      head_precision: "float32" computes logits so from a narrower base, in training and rlkit's own
+        engines; vLLM has its own.
+      gradient_checkpointing: recomputes activations in backward; less memory, about a third more
+        time.
       lora: adapters; rank 0 trains everything.
       enable_thinking: handed to the chat template; None leaves the template's default.
-      interruption: what generation.max_thinking_tokens writes before the closing tag; not trained on.
+      interruption: what generation.max_thinking_tokens writes before the closing tag; not trained
+        on.
       chat_template: a file that replaces the tokenizer's template.
       trust_remote_code: run code that comes with the model. Needs a pinned revision.
-      kernel: of updates on a CPU: "fused" C code (fused.py), "eager" calls of torch, "auto" the former where it is possible.
+      kernel: of updates on a CPU: "fused" C code (fused.py), "eager" calls of torch, "auto" the
+        former where it is possible.
       device: where the weights go.
     Raises: ConfigError or TemplateError that name the key to change.
     """
@@ -124,12 +130,14 @@ def load_policy(
     if lora.rank > 0:
         model = add_lora(model, lora)
     choose_kernel(model, kernel)
-    model.train()  # gradient checkpointing works in this mode alone; engines sample in the other one
+    # gradient checkpointing works in this mode alone; engines sample in the other one
+    model.train()
     return make_policy(model, tokenizer, enable_thinking=enable_thinking, interruption=interruption)
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
-    """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError if it is absent or one of its files is damaged."""
+    """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError if it is absent or
+    one of its files is damaged."""
     from transformers import AutoTokenizer
 
     with _loading(path, weights=False):
@@ -137,7 +145,8 @@ def pretrained_tokenizer(path: str, **hub: Any) -> Any:
 
 
 def pretrained_config(path: str, **hub: Any) -> Any:
-    """The config of "tiny", a local folder or a hub id; no weights are read. Raises ConfigError if it is absent or damaged."""
+    """The config of "tiny", a local folder or a hub id; no weights are read. Raises ConfigError if
+    it is absent or damaged."""
     from transformers import AutoConfig
 
     with _loading(path, weights=False):
@@ -147,9 +156,11 @@ def pretrained_config(path: str, **hub: Any) -> Any:
 def pretrained_model(
     path: str, *, dtype: torch.dtype | str, attention: str = "sdpa", **hub: Any
 ) -> Any:
-    """The causal LM of "tiny", a local folder or a hub id, without dropout; dtype "auto" is the one it was saved in.
+    """The causal LM of "tiny", a local folder or a hub id, without dropout; dtype "auto" is the one
+    it was saved in.
 
-    Raises: ConfigError where it cannot be loaded, or where a file is not the one that `save_policy` wrote.
+    Raises: ConfigError where it cannot be loaded, or where a file is not the one that `save_policy`
+    wrote.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -176,15 +187,19 @@ def check_vocabulary(
     rows: int = 0,
     **hub: Any,
 ) -> list[int] | None:
-    """Another model may be compared with this one, token by token: each token of this one is one of its own, in whatever order.
+    """Another model may be compared with this one, token by token: each token of this one is one of
+    its own, in whatever order.
 
-    Looks at tokenizers and configs alone, so that a wrong teacher is found before any weights are loaded. The same token is the same
-    bytes, since merges and decoder have to be the same too. Rows of padding behind the vocabulary may differ.
+    Looks at tokenizers and configs alone, so that a wrong teacher is found before any weights are
+    loaded. The same token is the same bytes, since merges and decoder have to be the same too. Rows
+    of padding behind the vocabulary may differ.
 
     Args:
-      path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model. rows: of the policy's head.
-    Returns: None where equal ids mean equal tokens; else the other model's row for each id of the policy, for `take_rows`. Rows of the
-      policy without a token are given those that the other has without one, as far as there are any.
+      path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model.
+        rows: of the policy's head.
+    Returns: None where equal ids mean equal tokens; else the other model's row for each id of the
+      policy, for `take_rows`. Rows of the policy without a token are given those that the other has
+      without one, as far as there are any.
     Raises: ConfigError naming the `key` and the first token that the other model has not.
     """
     tokenizer = pretrained_tokenizer(path, **hub)
@@ -227,7 +242,8 @@ def check_vocabulary(
 
 
 def _odd_token(own: Any, other: Any) -> str:
-    """The first token that the other tokenizer has not, or has by other rules; "" where there is none."""
+    """The first token that the other tokenizer has not, or has by other rules; "" where there is
+    none."""
     added, others = own.get_added_vocab(), other.get_added_vocab()
     theirs = other.get_vocab()
     for token, i in sorted(own.get_vocab().items(), key=lambda entry: entry[1]):
@@ -246,7 +262,8 @@ def _rules(tokenizer: Any) -> Any:
 
 
 def take_rows(model: Any, ids: Sequence[int]) -> None:
-    """Gives a causal LM another vocabulary, in place: row i of embedding and head is what row ids[i] was.
+    """Gives a causal LM another vocabulary, in place: row i of embedding and head is what row
+    ids[i] was.
 
     Raises: ConfigError where the model reads ids elsewhere too.
     """
@@ -270,7 +287,8 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
 
 
 def check_weights(model: Any, path: str, key: str = "model.path") -> None:
-    """Raises ConfigError naming the first weight that holds nan or infinity: nothing can be sampled from such a model."""
+    """Raises ConfigError naming the first weight that holds nan or infinity: nothing can be sampled
+    from such a model."""
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not (fine := torch.isfinite(weight)).all():
             count = int(fine.numel() - fine.sum())
@@ -287,7 +305,8 @@ def _source(path: str) -> str:
 
 @contextmanager
 def _loading(path: str, *, weights: bool) -> Iterator[None]:
-    """Raises ConfigError where a folder that rlkit wrote has changed since (`weights`: those too), and where the block cannot load it."""
+    """Raises ConfigError where a folder that rlkit wrote has changed since (`weights`: those too),
+    and where the block cannot load it."""
     if why := folder_damage(Path(_source(path)), weights=weights):
         raise ConfigError(
             f"model.path={path}: {why}; export it again (rlkit export run=…), or delete {SUMS} if you have changed the folder on purpose"
@@ -320,7 +339,8 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
 
 
 def without_dropout(config: Any) -> Any:
-    """The config with every dropout 0: sampler and trainer must see the same policy, or ratios are not 1 on the first pass."""
+    """The config with every dropout 0: sampler and trainer must see the same policy, or ratios are
+    not 1 on the first pass."""
     for name in vars(config):
         if "dropout" in name and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
@@ -328,14 +348,16 @@ def without_dropout(config: Any) -> Any:
 
 
 class Adapter(nn.Linear):
-    """A factor of an adapter: kept and trained in its own precision, computed in that of its input."""
+    """A factor of an adapter: kept and trained in its own precision, computed in that of its
+    input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn_functional.linear(x, self.weight.to(x.dtype))
 
 
 def add_lora(model: Any, lora: LoRA) -> Any:
-    """The model with float32 adapters on its attention and MLP projections, computed in the base's precision; the base is frozen."""
+    """The model with float32 adapters on its attention and MLP projections, computed in the base's
+    precision; the base is frozen."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -349,7 +371,8 @@ def add_lora(model: Any, lora: LoRA) -> Any:
 
 
 def compute_as_base(adapted: Any) -> Any:
-    """A model under PEFT whose plain adapters are computed in the precision of their input, those that were added later too."""
+    """A model under PEFT whose plain adapters are computed in the precision of their input, those
+    that were added later too."""
     for layer in adapted.modules():
         if (
             hasattr(layer, "lora_A")

@@ -26,17 +26,19 @@ def forward_logprobs(
     critic: nn.Module | None = None,
     reference: tuple[Tensor, Head] | None = None,
 ) -> TokenLogprobs:
-    """Log-prob and entropy of every sampled token, and where asked for its value and the exact KL to the reference.
+    """Log-prob and entropy of every sampled token, and where asked for its value and the exact KL
+    to the reference.
 
-    One pass through the trunk, without padding and every shared beginning once. The head is applied only at the positions that
-    predict a sampled token, in chunks, so [B, T, V] never exists.
+    One pass through the trunk, without padding and every shared beginning once. The head is applied
+    only at the positions that predict a sampled token, in chunks, so [B, T, V] never exists.
 
     Args:
       packed: of `rlkit.models.packing.pack(ids, response_mask)`, both [B, T].
       temperature: > 0, the one that was sampled with.
       entropy_gradient: lets the entropy carry the gradient.
       critic: of `rlkit.models.critic`; gives `values`.
-      reference: `states` of the reference on the same rows [K, H], taken without gradient, and its head; gives `full_kl`.
+      reference: `states` of the reference on the same rows [K, H], taken without gradient, and its
+        head; gives `full_kl`.
     Returns: everything [B, T] in nats, or in units of reward for values; 0 outside the mask.
     """
     _, head = trunk_and_head(model)

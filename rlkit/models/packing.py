@@ -1,8 +1,10 @@
-"""Rows packed without padding, every distinct beginning once: what the update and every scoring pass put through the trunk.
+"""Rows packed without padding, every distinct beginning once: what the update and every scoring
+pass put through the trunk.
 
-The samples of one prompt begin alike, so rows are laid out as the forest of their prefixes. Each distinct prefix is one packed token:
-linear layers see every one once, attention looks up the path to it. Causal states depend on the prefix alone, so this changes no
-log-prob and no gradient; equal replies cost one.
+The samples of one prompt begin alike, so rows are laid out as the forest of their prefixes. Each
+distinct prefix is one packed token: linear layers see every one once, attention looks up the path
+to it. Causal states depend on the prefix alone, so this changes no log-prob and no gradient; equal
+replies cost one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from torch.nn import functional as nn_functional
 from rlkit.models.fused import fused_states, serves
 
 ATTENTION = "rlkit_packed"
-MASKED = 512  # new tokens of a row, at most, that attend through a mask: masks then grow linearly with the tokens of a micro-batch
+# new tokens of a row, at most, that attend through a mask: masks then grow linearly with the tokens
+# of a micro-batch
+MASKED = 512
 STEP = 256  # shortest length that a call is padded to where lengths go in steps
 STEP_TOKENS = 4096  # of such a call, if a row is not longer
 
@@ -29,19 +33,26 @@ class Kernels(NamedTuple):
     """How a device attends to packed rows."""
 
     varlen: bool  # in half precision: each row is a segment of one call, whatever its length
-    steps: bool  # otherwise: whole rows without a mask, one shape for each power of two (256 … 32,768), keys repeated for their heads
+    # otherwise: whole rows without a mask, one shape for each power of two (256 … 32,768), keys
+    # repeated for their heads
+    steps: bool
 
 
-# Compute capability → kernels; a device that is not listed takes those of the newest one before it. torch's choice among its kernels of
-# scaled_dot_product_attention is in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's is excluded on all of them, since it
-# plans each new shape: 0.44 s forward and 0.55 s backward (FunASR#3704), where `pack` gives about 50 shapes a step.
+# Compute capability → kernels; a device that is not listed takes those of the newest one before it.
+# torch's choice among its kernels of scaled_dot_product_attention is in
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's is excluded on all of them, since it
+# plans each new shape: 0.44 s forward and 0.55 s backward (FunASR#3704), where `pack` gives about
+# 50 shapes a step.
 KERNELS = {
-    # A CPU plans nothing and has one kernel for masks, grouped heads and any length, so exact lengths are the least work.
+    # A CPU plans nothing and has one kernel for masks, grouped heads and any length, so exact
+    # lengths are the least work.
     (0, 0): Kernels(varlen=False, steps=False),
-    # Volta and Turing: flash needs sm_80. The memory-efficient kernel takes no grouped heads in torch 2.13 (pytorch#191085 came later).
+    # Volta and Turing: flash needs sm_80. The memory-efficient kernel takes no grouped heads in
+    # torch 2.13 (pytorch#191085 came later).
     (7, 0): Kernels(varlen=False, steps=True),
-    # A100: flash takes no mask, and where a mask meets grouped heads torch falls to the kernel that writes out all scores: 4 GiB at
-    # 4k tokens, 15 GiB at 8k (ComfyUI#15135). Variable-length flash needs no mask: its queries end where the keys of a segment end.
+    # A100: flash takes no mask, and where a mask meets grouped heads torch falls to the kernel that
+    # writes out all scores: 4 GiB at 4k tokens, 15 GiB at 8k (ComfyUI#15135). Variable-length flash
+    # needs no mask: its queries end where the keys of a segment end.
     (8, 0): Kernels(varlen=True, steps=True),
     (8, 6): Kernels(varlen=True, steps=True),  # RTX 30: as the A100
     (8, 9): Kernels(varlen=True, steps=True),  # RTX 40, L4: as the A100
@@ -72,10 +83,12 @@ class Paths(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """All rows that add tokens, one behind the other. The packed tokens themselves are the queries, in their order."""
+    """All rows that add tokens, one behind the other. The packed tokens themselves are the queries,
+    in their order."""
 
     keys: Tensor  # [ΣL] packed tokens of every row, from its first to its last
-    ends: Tensor  # [2, R + 1] int32: where each row's queries and its keys begin, and the last ones end
+    # [2, R + 1] int32: where each row's queries and its keys begin, and the last ones end
+    ends: Tensor
     longest: list[int]  # most queries and most keys of a row
 
 
@@ -90,7 +103,8 @@ class Packed(NamedTuple):
         Tensor  # [K] int64, the packed token from which each distinct sampled token is predicted
     )
     targets: Tensor  # [K] int64, the ids of those sampled tokens
-    inverse: Tensor  # [M] int64, which of the K a sampled token of the rows is, in the order of the response mask
+    # [M] int64, which of the K a sampled token of the rows is, in the order of the response mask
+    inverse: Tensor
     response_mask: Tensor  # [B, T] bool, of the rows
     tokens: int  # of the rows before packing
     kernels: Kernels
@@ -98,12 +112,15 @@ class Packed(NamedTuple):
 
 
 def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) -> Packed:
-    """The forest of the prefixes of some rows, each cut before its last sampled token, from which nothing is predicted.
+    """The forest of the prefixes of some rows, each cut before its last sampled token, from which
+    nothing is predicted.
 
     Args:
-      ids: [B, T], right-padded. response_mask: [B, T], True on sampled tokens; the first token of a row is never one.
+      ids: [B, T], right-padded. response_mask: [B, T], True on sampled tokens; the first token of a
+        row is never one.
       kernels: None takes those of the device.
-    Returns: N ≤ Σ row lengths, K ≤ M = response_mask.sum(); rows without a sampled token are not in it.
+    Returns: N ≤ Σ row lengths, K ≤ M = response_mask.sum(); rows without a sampled token are not in
+      it.
     Raises: ValueError where a row begins with a sampled token, from which no state comes.
     """
     kernels = kernels or kernels_of(ids.device)
@@ -187,7 +204,8 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
 def _calls(
     added: list[tuple[int, int]], lengths: Any, kernels: Kernels
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """The rows that attend in one call, as (row, its first query, how many tokens it shares). A long one is read whole, without a mask."""
+    """The rows that attend in one call, as (row, its first query, how many tokens it shares). A
+    long one is read whole, without a mask."""
     classes: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for row, shared in added:
         length = int(lengths[row])
@@ -209,14 +227,16 @@ def step_length(length: int) -> int:
 
 
 def size_class(length: int) -> int:
-    """Lengths of a class differ by less than a factor of √2, so that attention is padded by less than that."""
+    """Lengths of a class differ by less than a factor of √2, so that attention is padded by less
+    than that."""
     return int(2 * np.log2(length))
 
 
 def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     """The last hidden states [N, H] of all packed tokens.
 
-    A trunk that cannot be packed (`allow_packing`) reads the paths as rows: same states, the shared beginnings once a row.
+    A trunk that cannot be packed (`allow_packing`) reads the paths as rows: same states, the shared
+    beginnings once a row.
     """
     if packed.ids.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(
@@ -251,9 +271,11 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
 
 
 def allow_packing(model: nn.Module) -> None:
-    """Lets a causal LM read packed rows, where every layer sees the whole context and attends as Hugging Face's "sdpa".
+    """Lets a causal LM read packed rows, where every layer sees the whole context and attends as
+    Hugging Face's "sdpa".
 
-    For any other call nothing changes. The choice stays on the model, since gradient checkpointing attends again in backward.
+    For any other call nothing changes. The choice stays on the model, since gradient checkpointing
+    attends again in backward.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -284,7 +306,8 @@ def attend_packed(
     packed: Packed | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of every packed token to its path; Hugging Face's own where nothing is packed.
+    """Causal attention of every packed token to its path; Hugging Face's own where nothing is
+    packed.
 
     Args:
       query: [1, Hq, N, D]. key, value: [1, Hk, N, D], Hk divides Hq.
@@ -297,7 +320,8 @@ def attend_packed(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
-    # In mixed precision the norms of queries and keys, whose weights are float32, leave them in float32.
+    # In mixed precision the norms of queries and keys, whose weights are float32, leave them in
+    # float32.
     q, k = q.to(v.dtype), k.to(v.dtype)
     segments = packed.segments
     if (
@@ -309,7 +333,8 @@ def attend_packed(
         from torch.nn.attention.varlen import varlen_attn
 
         inputs: Any = (q, k[segments.keys], v[segments.keys], *segments.ends, *segments.longest)
-        # (-1, 0): causal, from the end of each segment; a query sees what the row shares, and itself.
+        # (-1, 0): causal, from the end of each segment; a query sees what the row shares, and
+        # itself.
         out: Any = varlen_attn(*inputs, scale=scaling, window_size=(-1, 0), enable_gqa=True)
         return out[None], None
     if packed.kernels.steps:

@@ -1,8 +1,9 @@
 """Seconds and bytes of an RL step from sizes alone: nothing is loaded, no card is needed.
 
-A pass takes the longer of its arithmetic and the memory it moves (Williams, Waterman and Patterson 2009, "Roofline"). A decode step is
-bound by memory: it reads all weights once, and the keys and values of every row. The noise of the draw, adapters and the start of
-kernels are counted beside it. Everything is a pure function of a model's `Shape`, a step's `Load` and a `Card`.
+A pass takes the longer of its arithmetic and the memory it moves (Williams, Waterman and Patterson
+2009, "Roofline"). A decode step is bound by memory: it reads all weights once, and the keys and
+values of every row. The noise of the draw, adapters and the start of kernels are counted beside it.
+Everything is a pure function of a model's `Shape`, a step's `Load` and a `Card`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 # What the decode engine does.
-NOISE_BYTES = 8  # moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V numbers a row
+# moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V
+# numbers a row
+NOISE_BYTES = 8
 LOGIT_BYTES = (
     16  # the same by the logits: written in bfloat16, read, normalised and searched in float32
 )
@@ -20,13 +23,15 @@ LAYER_KERNELS, STEP_KERNELS = (
     24,
     40,
 )  # kernels of a layer, and of embedding, head, draw and bookkeeping
-ADAPTER_KERNELS = 6  # of each of the seven adapted projections: down and up, each with its weight cast, scale, addition
+# of each of the seven adapted projections: down and up, each with its weight cast, scale, addition
+ADAPTER_KERNELS = 6
 ADAPTER_BYTES = 8  # moved per number of an adapter: read in float32, written and read in bfloat16
 GRAPHS, CAPTURE_S = 24, 0.1  # graphs captured in a whole run, and seconds of each
 # What the trainer does.
 LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is made of it
 CHUNK = 1 << 25  # entries of a chunk, as in rlkit.models.log_probs
-ADAM_BYTES = 28  # moved per trained number: weight, gradient and two moments read, all but the gradient written
+# moved per trained number: weight, gradient and two moments read, all but the gradient written
+ADAM_BYTES = 28
 RESERVED = 1.5e9  # bytes of CUDA itself, kernels and workspaces
 
 
@@ -42,7 +47,9 @@ class Card(NamedTuple):
     entry_s: float  # of a draw, per row and vocabulary entry
     source: str
     itemsize: int = 2  # bytes of a number in the arithmetic
-    touch_s: float = 0.0  # beyond products, of a decoded token, layer and unit of width: a CPU does not hide elementwise work
+    # beyond products, of a decoded token, layer and unit of width: a CPU does not hide elementwise
+    # work
+    touch_s: float = 0.0
     train_touch_s: float = 0.0  # the same in forward and backward of an update
     train_layer_s: float = 0.0  # of a micro-batch and layer, whatever its tokens
     host_s: float = 1.5e-3  # Python of a reply: template, tokenizer, environment, reward, records
@@ -51,7 +58,8 @@ class Card(NamedTuple):
 def gpu(
     name: str, gigabytes: float, terabytes: float, teraflops: float, reached: float, source: str
 ) -> Card:
-    """A card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share of the latter that training reaches.
+    """A card from its data sheet: memory, bandwidth, dense bfloat16 arithmetic, and the share of
+    the latter that training reaches.
 
     Streaming kernels reach about 0.9 of the bandwidth (4.3 of 4.8 TB/s on an H200).
     """
@@ -208,7 +216,8 @@ class Load(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Bytes and seconds by name, replies decoded at once, decoded tokens a second, and the share of the bandwidth limit that they are."""
+    """Bytes and seconds by name, replies decoded at once, decoded tokens a second, and the share of
+    the bandwidth limit that they are."""
 
     memory: Mapping[str, float]
     fits: bool
@@ -227,7 +236,8 @@ class Forecast(NamedTuple):
 
 
 def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float:
-    """rows · bandwidth / (weights + rows · context · bytes of a token's keys and values), tokens a second: nothing else is read."""
+    """rows · bandwidth / (weights + rows · context · bytes of a token's keys and values), tokens a
+    second: nothing else is read."""
     return (
         rows
         * card.bandwidth
@@ -238,7 +248,8 @@ def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float
 def decode_step(
     card: Card, shape: Shape, rows: float, context: float, rank: int = 0
 ) -> dict[str, float]:
-    """Seconds of one decode step by what they go into: rows of this mean context, adapters of this rank."""
+    """Seconds of one decode step by what they go into: rows of this mean context, adapters of this
+    rank."""
     read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
     flops, small = 2 * rows * (shape.used + shape.hidden * shape.vocab), shape.adapters(rank)
     return {
@@ -257,10 +268,11 @@ def decode_step(
 
 
 def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], int]:
-    """Bytes by name, and the replies decoded at once: their cache takes at most half of what weights and optimizer leave free.
+    """Bytes by name, and the replies decoded at once: their cache takes at most half of what
+    weights and optimizer leave free.
 
-    Backward keeps every layer's norms, rotation, attention, gate, up and residuals; with checkpointing one layer's, and the states
-    between layers.
+    Backward keeps every layer's norms, rotation, attention, gate, up and residuals; with
+    checkpointing one layer's, and the states between layers.
     """
     base, size, kv = shape.parameters, card.itemsize, shape.kv_bytes(card.itemsize)
     trained = shape.adapters(load.rank) if load.rank else base
@@ -304,9 +316,10 @@ def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], i
 def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     """Bytes and seconds of one RL step.
 
-    Replies decode side by side until the longest ends, which is taken to reach its limit. Each prompt is read once for its group, in
-    decoding and in training. An update is a forward and twice that for the gradients; frozen weights need no gradient of their own,
-    and checkpointing takes one more forward. The head is applied again in backward.
+    Replies decode side by side until the longest ends, which is taken to reach its limit. Each
+    prompt is read once for its group, in decoding and in training. An update is a forward and twice
+    that for the gradients; frozen weights need no gradient of their own, and checkpointing takes
+    one more forward. The head is applied again in backward.
     """
     memory, slots = memory_of(card, shape, load)
     replies = load.prompts * load.group * load.turns
@@ -360,9 +373,11 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
 
 
 def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[str, Forecast]]:
-    """Overrides that make the run fit, or a sampled token at least 5 % cheaper, each on top of those before it, and what is then expected.
+    """Overrides that make the run fit, or a sampled token at least 5 % cheaper, each on top of
+    those before it, and what is then expected.
 
-    Adapters in place of all weights, and shorter replies, are proposed only where the run does not fit.
+    Adapters in place of all weights, and shorter replies, are proposed only where the run does not
+    fit.
     """
 
     def cost(at: Load) -> tuple[float, float]:

@@ -23,15 +23,18 @@ def save_policy(
     tokenizer: bool = True,
     card: str = "",
 ) -> None:
-    """Writes all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of all files.
+    """Writes all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of
+    all files.
 
-    The folder appears whole, in place of an old one; one with files that rlkit.sha256 does not list is kept under another name.
+    The folder appears whole, in place of an old one; one with files that rlkit.sha256 does not list
+    is kept under another name.
 
     Args:
       state: weights to write in place of the model's own: of a checkpoint, or gathered from shards.
       tokenizer: whether it goes along, with the chat template.
       card: the text of README.md, which model hubs show.
-    Raises: OSError where the disk refuses, whichever library writes; an old folder is still there unless only its removal succeeded.
+    Raises: OSError where the disk refuses, whichever library writes; an old folder is still there
+      unless only its removal succeeded.
     """
     model: Any = policy.model
     part = folder.with_name(f".{folder.name}.part")

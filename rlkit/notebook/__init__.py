@@ -1,7 +1,9 @@
-"""The names of the project's first documents, as those write them, over `collect`, `play` and `Learner.step`.
+"""The names of the project's first documents, as those write them, over `collect`, `play` and
+`Learner.step`.
 
-There is one episode loop and one training loop, the core's; here arguments and hooks become its parts, and its episodes rollouts in the
-document's shape (`rlkit.notebook.views`). docs/notebooks.md says, name by name, what differs.
+There is one episode loop and one training loop, the core's; here arguments and hooks become its
+parts, and its episodes rollouts in the document's shape (`rlkit.notebook.views`). docs/notebooks.md
+says, name by name, what differs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Advantages and losses of rollouts in the document's shape; a loss carries the gradient that the rollouts' log-probs carry."""
+"""Advantages and losses of rollouts in the document's shape; a loss carries the gradient that the
+rollouts' log-probs carry."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def compute_advantages(
     normalize: bool = True,
     advantage_fn: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """GRPO's advantages [B, T], over the deviation of the group if `normalize`, less the KL penalty; 0 for what cannot be scored."""
+    """GRPO's advantages [B, T], over the deviation of the group if `normalize`, less the KL
+    penalty; 0 for what cannot be scored."""
     if advantage_fn is not None:
         return advantage_fn(rollouts, normalize)
     ids, rewards = groups(rollouts), task_rewards(rollouts)
@@ -44,7 +46,8 @@ def compute_advantages(
 def compute_policy_gradient_loss(
     rollouts: Sequence[Rollout], advantages: Tensor, loss_fn: Callable[..., Tensor] | None = None
 ) -> Tensor:
-    """REINFORCE: -A log π, averaged over all tokens; only the gradient means anything. advantages: [B, T], a constant."""
+    """REINFORCE: -A log π, averaged over all tokens; only the gradient means anything. advantages:
+    [B, T], a constant."""
     if loss_fn is not None:
         return loss_fn(rollouts, advantages)
     logprobs, mask = stacked(rollouts)
@@ -60,10 +63,11 @@ def compute_ppo_loss(
     clip_epsilon: float = 0.0,
     mask: Any = None,
 ) -> Any:
-    """PPO's clipped surrogate, averaged over all tokens: of rollouts the loss, of log-probs [B, T] the loss and its statistics.
+    """PPO's clipped surrogate, averaged over all tokens: of rollouts the loss, of log-probs [B, T]
+    the loss and its statistics.
 
-    old_logprobs: [B, T] in nats. advantages: [B, T] or [B]. Both are constants. clip_range, clip_epsilon: two names, in (0, 1].
-    mask: [B, T], True where a token counts; None: everywhere.
+    old_logprobs: [B, T] in nats. advantages: [B, T] or [B]. Both are constants. clip_range,
+    clip_epsilon: two names, in (0, 1]. mask: [B, T], True where a token counts; None: everywhere.
     """
     clip = clip_epsilon or clip_range
     logprobs, mask = (rollouts, mask) if isinstance(rollouts, Tensor) else stacked(rollouts)
@@ -88,9 +92,11 @@ def compute_ppo_loss(
 def compute_dapo_loss(
     rollouts: Sequence[Rollout], beta: float = 0.1, pair_selector: PairSelector | None = None
 ) -> Tensor:
-    """The preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs; 0 with a gradient of 0 without any.
+    """The preference loss -log σ(β (log π(better) - log π(worse))), averaged over pairs; 0 with a
+    gradient of 0 without any.
 
-    beta: > 0, per nat. pair_selector: None: every pair of a prompt. Ties, pairs of two prompts and rollouts without a score are skipped.
+    beta: > 0, per nat. pair_selector: None: every pair of a prompt. Ties, pairs of two prompts and
+    rollouts without a score are skipped.
     """
     logprobs, mask = stacked(rollouts)
     pairs = selected(pair_selector, rollouts)(task_rewards(rollouts), groups(rollouts)).to(
@@ -105,7 +111,8 @@ def compute_dapo_loss(
 def selected(
     pair_selector: PairSelector | None, rollouts: Sequence[Rollout]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A pair_selector as the core takes it: (rewards [N], group_ids [N]) → [P, 2], the better rollout first, without ties."""
+    """A pair_selector as the core takes it: (rewards [N], group_ids [N]) → [P, 2], the better
+    rollout first, without ties."""
     if pair_selector is None:
         return F.all_pairs
 

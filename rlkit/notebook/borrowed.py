@@ -1,4 +1,5 @@
-"""A learner of what a notebook owns: its model, an optimizer that may hold several networks, and its reference model."""
+"""A learner of what a notebook owns: its model, an optimizer that may hold several networks, and
+its reference model."""
 
 from __future__ import annotations
 
@@ -43,11 +44,13 @@ class Share:
 
 
 def no_optimizer(parameters: Any) -> Any:
-    """Marks that the optimizer exists already; never called. It has no learning rate, so the optimizer keeps its own."""
+    """Marks that the optimizer exists already; never called. It has no learning rate, so the
+    optimizer keeps its own."""
 
 
 def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment:
-    """A learner's experiment of a notebook's parts: its model, optimizers and rollouts exist already, and nothing is evaluated."""
+    """A learner's experiment of a notebook's parts: its model, optimizers and rollouts exist
+    already, and nothing is evaluated."""
     some: dict[str, Any] = {
         "seed": 0,
         "batch": BatchSize(1, 1),
@@ -68,7 +71,8 @@ def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment
 
 
 def given(model: nn.Module | None, update: Callable[..., Any] | None = None) -> Reference:
-    """A reference model that someone else keeps. update: (reference model, policy model, step=, kl=) moves it in place after a step."""
+    """A reference model that someone else keeps. update: (reference model, policy model, step=,
+    kl=) moves it in place after a step."""
 
     def updated(state: nn.Module, policy: nn.Module, **progress: Any) -> nn.Module:
         if update is not None:

@@ -1,4 +1,5 @@
-"""The chat and tool functions of the chat and PPO notebook, over `collect` and `run_agent`: what is sampled here is sampled in training."""
+"""The chat and tool functions of the chat and PPO notebook, over `collect` and `run_agent`: what is
+sampled here is sampled in training."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Chat = list[Message]
 
 
 class LLMGenerator:
-    """Batched replies to chats, with the thinking apart; the same calls in the same order give the same replies."""
+    """Batched replies to chats, with the thinking apart; the same calls in the same order give the
+    same replies."""
 
     def __init__(
         self, model_name: Any, tokenizer: Any = None, *, engine: Engine | None = None, seed: int = 0
@@ -57,9 +59,11 @@ class LLMGenerator:
         return_thinking: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """[thinking, content], or without `return_thinking` a text with both; a list of these for many replies or chats, of lists for both.
+        """[thinking, content], or without `return_thinking` a text with both; a list of these for
+        many replies or chats, of lists for both.
 
-        temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample, max_thinking_tokens.
+        temperature: 0 is greedy; None: the generator's own, 0.6. kwargs: top_p, top_k, do_sample,
+        max_thinking_tokens.
         """
         single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
         chats, n, policy = (
@@ -86,7 +90,8 @@ class LLMGenerator:
         thinks: bool = True,
         **kwargs: Any,
     ) -> list[Rollout]:
-        """The replies as rollouts of one step, chat by chat; one without a step where the chat leaves no room for a reply."""
+        """The replies as rollouts of one step, chat by chat; one without a step where the chat
+        leaves no room for a reply."""
         self.calls += 1
         tasks, temperature = (
             [as_task(chat, i) for i, chat in enumerate(chats)],
@@ -105,7 +110,7 @@ class LLMGenerator:
         return parse_thinking(output_ids, self.tokenizer)
 
 
-# ------------------------------------------------------------------------------------------------------ lists of chats
+# ----------------------------------------------------------------------------------- lists of chats
 
 
 def generate_templates(prompts: Sequence[str]) -> Chat:
@@ -113,14 +118,16 @@ def generate_templates(prompts: Sequence[str]) -> Chat:
 
 
 def batch_history(history: Messages, prompts: Sequence[str]) -> list[Chat]:
-    """The history with each of the texts as its next message: one chat a text, and no two share a list or a message."""
+    """The history with each of the texts as its next message: one chat a text, and no two share a
+    list or a message."""
     return [[*deepcopy(history), message] for message in generate_templates(prompts)]
 
 
 def create_batch(
     bh: Sequence[Messages], num_gen: int, outputs: Any, include_thinking: bool = False
 ) -> tuple[list[Chat], list[Chat]]:
-    """The chats with their replies, `num_gen` of each, without thinking; and with it in `reasoning_content`, if `include_thinking`."""
+    """The chats with their replies, `num_gen` of each, without thinking; and with it in
+    `reasoning_content`, if `include_thinking`."""
     pairs = [
         (list(deepcopy(chat)), reply)
         for chat, own in zip(bh, outputs, strict=True)
@@ -145,25 +152,28 @@ def res(
     max_new_tokens: int = 1000,
     num_return_sequences: int = 1,
 ) -> tuple[Any, ...]:
-    """The replies of `generator.generate`, and the chats with them of `create_batch`, without and with thinking."""
+    """The replies of `generator.generate`, and the chats with them of `create_batch`, without and
+    with thinking."""
     outputs = generator.generate(
         batch, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences
     )
     return outputs, *create_batch(batch, num_return_sequences, outputs, include_thinking=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------- tools
+# -------------------------------------------------------------------------------------------- tools
 
 
 def has_tool_call(response_text: str, *, tool_parser: Callable[..., Any] = hermes) -> bool:
-    """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the thinking does not."""
+    """Whether a reply calls a tool, or means to: a call that cannot be read counts, one inside the
+    thinking does not."""
     return bool(parse_tool_calls(response_text, tool_parser=tool_parser))
 
 
 def parse_tool_calls(
     response_text: str, *, tool_parser: Callable[..., Any] = hermes
 ) -> list[dict[str, Any]]:
-    """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; one that cannot be read has an `error`."""
+    """The calls of a reply outside its thinking, as {id, type, function {name, arguments}}; one
+    that cannot be read has an `error`."""
     _, content, _ = split_thinking(response_text)
     return [as_dict(call) for call in core_parser(tool_parser)(content)[1]]
 
@@ -171,7 +181,8 @@ def parse_tool_calls(
 def execute_tool_call(
     tool_call: Mapping[str, Any] | ToolCall, tool_implementations: Mapping[str, Callable[..., Any]]
 ) -> str:
-    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence (`rlkit.environments.execute`)."""
+    """What a call gives, as text: a result that is no string as JSON, every failure as a sentence
+    (`rlkit.environments.execute`)."""
     return run(execute(to_call(tool_call), tool_implementations)).content
 
 
@@ -191,7 +202,8 @@ class ToolUseLLM(LLMGenerator):
         max_new_tokens: int = 1024,
         temperature: float = TEMPERATURE,
     ) -> dict[str, Any]:
-        """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and the rollout with its status."""
+        """A conversation with tools (`run_agent`): messages, final_response, tool_calls, turns, and
+        the rollout with its status."""
         limits: Any = {
             "max_turns": max_turns,
             "max_new_tokens": max_new_tokens,
@@ -218,14 +230,16 @@ TEMPERATURES = {
 
 
 def get_weather(location: str, unit: str = "fahrenheit") -> str:
-    """The example of a tool: the weather of three cities, "City, STATE", and one answer for all others; it is always sunny."""
+    """The example of a tool: the weather of three cities, "City, STATE", and one answer for all
+    others; it is always sunny."""
     fahrenheit, celsius = TEMPERATURES.get(location, (70, 21))
     degrees = f"{celsius}°C" if unit == "celsius" else f"{fahrenheit}°F"
     return f"The weather in {location} is {degrees} and sunny"
 
 
 def calculate(expression: str) -> int | float | str:
-    """The value of an arithmetic expression, or a text that says what is wrong with it. Nothing is evaluated as Python."""
+    """The value of an arithmetic expression, or a text that says what is wrong with it. Nothing is
+    evaluated as Python."""
     try:
         value = calculator(expression)
     except ValueError as error:

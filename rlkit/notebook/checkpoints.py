@@ -22,7 +22,8 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(
     model: Any, tokenizer: Any, step: int, output_dir: str | Path, checkpoint_fn: Hook = None
 ) -> None:
-    """Writes model and tokenizer to output_dir/checkpoint-STEP, whole or not at all; of a model with adapters these alone."""
+    """Writes model and tokenizer to output_dir/checkpoint-STEP, whole or not at all; of a model
+    with adapters these alone."""
     if checkpoint_fn is not None:
         checkpoint_fn(model, tokenizer, step, output_dir)
         return
@@ -37,7 +38,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Model, tokenizer and step of a checkpoint, or the newest in an output_dir. Raises: DataError for none or a damaged one."""
+    """Model, tokenizer and step of a checkpoint, or the newest in an output_dir. Raises: DataError
+    for none or a damaged one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     near = Path(path), *Path(path).glob("checkpoint-*")

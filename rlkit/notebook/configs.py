@@ -1,4 +1,5 @@
-"""Algorithms as the notebook of primitives sets them: a function each, and the switch between them."""
+"""Algorithms as the notebook of primitives sets them: a function each, and the switch between
+them."""
 
 from __future__ import annotations
 
@@ -14,19 +15,22 @@ from rlkit.notebook.data import TrainingConfig
 
 
 def create_grpo_config(kl_coef: float = 0.1, normalize_advantages: bool = True) -> TrainingConfig:
-    """GRPO: the mean reward of a prompt's rollouts as baseline, their standard deviation as scale (normalize_advantages)."""
+    """GRPO: the mean reward of a prompt's rollouts as baseline, their standard deviation as scale
+    (normalize_advantages)."""
     return TrainingConfig("grpo", kl_coef=kl_coef, normalize_advantages=normalize_advantages)
 
 
 def create_dapo_config(beta: float = 0.1, normalize_advantages: bool = True) -> TrainingConfig:
-    """The preference loss over pairs of a prompt's rollouts, not DAPO of Yu et al. 2025. beta: > 0, per nat; kl_coef stays 0.1."""
+    """The preference loss over pairs of a prompt's rollouts, not DAPO of Yu et al. 2025. beta: > 0,
+    per nat; kl_coef stays 0.1."""
     return TrainingConfig("dapo", beta=beta, normalize_advantages=normalize_advantages)
 
 
 def create_ppo_config(
     clip_range: float = 0.2, value_loss_coef: float = 0.5, kl_coef: float = 0.0
 ) -> TrainingConfig:
-    """PPO: GAE over the steps of an episode with a value head on the policy's trunk, a clipped ratio, one rollout of each prompt."""
+    """PPO: GAE over the steps of an episode with a value head on the policy's trunk, a clipped
+    ratio, one rollout of each prompt."""
     return TrainingConfig(
         "ppo", clip_range=clip_range, value_loss_coef=value_loss_coef, kl_coef=kl_coef, group_size=1
     )
@@ -40,7 +44,8 @@ def switch_at_50(iteration: int) -> str:
 def get_algorithm_config(
     iteration: int, switch_strategy: Callable[[int], str] = switch_at_50, **numbers: Any
 ) -> TrainingConfig:
-    """The config of an iteration, counted from 0. numbers: fields of TrainingConfig that hold before and after a switch."""
+    """The config of an iteration, counted from 0. numbers: fields of TrainingConfig that hold
+    before and after a switch."""
     configs = {
         "grpo": create_grpo_config(),
         "dapo": create_dapo_config(),
@@ -55,7 +60,8 @@ def get_algorithm_config(
 
 
 def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of the core. The KL of a sequence is taken off its reward, after the group's statistics."""
+    """Algorithm and KL of the core. The KL of a sequence is taken off its reward, after the group's
+    statistics."""
     kl = config.kl or KL("k1", F.k1, "reward_sequence", config.kl_coef)
     if isinstance(config.algorithm, Algorithm):
         return config.algorithm, kl

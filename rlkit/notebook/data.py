@@ -41,7 +41,8 @@ class Conversation(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """An episode: the last reply as `generation`, and its reward. `metadata["episode"]` is the whole `rlkit.Rollout`."""
+    """An episode: the last reply as `generation`, and its reward. `metadata["episode"]` is the
+    whole `rlkit.Rollout`."""
 
     prompt: str
     generation: Generation
@@ -61,7 +62,8 @@ class Batch(NamedTuple):
 
 
 class GenerationConfig(NamedTuple):
-    """How replies are sampled. Training needs the full distribution: it takes top_p as 1 and top_k as 0."""
+    """How replies are sampled. Training needs the full distribution: it takes top_p as 1 and top_k
+    as 0."""
 
     max_new_tokens: int = 512
     temperature: float = 0.7

@@ -39,7 +39,8 @@ def load_model(
     lora_alpha: int = 32,
     model_loader: Hook = None,
 ) -> Any:
-    """A causal LM in evaluation mode: "tiny", a local folder, a hub id, or one that is built; adapters (use_lora) are float32."""
+    """A causal LM in evaluation mode: "tiny", a local folder, a hub id, or one that is built;
+    adapters (use_lora) are float32."""
     if model_loader is not None:
         return model_loader(model_id, dtype, device_map, use_lora, lora_rank, lora_alpha)
     model: Any = model_id
@@ -55,7 +56,8 @@ def load_model(
 
 
 def load_tokenizer(model_id: str, padding_side: str = "left") -> Any:
-    """The tokenizer of a model; the end token pads where there is no other. Raises: ConfigError where there is none."""
+    """The tokenizer of a model; the end token pads where there is no other. Raises: ConfigError
+    where there is none."""
     tokenizer = pretrained_tokenizer(model_id)
     tokenizer.padding_side = padding_side
     if tokenizer.pad_token_id is None:
@@ -71,7 +73,8 @@ def format_prompt(
     enable_thinking: bool = False,
     template_fn: Hook = None,
 ) -> str:
-    """The text that a model reads. Without the chat template it is the prompt, and the system prompt is ignored."""
+    """The text that a model reads. Without the chat template it is the prompt, and the system
+    prompt is ignored."""
     if template_fn is not None:
         return template_fn(prompt, tokenizer, use_chat_template, system_prompt, enable_thinking)
     if not use_chat_template:
@@ -91,7 +94,8 @@ def format_prompt(
 
 
 def parse_thinking(token_ids: Sequence[int] | Tensor, tokenizer: Any) -> tuple[str, str]:
-    """Thinking and response of a reply's ids, split at the last `</think>`; the tags and the end token are in neither."""
+    """Thinking and response of a reply's ids, split at the last `</think>`; the tags and the end
+    token are in neither."""
     ids, ends = (
         torch.as_tensor(token_ids).tolist(),
         {tokenizer.eos_token_id, tokenizer.pad_token_id},
@@ -110,7 +114,8 @@ def _raw(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
 def policy_of(
     model: Any, tokenizer: Any, *, use_chat_template: bool, enable_thinking: bool | None = None
 ) -> Policy:
-    """A policy that reads a prompt through the chat template, as plain text; or as it is, with control tokens, as of `format_prompt`."""
+    """A policy that reads a prompt through the chat template, as plain text; or as it is, with
+    control tokens, as of `format_prompt`."""
     if use_chat_template:
         return make_policy(model, tokenizer, enable_thinking=enable_thinking)
     policy = make_policy(model, tokenizer, render=_raw)
@@ -118,7 +123,8 @@ def policy_of(
 
 
 class Verbatim:
-    """Encodes a text with the control tokens in it, and behind the token that begins every text, where the tokenizer has one."""
+    """Encodes a text with the control tokens in it, and behind the token that begins every text,
+    where the tokenizer has one."""
 
     def __init__(self, tokenizer: Any):
         self.backend, self.begins = tokenizer.backend_tokenizer, tokenizer.bos_token
@@ -170,7 +176,8 @@ def _sampled(
 
 
 def drawn_seed(seed: int | None) -> int:
-    """The seed that is given, else one from torch's generator, so that two calls differ and torch.manual_seed repeats them."""
+    """The seed that is given, else one from torch's generator, so that two calls differ and
+    torch.manual_seed repeats them."""
     return int(torch.randint(1 << 62, ())) if seed is None else seed
 
 
@@ -185,9 +192,11 @@ def generate(
     engine: Any = None,
     seed: int | None = None,
 ) -> Generation:
-    """A reply to a text, which the model reads as it is. Raises: ValueError for a prompt that fills the model's context.
+    """A reply to a text, which the model reads as it is. Raises: ValueError for a prompt that fills
+    the model's context.
 
-    compute_logprobs: at the sampler's temperature, with gradient where gradients are enabled. seed: None takes one from torch.
+    compute_logprobs: at the sampler's temperature, with gradient where gradients are enabled. seed:
+    None takes one from torch.
     """
     if generator is not None:
         return generator(model, tokenizer, prompt, config, compute_logprobs)
@@ -236,7 +245,8 @@ def played(
 
 
 def begun(policy: Policy, episodes: list[types.Rollout]) -> list[types.Rollout]:
-    """The episodes, each with a reply. Raises: ValueError for one whose prompt left no room for it."""
+    """The episodes, each with a reply. Raises: ValueError for one whose prompt left no room for
+    it."""
     if full := [episode.group for episode in episodes if not episode.steps]:
         raise ValueError(
             f"prompt {full[0]} fills the model's context of {policy.context_length} tokens; shorten it, none is cut"
@@ -280,7 +290,8 @@ def compute_logprobs_for_tokens(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient; prompt_mask [B, P] says what is padding."""
+    """The log-probs [B, T] of generated_ids [B, T] in nats, float32, with gradient; prompt_mask [B,
+    P] says what is padding."""
     ids, mask = _rows(prompt_ids, prompt_mask, generated_ids)
     device = next(model.parameters()).device
     found = [
@@ -297,7 +308,8 @@ def compute_logprobs_for_tokens(
 def _rows(
     prompt_ids: Tensor, prompt_mask: Tensor | None, generated_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Prompt and reply side by side without the padding between them, and a mask on the reply; so positions count real tokens."""
+    """Prompt and reply side by side without the padding between them, and a mask on the reply; so
+    positions count real tokens."""
     real = (
         torch.ones_like(prompt_ids, dtype=torch.bool) if prompt_mask is None else prompt_mask.bool()
     )

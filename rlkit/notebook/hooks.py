@@ -29,7 +29,8 @@ def with_hooks(
     kl_fn: Hook = None,
     pair_selector: Hook = None,
 ) -> tuple[Algorithm, KL]:
-    """Algorithm and KL of a config with the hooks, which are given the learner's episodes; a kl_fn of [B] is taken off the rewards."""
+    """Algorithm and KL of a config with the hooks, which are given the learner's episodes; a kl_fn
+    of [B] is taken off the rewards."""
     algorithm, kl = core_of(config)
     if kl_fn is not None:
         if not kl.coef:
@@ -103,7 +104,8 @@ def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize:
 
 
 def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
-    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum is that number."""
+    """A loss_fn, which gives a number for a whole minibatch, as a loss per token whose weighted sum
+    is that number."""
 
     def policy_loss(
         logprobs: Tensor,
@@ -140,7 +142,8 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
 
 
 def _episodes(rollout_ids: Tensor, step_ids: Tensor, mask: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Positions and mask [n, T] of each rollout's sampled tokens, also for rollouts at the end without any."""
+    """Positions and mask [n, T] of each rollout's sampled tokens, also for rollouts at the end
+    without any."""
     positions, own = F.episode_positions(rollout_ids, step_ids, mask)
     padding = (0, 0, 0, n - len(own))
     return nn.functional.pad(positions, padding), nn.functional.pad(own, padding)

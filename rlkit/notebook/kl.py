@@ -28,9 +28,11 @@ def compute_kl(
     valid_mask: Tensor | None = None,
     kl_fn: Any = F.forward,
 ) -> Tensor:
-    """The divergence of each sequence from the reference [B], in nats, by a kl_fn, or the mean of an estimator of the core.
+    """The divergence of each sequence from the reference [B], in nats, by a kl_fn, or the mean of
+    an estimator of the core.
 
-    policy_logprobs carries the gradient, ref_logprobs is a constant: [B, T] of tokens that the policy sampled, or [T], one sequence.
+    policy_logprobs carries the gradient, ref_logprobs is a constant: [B, T] of tokens that the
+    policy sampled, or [T], one sequence.
     """
     mask = torch.ones_like(policy_logprobs) if valid_mask is None else valid_mask
     width = policy_logprobs.shape[-1]
@@ -68,7 +70,8 @@ def compute_forward_kl(
     valid_mask: Tensor | None = None,
     kl_fn: Hook = None,
 ) -> Tensor:
-    """KL(policy ‖ reference) of each sequence [B]: the mean of log π - log ref, of either sign; its gradient is the divergence's."""
+    """KL(policy ‖ reference) of each sequence [B]: the mean of log π - log ref, of either sign; its
+    gradient is the divergence's."""
     return compute_kl(policy_logprobs, ref_logprobs, valid_mask, kl_fn or F.forward)
 
 
@@ -83,7 +86,8 @@ def compute_reverse_kl(
 
 
 def create_truncated_kl(threshold: float = 1.0) -> KLHook:
-    """A kl_fn: the mean of k3 with log-ratios clamped to ±threshold (nats, 0 < threshold ≤ 20), so never negative."""
+    """A kl_fn: the mean of k3 with log-ratios clamped to ±threshold (nats, 0 < threshold ≤ 20), so
+    never negative."""
     return partial(compute_kl, kl_fn=partial(F.truncated, threshold=threshold))
 
 
@@ -91,12 +95,14 @@ truncated_kl = create_truncated_kl()
 
 
 def create_adaptive_kl(confidence_threshold: float = 0.1) -> KLHook:
-    """A kl_fn: k3 on tokens that the policy gives more than the threshold (in [0, 1)), 0 on others; the mean of all."""
+    """A kl_fn: k3 on tokens that the policy gives more than the threshold (in [0, 1)), 0 on others;
+    the mean of all."""
     return partial(compute_kl, kl_fn=partial(F.confident, probability=confidence_threshold))
 
 
 def create_reference_model(policy_model: torch.nn.Module, ref_model_fn: Hook = None) -> Any:
-    """A copy of the policy as it is now, without gradient, in evaluation mode; or what ref_model_fn gives."""
+    """A copy of the policy as it is now, without gradient, in evaluation mode; or what ref_model_fn
+    gives."""
     return (
         ref_model_fn(policy_model)
         if ref_model_fn
@@ -110,7 +116,8 @@ def update_reference_model(
     update_fn: UpdateHook,
     **progress: Any,
 ) -> None:
-    """Moves the reference. Of `progress` an update_fn gets what it has parameters for: step, and kl or kl_value (nats per token)."""
+    """Moves the reference. Of `progress` an update_fn gets what it has parameters for: step, and kl
+    or kl_value (nats per token)."""
     taken = inspect.signature(update_fn).parameters
     given = progress | ({"kl_value": progress["kl"]} if "kl" in progress else {})
     every = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -122,7 +129,8 @@ def update_reference_model(
 
 
 def lift_update(kept: Reference) -> UpdateHook:
-    """A reference of the core that moves, as an update_fn; without a step in the progress, calls are counted."""
+    """A reference of the core that moves, as an update_fn; without a step in the progress, calls
+    are counted."""
     states: WeakKeyDictionary[torch.nn.Module, tuple[int, reference.Moving]] = WeakKeyDictionary()
 
     def update_fn(
@@ -143,10 +151,12 @@ def create_ema_updater(decay: float = 0.999) -> UpdateHook:
 
 
 def create_periodic_updater(update_every: int) -> UpdateHook:
-    """An update_fn: a copy of the policy at every multiple of `update_every` steps (or calls, where no step is passed)."""
+    """An update_fn: a copy of the policy at every multiple of `update_every` steps (or calls, where
+    no step is passed)."""
     return lift_update(reference.periodic(every=update_every))
 
 
 def create_kl_updater(threshold: float = 0.5) -> UpdateHook:
-    """An update_fn: a copy of the policy once the KL since the last copy adds up to more than `threshold` nats per token."""
+    """An update_fn: a copy of the policy once the KL since the last copy adds up to more than
+    `threshold` nats per token."""
     return lift_update(reference.on_kl(threshold=threshold))

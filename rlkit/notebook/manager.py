@@ -1,4 +1,5 @@
-"""The rollout manager of the chat and PPO notebook: parallel chats, step by step, each reply sampled by the core."""
+"""The rollout manager of the chat and PPO notebook: parallel chats, step by step, each reply
+sampled by the core."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def _rollout_from(plain: Mapping[str, Any]) -> RolloutData:
 
 
 def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
-    """The rollout as the core has it, without steps that have no log-probs; its metadata holds `advantages` and `returns` of each step."""
+    """The rollout as the core has it, without steps that have no log-probs; its metadata holds
+    `advantages` and `returns` of each step."""
     trained = [
         s
         for s in rollout.steps
@@ -133,9 +135,11 @@ def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
 
 
 class RolloutManager:
-    """n chats side by side: every step is one reply in each that is still active, all of them one batch.
+    """n chats side by side: every step is one reply in each that is still active, all of them one
+    batch.
 
-    generator: an `LLMGenerator`; or anything with its `generate`, whose steps then have no tokens to train on.
+    generator: an `LLMGenerator`; or anything with its `generate`, whose steps then have no tokens
+    to train on.
     """
 
     def __init__(self, generator: Any, n_rollouts: int, max_steps: int = 50):
@@ -154,7 +158,8 @@ class RolloutManager:
     def execute_step(
         self, step_num: int, prompts: Sequence[str], max_new_tokens: int = 1000
     ) -> None:
-        """One reply in every active rollout to its prompt, after its history without thinking; one whose context is full is over."""
+        """One reply in every active rollout to its prompt, after its history without thinking; one
+        whose context is full is over."""
         active = [self.rollouts[i] for i in self.active_rollout_indices]
         before = [
             (r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking)
@@ -192,7 +197,8 @@ class RolloutManager:
                 self._end(rollout, early=False)
 
     def check_termination_conditions(self, termination_fn: Hook = None) -> list[int]:
-        """Ends the rollouts that have max_steps replies, or of which termination_fn (rollout, last_step) says so; their indices."""
+        """Ends the rollouts that have max_steps replies, or of which termination_fn (rollout,
+        last_step) says so; their indices."""
         before = list(self.active_rollout_indices)
         for rollout in (self.rollouts[i] for i in before):
             full = rollout.get_total_steps() >= self.max_steps
@@ -210,7 +216,8 @@ class RolloutManager:
         termination_fn: Hook = None,
         max_new_tokens: int = 1000,
     ) -> None:
-        """Plays all rollouts to their ends. prompt_generator_fn: (rollout, step from 0) → a user message; None ends the rollout early."""
+        """Plays all rollouts to their ends. prompt_generator_fn: (rollout, step from 0) → a user
+        message; None ends the rollout early."""
         for step_num in range(self.max_steps):
             prompts = []
             for i in list(self.active_rollout_indices):
@@ -232,7 +239,8 @@ class RolloutManager:
             rollout.set_reward(reward_fn(rollout))
 
     def get_rollout_summary(self) -> dict[str, Any]:
-        """Counts and means; `avg_reward` is that of the rollouts that could be scored, 0 where there is none."""
+        """Counts and means; `avg_reward` is that of the rollouts that could be scored, 0 where
+        there is none."""
         steps, rewards = (
             [r.get_total_steps() for r in self.rollouts],
             [r.reward for r in self.rollouts],
@@ -258,7 +266,8 @@ class RolloutManager:
 
     @staticmethod
     def load_rollouts(filepath: str | Path, format: str = "pickle") -> list[RolloutData]:
-        """The rollouts of a file of `save_rollouts`. Raises: DataError for a pickle that holds more than plain data."""
+        """The rollouts of a file of `save_rollouts`. Raises: DataError for a pickle that holds more
+        than plain data."""
         with Path(filepath).open("rb") as file:
             return [
                 _rollout_from(rollout)
@@ -269,7 +278,8 @@ class RolloutManager:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads lists, dicts, texts and numbers; a pickle that names a class or a function could run anything."""
+    """Reads lists, dicts, texts and numbers; a pickle that names a class or a function could run
+    anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise DataError(
@@ -293,11 +303,12 @@ def _sampled(reply: Step, data: StepData) -> RLStepData:
     return RLStepData(**given, logprobs=logprobs, old_logprobs=logprobs.clone())
 
 
-# --------------------------------------------------------------------------------------------------------- the examples
+# ------------------------------------------------------------------------------------- the examples
 
 
 def dummy_reward_function(rollout: RolloutData) -> float:
-    """The example reward: half a point a step for a rollout that ended early, else a point a step and 10."""
+    """The example reward: half a point a step for a rollout that ended early, else a point a step
+    and 10."""
     return (
         0.5 * rollout.get_total_steps()
         if rollout.terminated_early
@@ -306,11 +317,13 @@ def dummy_reward_function(rollout: RolloutData) -> float:
 
 
 def dummy_termination_check(rollout: RolloutData, last_step: StepData) -> bool:
-    """The example termination_fn: the reply says DONE, in any case; or by a chance of a tenth, decided by the rollout and the reply."""
+    """The example termination_fn: the reply says DONE, in any case; or by a chance of a tenth,
+    decided by the rollout and the reply."""
     draw = F.mix(rollout.rollout_id, len(rollout.steps), crc32(last_step.content.encode())) / 2**63
     return "DONE" in last_step.content.upper() or draw < 0.1
 
 
 def dummy_prompt_generator(rollout: RolloutData, step_num: int) -> str:
-    """The example prompt_generator_fn: the initial prompt, then "Continue with step n", n counted from 2."""
+    """The example prompt_generator_fn: the initial prompt, then "Continue with step n", n counted
+    from 2."""
     return rollout.initial_prompt if step_num == 0 else f"Continue with step {step_num + 1}"

@@ -1,4 +1,5 @@
-"""The rewards of the notebook of primitives: functions of a rollout in the document's shape, and of their numbers as a vector."""
+"""The rewards of the notebook of primitives: functions of a rollout in the document's shape, and of
+their numbers as a vector."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def format_reward(pattern: str) -> RewardFn:
 def exact_match_reward(
     ground_truth_fn: Callable[[str], Any], parse_fn: Callable[[str], Any]
 ) -> RewardFn:
-    """A reward: 1 where parse_fn of the reply equals ground_truth_fn of the prompt, else 0; None where there is no truth."""
+    """A reward: 1 where parse_fn of the reply equals ground_truth_fn of the prompt, else 0; None
+    where there is no truth."""
 
     def reward_fn(rollout: Rollout) -> float | None:
         truth = ground_truth_fn(rollout.prompt)

@@ -50,10 +50,12 @@ def create_multiturn_rollout(
     stop_condition: Hook = None,
     **hooks: Any,
 ) -> Rollout:
-    """One episode of at most `max_turns` replies through the chat template; a reply without a tool call ends it.
+    """One episode of at most `max_turns` replies through the chat template; a reply without a tool
+    call ends it.
 
-    tool_parser: is given the text without thinking; calls are {"name": …, "args": …} or as OpenAI writes them. tool_executor: plain or
-      async. stop_condition: asked when a reply's calls have been answered. hooks: those of `create_batch_rollouts`.
+    tool_parser: is given the text without thinking; calls are {"name": …, "args": …} or as OpenAI
+      writes them. tool_executor: plain or async. stop_condition: asked when a reply's calls have
+      been answered. hooks: those of `create_batch_rollouts`.
     """
     hooks["environment"] = tool_environment(max_turns, tool_parser, tool_executor, stop_condition)
     return create_batch_rollouts(
@@ -83,10 +85,12 @@ def create_batch_rollouts(
     use_chat_template: bool = False,
     seed: int | None = None,
 ) -> list[Rollout]:
-    """A rollout of each prompt, all sampled as one batch. Their log-probs are the model's, with gradient where gradients are enabled.
+    """A rollout of each prompt, all sampled as one batch. Their log-probs are the model's, with
+    gradient where gradients are enabled.
 
-    Texts are read as they are without use_chat_template. kl_penalty: kl_coef × KL on the policy's own tokens, by kl_fn. environment: what
-      the policy talks to; None: one reply. engine: None is `rlkit.engines.Cached`. seed: None takes one from torch's generator.
+    Texts are read as they are without use_chat_template. kl_penalty: kl_coef × KL on the policy's
+      own tokens, by kl_fn. environment: what the policy talks to; None: one reply. engine: None is
+      `rlkit.engines.Cached`. seed: None takes one from torch's generator.
     """
     template = use_chat_template or not all(isinstance(prompt, str) for prompt in prompts)
     policy = policy_of(
@@ -117,7 +121,7 @@ def create_batch_rollouts(
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- tools
+# -------------------------------------------------------------------------------------------- tools
 
 
 def tool_environment(
@@ -126,7 +130,8 @@ def tool_environment(
     tool_executor: Hook = None,
     stop_condition: Hook = None,
 ) -> Environment:
-    """What `create_multiturn_rollout` plays in, made of its hooks; `training_iteration` takes it as `environment`."""
+    """What `create_multiturn_rollout` plays in, made of its hooks; `training_iteration` takes it as
+    `environment`."""
     environment = single_turn()._replace(max_steps=max_turns)
     if tool_parser is not None:
         environment = environment._replace(
@@ -155,7 +160,8 @@ def _parser(tool_parser: Callable[[str], Any]) -> ToolParser:
 
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
-    """A call that a tool_parser gave: all that is not its name is its arguments, unless it says which are."""
+    """A call that a tool_parser gave: all that is not its name is its arguments, unless it says
+    which are."""
     function = call.get("function", call)
     rest = {key: value for key, value in function.items() if key not in ("id", "type", "name")}
     arguments = rest.get("arguments", rest.get("args"))
@@ -167,7 +173,8 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def _executor(tool_executor: Callable[[Any], Any]) -> Callable[[ToolCall, Mapping[str, Tool]], Any]:
-    """A tool_executor as the core has one. Its results are text as they print; what it raises is an error that the policy reads."""
+    """A tool_executor as the core has one. Its results are text as they print; what it raises is an
+    error that the policy reads."""
 
     async def execute_hook(call: ToolCall, tools: Mapping[str, Tool], /) -> ToolResult:
         async def later(**_: Any) -> str:

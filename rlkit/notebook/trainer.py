@@ -1,4 +1,5 @@
-"""The PPO trainer of the chat and PPO notebook. Its updates are those of `rlkit.training.learner.Learner`: there is one training loop."""
+"""The PPO trainer of the chat and PPO notebook. Its updates are those of
+`rlkit.training.learner.Learner`: there is one training loop."""
 
 from __future__ import annotations
 
@@ -36,13 +37,14 @@ class SimpleValueHead(nn.Module):
         return self.value_head(hidden_states)
 
 
-# ---------------------------------------------------------------------------------------------------- what a loss is
+# ----------------------------------------------------------------------------------- what a loss is
 
 
 def compute_advantages_and_returns(
     rollouts: Sequence[RolloutData], gamma: float = 0.99, lam: float = 0.95, use_gae: bool = True
 ) -> None:
-    """Writes `advantages` and `returns` into the steps: GAE over steps, per step, the reward at the last; lam = 1 without use_gae."""
+    """Writes `advantages` and `returns` into the steps: GAE over steps, per step, the reward at the
+    last; lam = 1 without use_gae."""
     for rollout in (r for r in rollouts if r.steps):
         steps: list[Any] = rollout.steps
         values = torch.tensor(
@@ -75,9 +77,11 @@ def compute_value_loss(
     clip_epsilon: float = 0.2,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mean squared distance of the values from the returns [B], with `clip_value` clipped about old_values; and its statistics.
+    """The mean squared distance of the values from the returns [B], with `clip_value` clipped about
+    old_values; and its statistics.
 
-    values, old_values: [B], or [B, T] or [B, T, 1], of which the last one counts whose mask [B, T] is True. clip_epsilon: units of reward.
+    values, old_values: [B], or [B, T] or [B, T, 1], of which the last one counts whose mask [B, T]
+    is True. clip_epsilon: units of reward.
     """
     if clip_value and old_values is None:
         raise ValueError("clip_value=True needs old_values, the values before the first update")
@@ -112,15 +116,17 @@ def _of_last_token(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def compute_kl_divergence(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """KL(old ‖ new) from tokens that the old policy sampled: the mean of old - new, in nats per token."""
+    """KL(old ‖ new) from tokens that the old policy sampled: the mean of old - new, in nats per
+    token."""
     return (old_logprobs - logprobs).mean()
 
 
-# ------------------------------------------------------------------------------------------------------- the trainer
+# -------------------------------------------------------------------------------------- the trainer
 
 
 class HeadOnStates(nn.Module):
-    """A value head as the core's critic: on the policy's last hidden states, which it does not train."""
+    """A value head as the core's critic: on the policy's last hidden states, which it does not
+    train."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -138,7 +144,8 @@ def advantages_of_steps(
     step_ids: Tensor,
     response_mask: Tensor,
 ) -> Estimate:
-    """The advantages and returns that stand in the rollouts' metadata, one number a step, at each of its tokens [B, T]."""
+    """The advantages and returns that stand in the rollouts' metadata, one number a step, at each
+    of its tokens [B, T]."""
     found = []
     for name in ("advantages", "returns"):
         numbers = nn.utils.rnn.pad_sequence(
@@ -150,7 +157,8 @@ def advantages_of_steps(
 
 
 class RLTrainer:
-    """PPO on whole rollouts: rollouts, rewards, values, advantages, updates, again. config: any of DEFAULTS; 0 is no save_interval."""
+    """PPO on whole rollouts: rollouts, rewards, values, advantages, updates, again. config: any of
+    DEFAULTS; 0 is no save_interval."""
 
     def __init__(self, model: Any, tokenizer: Any, value_head: nn.Module, config: dict[str, Any]):
         if unknown := sorted({*config} - {*DEFAULTS}):
@@ -215,7 +223,8 @@ class RLTrainer:
     def generate_with_values(
         self, prompts: Sequence[Any], max_new_tokens: int = 512, temperature: float | None = None
     ) -> tuple[list[tuple[str, str]], list[Tensor], list[Tensor], list[list[int]]]:
-        """Of each reply (thinking, content), log-probs [T], values [T] of the states before its tokens, and its token ids [T]."""
+        """Of each reply (thinking, content), log-probs [T], values [T] of the states before its
+        tokens, and its token ids [T]."""
         rollouts = begun(
             self.generator.policy, self.generator.replies(prompts, max_new_tokens, temperature)
         )
@@ -237,7 +246,8 @@ class RLTrainer:
     def train_step(
         self, rollouts: Sequence[RolloutData], n_epochs: int = 4, batch_size: int = 32
     ) -> dict[str, float]:
-        """One step of the learner on rollouts with advantages; a minibatch has about `batch_size` steps, of whole rollouts. Its metrics."""
+        """One step of the learner on rollouts with advantages; a minibatch has about `batch_size`
+        steps, of whole rollouts. Its metrics."""
         trained = [r for r in (core_rollout(r, group=i) for i, r in enumerate(rollouts)) if r.steps]
         if not trained:
             return {}
@@ -266,7 +276,8 @@ class RLTrainer:
         n_rollouts_per_iter: int = 4,
         max_steps: int = 50,
     ) -> list[dict[str, Any]]:
-        """Trains for n_iterations; the rows of all so far: iteration, rollout_summary, training_stats (of `train_step`)."""
+        """Trains for n_iterations; the rows of all so far: iteration, rollout_summary,
+        training_stats (of `train_step`)."""
         for _ in range(n_iterations):
             manager = RolloutManager(self.generator, n_rollouts_per_iter, max_steps)
             manager.initialize_rollouts(initial_prompts_generator(n_rollouts_per_iter))
@@ -316,7 +327,8 @@ class RLTrainer:
         torch.save({**nets, **rest, "learner": self.learner.saved()}, filepath)
 
     def load_checkpoint(self, filepath: str | Path) -> None:
-        """Puts a checkpoint back into a trainer of the same model and config, which then goes on bit for bit."""
+        """Puts a checkpoint back into a trainer of the same model and config, which then goes on
+        bit for bit."""
         kept = torch.load(filepath, weights_only=True, map_location=self.learner.device)
         for name in SAVED:
             getattr(self, name).load_state_dict(kept[f"{name}_state_dict"])

@@ -1,4 +1,5 @@
-"""Training from a notebook: an iteration is a step of rlkit.training.learner.Learner, the one that `rlkit train` takes."""
+"""Training from a notebook: an iteration is a step of rlkit.training.learner.Learner, the one that
+`rlkit train` takes."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ RUNS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Run] = weakref.WeakKeyDic
 
 
 class IterationLearner(Learner):
-    """A learner of an iteration's arguments. parts: of the Experiment. hooks: those of `with_hooks`."""
+    """A learner of an iteration's arguments. parts: of the Experiment. hooks: those of
+    `with_hooks`."""
 
     def __init__(
         self,
@@ -153,10 +155,12 @@ def training_iteration(
     use_chat_template: bool = False,
     **hooks: Any,
 ) -> TrainingState:
-    """One RL step, as `rlkit train` takes it, with its metrics and those of NAMES; iterations with one optimizer are one run.
+    """One RL step, as `rlkit train` takes it, with its metrics and those of NAMES; iterations with
+    one optimizer are one run.
 
-    batch_size: the next prompts of an order that the seed fixes; None: all of them. hooks: advantage_fn, loss_fn (on a whole minibatch),
-      kl_fn, pair_selector; micro_batch_tokens; a ValueError for one that would do nothing.
+    batch_size: the next prompts of an order that the seed fixes; None: all of them. hooks:
+      advantage_fn, loss_fn (on a whole minibatch), kl_fn, pair_selector; micro_batch_tokens; a
+      ValueError for one that would do nothing.
     """
     _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
     seed, run = drawn_seed(seed), RUNS.get(optimizer)
@@ -238,10 +242,12 @@ def train(
     seed: int | None = None,
     **hooks: Any,
 ) -> tuple[Any, Any]:
-    """Trains adapters on a model, or a model that is already built, on prompts in an order that the seed fixes; model and tokenizer.
+    """Trains adapters on a model, or a model that is already built, on prompts in an order that the
+    seed fixes; model and tokenizer.
 
-    train_config: in place of algorithm, learning_rate and kl_coef; switch_strategy: in place of algorithm. log_fn: given every state.
-    optimizer_fn: (parameters, lr=learning_rate) → optimizer. hooks: of `training_iteration`; pair_selector acts while there are pairs.
+    train_config: in place of algorithm, learning_rate and kl_coef; switch_strategy: in place of
+    algorithm. log_fn: given every state. optimizer_fn: (parameters, lr=learning_rate) → optimizer.
+    hooks: of `training_iteration`; pair_selector acts while there are pairs.
     """
     tokenizer = tokenizer or load_tokenizer(str(getattr(model_name, "name_or_path", model_name)))
     model = (
@@ -287,7 +293,8 @@ def _say(steps: int, tokens: int, state: TrainingState) -> None:
 def update_ema_metrics(
     current_metrics: Mapping[str, float], ema_metrics: Mapping[str, float], momentum: float = 0.9
 ) -> dict[str, float]:
-    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a value that is not finite changes nothing."""
+    """momentum · average + (1 - momentum) · value, by name. A new name starts at its value; a value
+    that is not finite changes nothing."""
     finite = {name: value for name, value in current_metrics.items() if math.isfinite(value)}
     return {
         **ema_metrics,

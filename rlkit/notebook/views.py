@@ -1,4 +1,5 @@
-"""Episodes of the core as the document's rollouts, and its hooks as functions of the core's episodes."""
+"""Episodes of the core as the document's rollouts, and its hooks as functions of the core's
+episodes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def view(
 ) -> Rollout:
     """An episode as the document has rollouts, its reward less kl_penalty.
 
-    logprobs: [T] of the tokens, in place of the sampler's. whole: the tokens of all replies, as a loss needs them; else of the last one.
+    logprobs: [T] of the tokens, in place of the sampler's. whole: the tokens of all replies, as a
+    loss needs them; else of the last one.
     """
     steps = episode.steps if whole else episode.steps[-1:]
     ids = [step.response_ids[i] for step in steps for i in step.sampled]
@@ -88,7 +90,8 @@ def conversation_of(episode: types.Rollout) -> Conversation:
 def as_reward(
     reward_fn: Any, aggregator: Hook = None, vectors: dict[int, np.ndarray] | None = None
 ) -> Reward:
-    """A reward function or a list of them as a Reward of the core; `vectors` takes the vectors that it gives, by the prompt's position."""
+    """A reward function or a list of them as a Reward of the core; `vectors` takes the vectors that
+    it gives, by the prompt's position."""
     if isinstance(reward_fn, Reward):
         return reward_fn
     mean: Callable[..., float] = aggregator or (lambda vector: float(np.mean(vector)))
@@ -144,7 +147,8 @@ def stacked(rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
 
 
 def task_rewards(rollouts: Sequence[Rollout]) -> Tensor:
-    """[B] rewards before the KL penalty, nan where there is none. Raises: ValueError for a vector."""
+    """[B] rewards before the KL penalty, nan where there is none. Raises: ValueError for a
+    vector."""
     if any(np.ndim(r.reward) > 0 for r in rollouts if r.reward is not None):
         raise ValueError(
             "a rollout's reward is a vector; make it a number with aggregate_vector_rewards before training on it"

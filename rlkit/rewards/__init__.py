@@ -1,4 +1,5 @@
-"""Verifiable rewards: functions of a rollout that give a score, or None where it cannot be scored."""
+"""Verifiable rewards: functions of a rollout that give a score, or None where it cannot be
+scored."""
 
 from rlkit.rewards._by_task import by_task
 from rlkit.rewards._code_exec import Judgement, code_exec, extract_code, judgements, tests_of
@@ -40,7 +41,8 @@ from rlkit.rewards.lists import listed, paid, priced
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.types import RewardFn
 
-# mypy fails where one of these is no reward of a rollout; those that are marked `batched` take a list.
+# mypy fails where one of these is no reward of a rollout; those that are marked `batched` take a
+# list.
 _CHECKED: tuple[RewardFn, ...] = (
     contains,
     environment,

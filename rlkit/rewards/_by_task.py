@@ -32,11 +32,12 @@ def _truth_problems(
 @reads_truths(_truth_problems)
 @batched
 def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[Any]:
-    """Score rollouts with the rewards that their tasks name, so that a mixture scores each row its own way.
+    """Score rollouts with the rewards that their tasks name, so that a mixture scores each row its
+    own way.
 
     Args:
-      rewards: name → function of one rollout, or of the list of them where it is marked `@batched`; such a one sees all rollouts
-        whose tasks name it.
+      rewards: name → function of one rollout, or of the list of them where it is marked `@batched`;
+        such a one sees all rollouts whose tasks name it.
     Returns: for each rollout what that function returns, or the exception that it raises.
     Raises: ConfigError naming the row, the name it asks for and the known names.
     """

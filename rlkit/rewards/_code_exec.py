@@ -30,8 +30,9 @@ from rlkit.types import Rollout, Task, gives
 class Judgement(NamedTuple):
     """What became of one program.
 
-    `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed or said too much),
-    unparseable (no code, or not Python), unrun (this machine could not start it; no fault of the program).
+    `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed
+    or said too much), unparseable (no code, or not Python), unrun (this machine could not start it;
+    no fault of the program).
     """
 
     status: Literal["ok", "wrong", "timeout", "error", "unparseable", "unrun"]
@@ -53,17 +54,21 @@ def code_exec(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> list[float | SandboxError | None]:
-    """Whether the program in the final reply passes the tests of its task, `task.metadata["tests"]`.
+    """Whether the program in the final reply passes the tests of its task,
+    `task.metadata["tests"]`.
 
     Args:
       rollouts: a batch; equal programs of equal tests run once.
       sandbox: limits, and the isolation that is asked for.
-      credit: all gives `correct` where every test passes; share gives what lies between `wrong` and `correct` by the share that
-        passes, which rewards programs that are right on easy cases only.
+      credit: all gives `correct` where every test passes; share gives what lies between `wrong` and
+        `correct` by the share that passes, which rewards programs that are right on easy cases
+        only.
       correct, wrong: the two scores.
-    Returns: a score each, with the status of its judgement; None for a task without tests; the error itself for a program that this
-      machine could not start, so that it counts as that rollout's failure (`Reward.max_error_rate`) and not as a wrong answer.
-    Raises: DataError naming the row whose test cannot be checked; ConfigError where the sandbox is weaker than asked for.
+    Returns: a score each, with the status of its judgement; None for a task without tests; the
+      error itself for a program that this machine could not start, so that it counts as that
+      rollout's failure (`Reward.max_error_rate`) and not as a wrong answer.
+    Raises: DataError naming the row whose test cannot be checked; ConfigError where the sandbox is
+      weaker than asked for.
     """
 
     def value(judgement: Judgement | None) -> float | SandboxError | None:
@@ -84,7 +89,8 @@ def code_exec(
 def judgements(
     rollouts: Sequence[Rollout], *, sandbox: Sandbox | None = None
 ) -> list[Judgement | None]:
-    """What became of each rollout's program, with its status for a log; None for a task without tests. See `code_exec`."""
+    """What became of each rollout's program, with its status for a log; None for a task without
+    tests. See `code_exec`."""
     checks = [tests_of(rollout.task) for rollout in rollouts]
     jobs = [_job(rollout, tests) for rollout, tests in zip(rollouts, checks, strict=True)]
     distinct = list(dict.fromkeys(job for job in jobs if job))
@@ -100,12 +106,14 @@ def judgements(
 
 
 def extract_code(text: str, names: Collection[str] = ()) -> str:
-    """The program of a reply: a fenced block (see `rlkit.rewards.fences`), or the whole text where no block can be a program.
+    """The program of a reply: a fenced block (see `rlkit.rewards.fences`), or the whole text where
+    no block can be a program.
 
     Args:
-      names: what the program has to define at its top level. The last block that defines one of them is the program, so that
-        an example of its use may follow. Of blocks that do, those marked as Python come before unmarked ones, and these
-        before those of other languages. Where none does, the last Python block is the program, else the last unmarked one.
+      names: what the program has to define at its top level. The last block that defines one of
+        them is the program, so that an example of its use may follow. Of blocks that do, those
+        marked as Python come before unmarked ones, and these before those of other languages. Where
+        none does, the last Python block is the program, else the last unmarked one.
 
     >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")
     'a = 1'

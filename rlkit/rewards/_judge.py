@@ -1,4 +1,5 @@
-"""A score that a language model gives: it reads the conversation and a rubric, and answers with a number for each criterion."""
+"""A score that a language model gives: it reads the conversation and a rubric, and answers with a
+number for each criterion."""
 
 from __future__ import annotations
 
@@ -89,24 +90,28 @@ async def judge(
 
     score = Σ_c weight_c · points_c / (levels · Σ_c weight_c)
 
-    Equal questions are asked once. A verdict is kept under the SHA-256 of the whole question (model, instructions, rubric, conversation),
-    so a run that is repeated or resumed asks nothing twice. The first rank asks for all ranks, so the limits are those of the run.
+    Equal questions are asked once. A verdict is kept under the SHA-256 of the whole question
+    (model, instructions, rubric, conversation), so a run that is repeated or resumed asks nothing
+    twice. The first rank asks for all ranks, so the limits are those of the run.
 
     Args:
       address: base URL, such as http://127.0.0.1:8000/v1; requests go to ADDRESS/chat/completions.
       model: as the server calls it. api_key: sent as a bearer token.
-      rubric: criterion → what it asks for. weights: criterion → weight ≥ 0; 1 for those without one.
+      rubric: criterion → what it asks for. weights: criterion → weight ≥ 0; 1 for those without
+        one.
       levels: points of a criterion that is fully met.
       cache: folder of verdicts; None keeps none.
       concurrency: requests at the same time. timeout: seconds of one request.
-      retries: further requests where the server is busy, is not there, or gives no verdict; before the n-th of them a pause of
-        backoff · 2^(n-1) seconds, or of what the server asks for.
+      retries: further requests where the server is busy, is not there, or gives no verdict; before
+        the n-th of them a pause of backoff · 2^(n-1) seconds, or of what the server asks for.
       budget: requests of this process, retries included; None sets no limit.
-    Returns: for each rollout its score in 0 … 1; an episode without a final answer scores 0 and is not asked about. Where the server
-      gives no verdict, the exception; once it is found to be down, it is not asked again.
-    Raises: ConfigError for an address, a rubric or weights that make no sense, where the server refuses the request, and where the
-      budget is spent.
-    Source: Zheng et al. 2023, arXiv:2306.05685; a rubric as the reward, Gunjal et al. 2025, arXiv:2507.17746.
+    Returns: for each rollout its score in 0 … 1; an episode without a final answer scores 0 and is
+      not asked about. Where the server gives no verdict, the exception; once it is found to be
+      down, it is not asked again.
+    Raises: ConfigError for an address, a rubric or weights that make no sense, where the server
+      refuses the request, and where the budget is spent.
+    Source: Zheng et al. 2023, arXiv:2306.05685; a rubric as the reward, Gunjal et al. 2025,
+      arXiv:2507.17746.
     """
     shares = _shares(rubric, weights)
     _check_address(address)
@@ -234,7 +239,8 @@ def question(
 
 
 async def _verdict(body: Mapping[str, Any], settings: _Settings) -> dict[str, Any]:
-    """The judge's answer, asked as often as it takes. Raises: _Unreachable, ConfigError, ValueError with the last answer."""
+    """The judge's answer, asked as often as it takes. Raises: _Unreachable, ConfigError, ValueError
+    with the last answer."""
     for attempt in range(settings.retries + 1):
         if settings.budget is not None and SPENT[settings.address] >= settings.budget:
             raise ConfigError(
@@ -261,7 +267,8 @@ async def _verdict(body: Mapping[str, Any], settings: _Settings) -> dict[str, An
 
 
 def _post(settings: _Settings, body: Mapping[str, Any]) -> str:
-    """The text of the judge's reply. Raises: _Unreachable; ConfigError where it refuses; ValueError where there is no reply."""
+    """The text of the judge's reply. Raises: _Unreachable; ConfigError where it refuses; ValueError
+    where there is no reply."""
     headers = {"Content-Type": "application/json"} | (
         {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     )

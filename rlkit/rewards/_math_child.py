@@ -151,7 +151,7 @@ def spelled(text: str) -> str:
     return letters.lower() if letters.isalpha() else plain
 
 
-# ----------------------------------------------------------------------------------------- comparing
+# ---------------------------------------------------------------------------------------- comparing
 
 
 class Judge:
@@ -184,7 +184,8 @@ class Judge:
         return "equal" if self.package.verify(gold, given, timeout_seconds=None) else "different"
 
     def _truth(self, truth: str) -> tuple[list[Any], str, str]:
-        r"""What a truth is read as, its text without \boxed{}, and the reason why it cannot be read."""
+        r"""What a truth is read as, its text without \boxed{}, and the reason why it cannot be
+        read."""
         if reason := unreadable(truth):
             return [], truth, reason
         inside = boxed(truth)
@@ -206,7 +207,7 @@ class Judge:
         return list(found or self.package.parse(text, parsing_timeout=None))
 
 
-# --------------------------------------------------------------------------------------- the process
+# -------------------------------------------------------------------------------------- the process
 
 
 def main() -> None:

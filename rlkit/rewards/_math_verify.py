@@ -63,9 +63,9 @@ def math_verify(
     r"""Whether each final reply's mathematical answer equals `task.answer`, as 0.5 equals 1/2.
 
     A truth is one answer, with or without delimiters: 2k+2, $[0,1)$, \text{east}, 15\%. Of a reply
-    the last \boxed{…} is read in the same way; else what follows the last "answer is" or #### on its
-    line; else the last formula between $ $, \( \) or \[ \]; else the last number. Units, currency
-    and percent signs are dropped. LaTeX that the package cannot read is compared as text.
+    the last \boxed{…} is read in the same way; else what follows the last "answer is" or #### on
+    its line; else the last formula between $ $, \( \) or \[ \]; else the last number. Units,
+    currency and percent signs are dropped. LaTeX that the package cannot read is compared as text.
 
     Args:
       rollouts: a batch. Equal answers to equal truths are compared once, and as many at a time as
@@ -101,11 +101,12 @@ def _unread(reason: str) -> str:
     return f"cannot be read by math_verify: {why}; write one answer in LaTeX or plain text, or leave the row out"
 
 
-# -------------------------------------------------------------------------------------- the children
+# ------------------------------------------------------------------------------------- the children
 
 
 def ask(calls: Sequence[Sequence[str]], deadline: float) -> list[str]:
-    """A child's verdict on each (truth,) or (truth, answer), as in `_math_child`; or timeout, or error.
+    """A child's verdict on each (truth,) or (truth, answer), as in `_math_child`; or timeout, or
+    error.
 
     error: the child died, for example because it ran out of memory, and so did a second one.
     """

@@ -1,4 +1,5 @@
-"""Rewards on one scale over a whole run: running mean and standard deviation of what episodes earned."""
+"""Rewards on one scale over a whole run: running mean and standard deviation of what episodes
+earned."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Moments(NamedTuple):
 def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
     """The moments after these episodes too; what cannot be scored is passed over.
 
-    Source: Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing sample variances, equation 2.1.
+    Source: Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing
+    sample variances, equation 2.1.
     """
     totals = [total for r in rollouts if (total := r.total_reward) is not None]
     if not totals:
@@ -43,7 +45,8 @@ def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
 
 
 def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
-    """The episodes with total rewards (R − mean) / (std + 1e-8): rewards of steps are divided, the mean is taken off at the end.
+    """The episodes with total rewards (R − mean) / (std + 1e-8): rewards of steps are divided, the
+    mean is taken off at the end.
 
     Terms, statuses and what cannot be scored stay as they are.
     """

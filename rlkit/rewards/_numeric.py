@@ -1,7 +1,8 @@
-r"""The number that a reply gives as its answer, against the number that is true: exact, and bounded in cost on any text.
+r"""The number that a reply gives as its answer, against the number that is true: exact, and bounded
+in cost on any text.
 
-Truths and replies are read by one grammar: a number with an optional unit (`parse_number`). What is not wholly that is never read in
-part, so that 3\sqrt{2} is neither 3 nor 2.
+Truths and replies are read by one grammar: a number with an optional unit (`parse_number`). What is
+not wholly that is never read in part, so that 3\sqrt{2} is neither 3 nor 2.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_DIGITS = 200  # characters of one number as written; a longer one is no answ
 MAX_SEGMENT = 1000  # characters after a marker in which its number must stand
 MAX_MARKERS = 100  # of a text that are looked at, from the last one on
 
-# ------------------------------------------------------------------------------------- the many ways of writing, as one
+# ----------------------------------------------------------------- the many ways of writing, as one
 
 CURRENCY = "$€£¥₹"
 FRACTIONS = {
@@ -75,7 +76,7 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     ),
 ]
 
-# ---------------------------------------------------------------------------------------- a number with an optional unit
+# ------------------------------------------------------------------- a number with an optional unit
 
 # Possessive (++), so that a long run of digits is read once.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++(?![0-9])|[0-9]++)"
@@ -116,7 +117,8 @@ NOT_UNIT = re.compile(
     "|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|hundred|thousand|[mbtr]+illion",
     re.IGNORECASE,
 )
-# What may follow a number in a sentence and make it another one: "5 and a half", "2 thirds", "5 or 6".
+# What may follow a number in a sentence and make it another one: "5 and a half", "2 thirds", "5 or
+# 6".
 GOES_ON = re.compile(
     rf"\s*(?:(?:and|or)\s+(?:an?\s+)?(?:one\s+|two\s+|three\s+)?(?:[-+]?[0-9]|(?:{FRACTION_WORD})\b)|(?:plus|minus|divided|squared|cubed|factorial)\b"
     r"|(?:times|over)\s+(?:[0-9\\]|pi\b|(?!a\b)\w\b)|(?:half|halves|thirds?)\b)",
@@ -124,7 +126,7 @@ GOES_ON = re.compile(
 )
 HAS_NUMBER = re.compile(rf"[0-9{''.join(FRACTIONS)}]")
 
-# -------------------------------------------------------------------------------------------------- answers in replies
+# ------------------------------------------------------------------------------- answers in replies
 
 MARKER = re.compile(
     r"(?P<hashes>(?<!#)####(?!#))|(?P<box>\\boxed\s{0,9}\{)|(?P<tag><answer>)|(?P<end></answer>)"
@@ -134,8 +136,10 @@ MARKER = re.compile(
 END_OF_SENTENCE = re.compile(r"\n|(?<!\\)(?<!\bRs)[.!?;](?=\s|$)")
 NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
 WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
-# Python before 3.11.5 loses its way in a possessive group with alternatives (gh-106052), so groups are greedy here.
-# What an expression is made of: digits, operators, single letters other than the words a and I, LaTeX commands, signs in words.
+# Python before 3.11.5 loses its way in a possessive group with alternatives (gh-106052), so groups
+# are greedy here.
+# What an expression is made of: digits, operators, single letters other than the words a and I,
+# LaTeX commands, signs in words.
 EXPRESSION = re.compile(
     rf"(?:[0-9\s.,+\-*/^(){{}}\[\]=%°<>|!:≈]|\\[A-Za-z]++|(?<!{LETTER})(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
     rf"|(?<!['’])(?<!{LETTER})(?![aAI]){LETTER}(?!{LETTER}))+",
@@ -169,9 +173,10 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
     Args:
       rollout: scored by its last reply's content; thinking is not read.
       correct, wrong: the two scores.
-    Returns: `correct` or `wrong`; None where `task.answer` is neither a number (see `parse_number`) nor a text whose last marker is
-      followed by one, which a run refuses when it starts. An episode without a final answer is wrong (no reply, truncated, cut off by
-      length, still calling tools), and so is a reply without a number; its status is unparseable.
+    Returns: `correct` or `wrong`; None where `task.answer` is neither a number (see `parse_number`)
+      nor a text whose last marker is followed by one, which a run refuses when it starts. An
+      episode without a final answer is wrong (no reply, truncated, cut off by length, still calling
+      tools), and so is a reply without a number; its status is unparseable.
     Source: Cobbe et al. 2021, arXiv:2110.14168 (the form `#### 18`).
     """
     truth = _truth(rollout.task.answer)
@@ -185,13 +190,16 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The number that a text is, exactly; None for a text that is anything else than one number with an optional unit.
+    r"""The number that a text is, exactly; None for a text that is anything else than one number
+    with an optional unit.
 
-    Numbers have a sign (-5, −5, - 5, minus 5), commas between thousands, decimals, fractions (3/4, 2 3/4, ½, \frac{3}{4}, 2\frac12),
-    powers (10^{-3}, 10⁻³, 2 \times 10^6, 1e6) and words of scale (5 million). Currencies, percent signs and units are dropped, without
-    conversion: 50% is 50, and 50 cents is 50. A unit is up to six words, none of which calculates (and, times, half, …); of one or two
-    letters it must be a known one, since 2k is a product. A full stop or comma at the end is dropped, and emphasis around the number.
-    None also for a zero denominator, and beyond MAX_DIGITS.
+    Numbers have a sign (-5, −5, - 5, minus 5), commas between thousands, decimals, fractions (3/4,
+    2 3/4, ½, \frac{3}{4}, 2\frac12), powers (10^{-3}, 10⁻³, 2 \times 10^6, 1e6) and words of scale
+    (5 million). Currencies, percent signs and units are dropped, without conversion: 50% is 50, and
+    50 cents is 50. A unit is up to six words, none of which calculates (and, times, half, …); of
+    one or two letters it must be a known one, since 2k is a product. A full stop or comma at the
+    end is dropped, and emphasis around the number. None also for a zero denominator, and beyond
+    MAX_DIGITS.
 
     >>> parse_number(r"$2\frac{1}{2}$ cups"), parse_number(r"3\sqrt{2}"), parse_number("10:30")
     (Fraction(5, 2), None, None)
@@ -207,13 +215,14 @@ def parse_number(text: str) -> Fraction | None:
 def extract_answer(text: str) -> Fraction | None:
     r"""The number that a reply gives as its answer, or None.
 
-    It stands after the last marker that is followed by a number. Markers are `####` with a number on its line, `\boxed{…}`,
-    "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer is" the first number of the sentence counts, after the others
-    the one that follows at once; of an equation, the number behind its last "=". A heading (#### Step 2) is no marker. A marker whose
-    expression is no number (\boxed{3\sqrt{2}}) gives no number.
+    It stands after the last marker that is followed by a number. Markers are `####` with a number
+    on its line, `\boxed{…}`, "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer
+    is" the first number of the sentence counts, after the others the one that follows at once; of
+    an equation, the number behind its last "=". A heading (#### Step 2) is no marker. A marker
+    whose expression is no number (\boxed{3\sqrt{2}}) gives no number.
 
-    Without a marker it is the last number of the text, or in a sentence with "=" the one behind the last "=". A text that is a number
-    as a whole is that number.
+    Without a marker it is the last number of the text, or in a sentence with "=" the one behind the
+    last "=". A text that is a number as a whole is that number.
     """
     if (number := parse_number(text)) is not None:
         return number
@@ -227,7 +236,8 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _truth(text: str) -> Fraction | None:
-    """The number of a truth: of the whole text, or of what follows its last marker, as in a solution of GSM8K."""
+    """The number of a truth: of the whole text, or of what follows its last marker, as in a
+    solution of GSM8K."""
     if (number := parse_number(text)) is not None:
         return number
     last = next(
@@ -241,11 +251,12 @@ def _truth(text: str) -> Fraction | None:
     return parse_number(last)
 
 
-# ----------------------------------------------------------------------------------------------------------- numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 
 def _plain(text: str) -> str:
-    """A text with one spelling of signs, spaces, fractions and powers, without currencies and LaTeX's typesetting."""
+    """A text with one spelling of signs, spaces, fractions and powers, without currencies and
+    LaTeX's typesetting."""
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     return text.translate(SPELLINGS)
@@ -298,11 +309,12 @@ def _value(number: re.Match[str]) -> Fraction | None:
     return sign * value * SCALES.get((group["scale"] or "").lower(), 1)
 
 
-# ----------------------------------------------------------------------------------------------------------- replies
+# ------------------------------------------------------------------------------------------ replies
 
 
 def _segments(text: str) -> Iterator[tuple[str, str]]:
-    """What follows each marker and has a digit in it, from the last to the first: the marker's kind, and the text. They do not overlap."""
+    """What follows each marker and has a digit in it, from the last to the first: the marker's
+    kind, and the text. They do not overlap."""
     markers = list(MARKER.finditer(text))
     following: re.Match[str] | None = None
     for marker in reversed(markers[-MAX_MARKERS:]):
@@ -320,7 +332,8 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _own(kind: str, text: str, *, closed: bool) -> str:
-    """The part of the text behind a marker that belongs to it: a line, a box, a tag, or the rest of the sentence."""
+    """The part of the text behind a marker that belongs to it: a line, a box, a tag, or the rest of
+    the sentence."""
     if kind == "hashes":
         return text.partition("\n")[0]
     if kind == "box":
@@ -363,7 +376,8 @@ def _of_delimited(plain: str) -> Fraction | None:
 
 
 def _first(plain: str) -> Fraction | None:
-    """The first expression of a plain text as a number, of an equation what stands behind its last "="; not 5 of "5 and a half"."""
+    """The first expression of a plain text as a number, of an equation what stands behind its last
+    "="; not 5 of "5 and a half"."""
     expression = next(
         (found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None
     )

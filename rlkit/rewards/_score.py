@@ -1,5 +1,6 @@
-"""Filling in the rewards of rollouts: every term by name, how each score came about, and their aggregate. And whether a reward can read
-the truths of rows, which is asked of every row before anything is trained or evaluated."""
+"""Filling in the rewards of rollouts: every term by name, how each score came about, and their
+aggregate. And whether a reward can read the truths of rows, which is asked of every row before
+anything is trained or evaluated."""
 
 from __future__ import annotations
 
@@ -32,14 +33,17 @@ from rlkit.types import AggregatorFn, Metrics, Rollout, Task, safe, unpacked
 
 F = TypeVar("F", bound=Callable[..., Any])
 NOTES = "reward_metrics"  # key of a rollout's metadata: term → metric → value
-PLAYED = "environment_rewards"  # key of a rollout's metadata: what its steps earned before terms of steps were added
+# key of a rollout's metadata: what its steps earned before terms of steps were added
+PLAYED = "environment_rewards"
 TAKEN = ("mean", "std", "variance_share")  # reward/TERM/… that rlkit measures
-GRACE = 15.0  # seconds beyond a term's timeout after which async calls that block their event loop are given up
+# seconds beyond a term's timeout after which async calls that block their event loop are given up
+GRACE = 15.0
 ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
 
 class RewardError(RLKitError, RuntimeError):
-    """A reward function raised, hung, or returned what is no reward. Never counted as a score of 0. `rollout` is where it happened."""
+    """A reward function raised, hung, or returned what is no reward. Never counted as a score of 0.
+    `rollout` is where it happened."""
 
     def __init__(self, message: str, rollout: Rollout | None = None) -> None:
         super().__init__(message)
@@ -47,7 +51,8 @@ class RewardError(RLKitError, RuntimeError):
 
 
 class Verdict(float):
-    """A score that says how it came about, where the number alone does not: Verdict(0.0, "unparseable"), Verdict(0.0, "timeout")."""
+    """A score that says how it came about, where the number alone does not: Verdict(0.0,
+    "unparseable"), Verdict(0.0, "timeout")."""
 
     status: ScoreStatus
 
@@ -58,8 +63,8 @@ class Verdict(float):
 
 
 class Paid(Verdict):
-    """0 for an episode that has been rewarded at its steps already. What was paid there is the component that is logged and that an
-    algorithm reads, and does not count a second time."""
+    """0 for an episode that has been rewarded at its steps already. What was paid there is the
+    component that is logged and that an algorithm reads, and does not count a second time."""
 
     def __init__(self, amount: float) -> None:
         self.amount = amount
@@ -69,10 +74,12 @@ class Paid(Verdict):
 
 
 def final_answer(rollout: Rollout) -> str | None:
-    """Content of the last reply, thinking excluded, or None where the episode ended without a final answer.
+    """Content of the last reply, thinking excluded, or None where the episode ended without a final
+    answer.
 
-    There is none in an episode without a reply, in one that was truncated, in a reply cut off by the length limit (what
-    it would have said next is unknown), and in a reply that still calls tools.
+    There is none in an episode without a reply, in one that was truncated, in a reply cut off by
+    the length limit (what it would have said next is unknown), and in a reply that still calls
+    tools.
     """
     if not rollout.steps or rollout.status == "truncated":
         return None
@@ -84,16 +91,20 @@ def final_answer(rollout: Rollout) -> str | None:
 class Term(NamedTuple):
     """A component of a reward: a function of one rollout, plain or async.
 
-    fn        gives the score, or a pair (score, metrics): numbers by name, of which the step's row has the mean as reward/TERM/NAME
-    weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of the reward
+    fn        gives the score, or a pair (score, metrics): numbers by name, of which the step's row
+              has the mean as reward/TERM/NAME weight    factor in the aggregate; 0 makes it a
+              shadow metric: scored and logged, not part of the reward
     batched   fn takes the list of all rollouts and returns a list of scores
-    per_step  fn returns a list, one number or None a step. weight * number is added to `Step.reward`, to what the environment paid
-              there; the aggregate of the other terms stands at the end. The component that is logged is the sum of the numbers
-    timeout   seconds that a call may take (of a batched term: the call for all rollouts); None: no limit. An async function is
-              cancelled. A plain one runs in a thread, which cannot be killed: it is given up and goes on in the background, so what
-              may truly hang belongs into a child process, as math_verify does it
-    threads   rollouts that a plain function scores at the same time, each in a thread, > 0: more than 1 for one that waits, such as for
-              an answer over the network. What it draws at random then depends on the clock
+    per_step  fn returns a list, one number or None a step. weight * number is added to
+              `Step.reward`, to what the environment paid there; the aggregate of the other terms
+              stands at the end. The component that is logged is the sum of the numbers
+    timeout   seconds that a call may take (of a batched term: the call for all rollouts); None: no
+              limit. An async function is cancelled. A plain one runs in a thread, which cannot be
+              killed: it is given up and goes on in the background, so what may truly hang belongs
+              into a child process, as math_verify does it
+    threads   rollouts that a plain function scores at the same time, each in a thread, > 0: more
+              than 1 for one that waits, such as for an answer over the network. What it draws at
+              random then depends on the clock
     """
 
     weight: float
@@ -108,11 +119,15 @@ class Term(NamedTuple):
 class Reward(NamedTuple):
     """Named terms in order, and how they become one number.
 
-    aggregator      (scores, weights) → float, or one of the whole batch (rlkit.rewards.aggregators). With metrics, as (float, metrics):
-                    numbers, averaged over the scored rollouts as aggregator/NAME; they stand in `Rollout.metadata["aggregator"]`
-    max_error_rate  share of the rollouts, 0 … 1, on which a term may raise, hang or return what is no reward; beyond it scoring stops.
-                    Up to it, such a rollout cannot be scored (None) and is counted under `reward/NAME/error_frac` and `timeout_frac`
-    normalize       trains on (reward - mean) / std over all episodes of the run so far (rlkit.rewards.normalise); metrics stay raw
+    aggregator      (scores, weights) → float, or one of the whole batch
+                    (rlkit.rewards.aggregators). With metrics, as (float, metrics): numbers,
+                    averaged over the scored rollouts as aggregator/NAME; they stand in
+                    `Rollout.metadata["aggregator"]` max_error_rate  share of the rollouts, 0 … 1,
+                    on which a term may raise, hang or return what is no reward; beyond it scoring
+                    stops. Up to it, such a rollout cannot be scored (None) and is counted under
+                    `reward/NAME/error_frac` and `timeout_frac` normalize       trains on (reward -
+                    mean) / std over all episodes of the run so far (rlkit.rewards.normalise);
+                    metrics stay raw
     """
 
     name: str
@@ -135,17 +150,21 @@ class Cell(NamedTuple):
 
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """The rollouts with `reward`, `rewards` and `statuses` filled in, and the rewards of steps where terms give some.
+    """The rollouts with `reward`, `rewards` and `statuses` filled in, and the rewards of steps
+    where terms give some.
 
     Args:
       rollouts: scored in order; earlier scores on them are replaced.
       reward: its terms of non-zero weight are aggregated; the others only appear in `rewards`.
-    Returns: new rollouts. `rewards` holds every term by name, `statuses` how each came about: ok (> 0), wrong (≤ 0), unparseable (None,
-      or a Verdict that says so), timeout, error. `reward` is None, "cannot be scored", where any term of non-zero weight is None, and
-      where the environment failed (a truncation "error"); it is kept out of every baseline. With terms of steps alone it is 0.
-    Raises: RewardError naming the term, the task and the cause where more than `max_error_rate` of the rollouts make a term raise,
-      hang, or return anything but a finite number, a bool or None (a list of these, one a rollout, where it is batched; one a step,
-      where it is per step), and where the aggregator does. ConfigError where every weight is 0, or a limit is out of range. A
+    Returns: new rollouts. `rewards` holds every term by name, `statuses` how each came about: ok (>
+      0), wrong (≤ 0), unparseable (None, or a Verdict that says so), timeout, error. `reward` is
+      None, "cannot be scored", where any term of non-zero weight is None, and where the environment
+      failed (a truncation "error"); it is kept out of every baseline. With terms of steps alone it
+      is 0.
+    Raises: RewardError naming the term, the task and the cause where more than `max_error_rate` of
+      the rollouts make a term raise, hang, or return anything but a finite number, a bool or None
+      (a list of these, one a rollout, where it is batched; one a step, where it is per step), and
+      where the aggregator does. ConfigError where every weight is 0, or a limit is out of range. A
       Refusal raised by a function says what the user has to mend and passes unchanged.
     """
     _require(reward)
@@ -182,7 +201,8 @@ def _scored(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def _noted(rollout: Rollout, cells: Mapping[str, Cell]) -> Mapping[str, Any]:
-    """The rollout's metadata with the metrics that its terms gave; those of an earlier scoring are replaced."""
+    """The rollout's metadata with the metrics that its terms gave; those of an earlier scoring are
+    replaced."""
     notes = {name: dict(cell.notes) for name, cell in cells.items() if cell.notes}
     if not notes and NOTES not in rollout.metadata:
         return rollout.metadata
@@ -236,7 +256,8 @@ def _require(reward: Reward) -> None:
 
 
 def _uncallable(fn: Callable[..., Any]) -> str:
-    """Why a function cannot be called with one argument, and where it stands; "" where it can, or has no signature."""
+    """Why a function cannot be called with one argument, and where it stands; "" where it can, or
+    has no signature."""
     try:
         inspect.signature(fn).bind(None)
     except TypeError as error:
@@ -247,13 +268,14 @@ def _uncallable(fn: Callable[..., Any]) -> str:
     return ""
 
 
-# ----------------------------------------------------------------------------------------------------------- a term
+# ------------------------------------------------------------------------------------------- a term
 
 
 def _column(
     name: str, term: Term, rollouts: Sequence[Rollout], max_error_rate: float
 ) -> list[Cell]:
-    """What one term makes of all rollouts, in their order; async calls are awaited together, after the plain ones."""
+    """What one term makes of all rollouts, in their order; async calls are awaited together, after
+    the plain ones."""
     allowed = int(max_error_rate * len(rollouts))
     values = _to_the_last_timeout(called_on(term, rollouts), allowed) if rollouts else []
     pending = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
@@ -281,7 +303,8 @@ def _column(
 
 
 def _to_the_last_timeout(values: Iterable[Any], allowed: int) -> list[Any]:
-    """The values up to the timeout that is one too many: the step has failed then, and each further call may take as long."""
+    """The values up to the timeout that is one too many: the step has failed then, and each further
+    call may take as long."""
     out: list[Any] = []
     for value in values:
         out.append(value)
@@ -295,10 +318,11 @@ def _to_the_last_timeout(values: Iterable[Any], allowed: int) -> list[Any]:
 
 
 def called_on(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
-    """What the function returned for each rollout, one by one: a value, an exception, or what has yet to be awaited.
+    """What the function returned for each rollout, one by one: a value, an exception, or what has
+    yet to be awaited.
 
-    Each call has copies of its own, and shared state that it changes is put back before the next one. The watcher names the function by
-    the time of all calls together (rlkit.system.waiting).
+    Each call has copies of its own, and shared state that it changes is put back before the next
+    one. The watcher names the function by the time of all calls together (rlkit.system.waiting).
     """
     with waiting("the reward", term.fn, count=len(rollouts)):
         if term.batched or is_batched(term.fn):
@@ -324,7 +348,8 @@ def _on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
 
 
 def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
-    """What calls return, in their order, with so many of them under way at the same time. The first Refusal among them is raised."""
+    """What calls return, in their order, with so many of them under way at the same time. The first
+    Refusal among them is raised."""
 
     async def together() -> list[Any]:
         places = asyncio.Semaphore(threads)
@@ -341,7 +366,8 @@ def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
 
 
 def _called(call: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
-    """What a call of the term's function returns, or the exception that it raises. `here`: in the thread of the watch."""
+    """What a call of the term's function returns, or the exception that it raises. `here`: in the
+    thread of the watch."""
 
     def run() -> Any:
         with watch.calling(term.fn) if here and term.timeout is None else watch.in_worker(term.fn):
@@ -356,9 +382,11 @@ def _called(call: Callable[[], Any], term: Term, watch: Watch, *, here: bool = T
 
 
 def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0) -> list[Any]:
-    """Results or exceptions, all in flight together. In a thread: a notebook has a running event loop of its own.
+    """Results or exceptions, all in flight together. In a thread: a notebook has a running event
+    loop of its own.
 
-    Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; what is not there yet is UNKNOWN.
+    Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; what is not
+    there yet is UNKNOWN.
     """
     if not awaitables:
         return []
@@ -487,7 +515,8 @@ def _number(value: Any) -> float | None:
 
 
 def _metric(name: str, value: Any) -> float | None:
-    """A metric beside a score. Raises: _Misshapen for a name that rlkit uses, and for what is no number."""
+    """A metric beside a score. Raises: _Misshapen for a name that rlkit uses, and for what is no
+    number."""
     if name in TAKEN or name.endswith("_frac"):
         raise _Misshapen(f"a metric {name!r}, which rlkit has already; give it another name")
     return _number(value)
@@ -519,11 +548,12 @@ def _refused(
     return error
 
 
-# ---------------------------------------------------------------------------------------------------- the aggregate
+# ------------------------------------------------------------------------------------ the aggregate
 
 
 def _with_step_rewards(rollout: Rollout, cells: Mapping[str, Cell], reward: Reward) -> Rollout:
-    """What the environment paid + Σ weight * number of the terms of steps, at each step; unchanged where there is no such term."""
+    """What the environment paid + Σ weight * number of the terms of steps, at each step; unchanged
+    where there is no such term."""
     weights = {
         name: term.weight
         for name, term in reward.terms.items()
@@ -610,21 +640,23 @@ def is_batched(fn: Callable[..., Any]) -> bool:
     return bool(getattr(fn, "batched", False))
 
 
-# ------------------------------------------------------------------------------------------------- truths of the rows
+# ------------------------------------------------------------------------------- truths of the rows
 
 
 def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
     """Mark a reward function as one that has to read `task.answer`.
 
     Args:
-      problem: (task, and the keywords that a config binds to the function) → why the function cannot read the task's truth, as the end
-        of a sentence that begins with the truth; "" where it can. It is asked once for every row, so it has to be quick.
+      problem: (task, and the keywords that a config binds to the function) → why the function
+        cannot read the task's truth, as the end of a sentence that begins with the truth; "" where
+        it can. It is asked once for every row, so it has to be quick.
     """
     return reads_truths(lambda tasks, **keywords: [problem(task, **keywords) for task in tasks])
 
 
 def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
-    """`reads_truth` for a function that asks about all rows at once: (tasks, keywords) → one problem for each task."""
+    """`reads_truth` for a function that asks about all rows at once: (tasks, keywords) → one
+    problem for each task."""
 
     def mark(fn: F) -> F:
         fn.truth_problems = problems  # type: ignore[attr-defined]
@@ -634,7 +666,8 @@ def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
 
 
 def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
-    """Why a reward function cannot read the truth of each task; "" where it can, and for functions that are not marked."""
+    """Why a reward function cannot read the truth of each task; "" where it can, and for functions
+    that are not marked."""
     keywords: dict[str, Any] = {}
     while isinstance(fn, partial):
         keywords = {**fn.keywords, **keywords}

@@ -19,8 +19,8 @@ STOPS = {
 async def verifiers(rollout: Rollout) -> float:
     """The weighted sum of the rewards of the row's own task, of the episode as a trace.
 
-    Raises: ConfigError for a row that is of no such task set, or where the package is not installed; what a reward raises is that of the
-      task set.
+    Raises: ConfigError for a row that is of no such task set, or where the package is not
+      installed; what a reward raises is that of the task set.
     """
     row = rollout.task.metadata.get("verifiers")
     if row is None:
@@ -49,7 +49,8 @@ def task_of(row: Mapping[str, Any]) -> Any:
 
 
 def trace_of(task: Any, rollout: Rollout) -> Any:
-    """The episode as verifiers records one: a chain of messages, of which the replies are marked as sampled."""
+    """The episode as verifiers records one: a chain of messages, of which the replies are marked as
+    sampled."""
     from verifiers import v1
     from verifiers.v1.state import state_cls
 

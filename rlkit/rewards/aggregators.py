@@ -1,7 +1,9 @@
-"""From named components to one reward. An aggregator sees the components of non-zero weight, none of them None.
+"""From named components to one reward. An aggregator sees the components of non-zero weight, none
+of them None.
 
-Weights are factors on the components, so that a negative one makes a penalty of a component under every aggregator. One that is
-marked `batched` takes all scored rollouts at once and gives a list: (rollouts, weights) → rewards.
+Weights are factors on the components, so that a negative one makes a penalty of a component under
+every aggregator. One that is marked `batched` takes all scored rollouts at once and gives a list:
+(rollouts, weights) → rewards.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def batched(fn: F) -> F:
-    """Mark a reward function as one of the whole batch: (rollouts) → list of scores. The same as `batched: true`."""
+    """Mark a reward function as one of the whole batch: (rollouts) → list of scores. The same as
+    `batched: true`."""
     fn.batched = True  # type: ignore[attr-defined]
     return fn
 
@@ -37,20 +40,22 @@ def weighted_sum(scores: Mapping[str, float], weights: Mapping[str, float]) -> f
 
 @keeps("binary", "non_negative", "raw")
 def smallest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """min weight * score: a rollout is worth its worst component. Arguments as those of `weighted_sum`, at least one component."""
+    """min weight * score: a rollout is worth its worst component. Arguments as those of
+    `weighted_sum`, at least one component."""
     return min(weights[name] * score for name, score in scores.items())
 
 
 @keeps("binary", "non_negative", "raw")
 def largest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """max weight * score: one good component is enough. Arguments as those of `weighted_sum`, at least one component."""
+    """max weight * score: one good component is enough. Arguments as those of `weighted_sum`, at
+    least one component."""
     return max(weights[name] * score for name, score in scores.items())
 
 
 @keeps("non_negative", "raw")
 def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Σ weight * score / Σ |weight|: on the scale of the components, whatever their weights add up to. Between the smallest and the
-    largest score where no weight is negative.
+    """Σ weight * score / Σ |weight|: on the scale of the components, whatever their weights add up
+    to. Between the smallest and the largest score where no weight is negative.
 
     Args: as those of `weighted_sum`, at least one component.
     """
@@ -59,9 +64,11 @@ def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 @keeps("binary", "non_negative", "raw")
 def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Π weight * score: a component of 0 makes the reward 0, so that a right answer in the wrong form earns nothing.
+    """Π weight * score: a component of 0 makes the reward 0, so that a right answer in the wrong
+    form earns nothing.
 
-    Args: as those of `weighted_sum`. Two negative factors make a positive one: meant for components in 0 … 1.
+    Args: as those of `weighted_sum`. Two negative factors make a positive one: meant for components
+    in 0 … 1.
     """
     return math.prod(weights[name] * score for name, score in scores.items())
 
@@ -71,18 +78,20 @@ def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 def group_normalised(
     rollouts: Sequence[Rollout], weights: Mapping[str, float], *, eps: float = 1e-4
 ) -> list[float]:
-    """Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps): each component on the scale of its own spread within the prompt's group.
+    """Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps): each component on the scale of its
+    own spread within the prompt's group.
 
-    So a component that varies little is not drowned by one that varies much. The rewards of a group sum to 0; their level is
-    gone, so `reward/mean` is 0, and `reward/NAME/mean` tells how good the policy is. GDPO as published divides once more, over the
-    batch: algorithm/advantage=raw algorithm/normalization=batch.
+    So a component that varies little is not drowned by one that varies much. The rewards of a group
+    sum to 0; their level is gone, so `reward/mean` is 0, and `reward/NAME/mean` tells how good the
+    policy is. GDPO as published divides once more, over the batch: algorithm/advantage=raw
+    algorithm/normalization=batch.
 
     Args:
       rollouts: with the components in `rewards`, each one's prompt in `group`.
       weights: component → weight.
       eps: ≥ 0, in units of a component.
-    Returns: a reward for each rollout, dimensionless; the deviation is that of a sample (n-1). A component without spread in a group,
-      or a group of one, adds exactly 0.
+    Returns: a reward for each rollout, dimensionless; the deviation is that of a sample (n-1). A
+      component without spread in a group, or a group of one, adds exactly 0.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242.
     """
     groups: dict[int, list[int]] = defaultdict(list)

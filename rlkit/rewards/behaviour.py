@@ -1,4 +1,5 @@
-"""Rewards of how a policy behaves: how soon it is right, how long its replies are, whether they repeat, whether tools were used."""
+"""Rewards of how a policy behaves: how soon it is right, how long its replies are, whether they
+repeat, whether tools were used."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Unit = Literal["words", "tokens"]
 
 
 def environment(rollout: Rollout) -> float | None:
-    """What the environment paid at its steps, where it counts already; None, cannot be scored, where it failed.
+    """What the environment paid at its steps, where it counts already; None, cannot be scored,
+    where it failed.
 
     >>> from rlkit.types import Task
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
@@ -29,7 +31,8 @@ def environment(rollout: Rollout) -> float | None:
 @gives("non_negative", "raw")
 @reads_truth(unreadable)
 def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
-    """1 for the right number in the first reply, falling along a line to 1 / max_turns in the last; 0 for a wrong one or none.
+    """1 for the right number in the first reply, falling along a line to 1 / max_turns in the last;
+    0 for a wrong one or none.
 
     R = correct · (1 - (n - 1) / max_turns), n replies
 
@@ -60,8 +63,8 @@ def length(
     """A band: `inside` for low ≤ length ≤ high, else `below` or `above`.
 
     Args:
-      unit: words of the final reply, thinking excluded (text between white space), or sampled tokens of the whole episode,
-        thinking included.
+      unit: words of the final reply, thinking excluded (text between white space), or sampled
+        tokens of the whole episode, thinking included.
       low, high: bounds in that unit, both within the band; 0 ≤ low ≤ high.
       below, above, inside: the three scores.
     Returns: one of them. A reply cut off by the length limit counts as long as it got.
@@ -84,7 +87,8 @@ def soft_length(
     buffer: int = 128,
     penalty: float = 1.0,
 ) -> float:
-    """A ramp instead of a step: 0 up to limit - buffer, falling evenly to -penalty at `limit`, and -penalty beyond.
+    """A ramp instead of a step: 0 up to limit - buffer, falling evenly to -penalty at `limit`, and
+    -penalty beyond.
 
     penalty * min(0, max(-1, ((limit - buffer) - length) / buffer))
 
@@ -94,7 +98,8 @@ def soft_length(
       penalty: of an overlong reply, > 0.
     Returns: a score in [-penalty, 0].
     Raises: ConfigError for a buffer that is not within the limit.
-    Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476, there on tokens and beside the reward (algorithm/overlong=penalty).
+    Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476, there on tokens and beside the reward
+      (algorithm/overlong=penalty).
     """
     if not 0 < buffer <= limit:
         raise ConfigError(
@@ -105,7 +110,8 @@ def soft_length(
 
 
 def measure(rollout: Rollout, unit: Unit) -> int:
-    """The length of a rollout in words of its final reply or in sampled tokens. Raises ConfigError for another unit."""
+    """The length of a rollout in words of its final reply or in sampled tokens. Raises ConfigError
+    for another unit."""
     if unit == "words":
         return len(rollout.final_content.split())
     if unit == "tokens":
@@ -116,7 +122,8 @@ def measure(rollout: Rollout, unit: Unit) -> int:
 def band(
     value: int, *, low: int, high: int | None, below: float, above: float, inside: float
 ) -> float:
-    """Which of three scores a count earns; both bounds are inside, and a `high` of None has no end. Raises ConfigError."""
+    """Which of three scores a count earns; both bounds are inside, and a `high` of None has no end.
+    Raises ConfigError."""
     if low < 0 or (high is not None and high < low):
         raise ConfigError(f"a band needs 0 <= low <= high, not low={low}, high={high}")
     if value < low:
@@ -129,12 +136,15 @@ def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
     """-penalty * (1 - distinct n-grams / n-grams), over everything that the policy wrote.
 
     Args:
-      n: words of an n-gram, > 0; case is folded. Sources take 3 (open-r1) up to 40 on tokens (Yeo et al.).
+      n: words of an n-gram, > 0; case is folded. Sources take 3 (open-r1) up to 40 on tokens (Yeo
+        et al.).
       penalty: of a reply that says one thing for ever, ≥ 0.
-    Returns: a score in (-penalty, 0]. Thinking counts as well as content. Each of these texts is looked at by itself: no n-gram spans
-      two of them, and what a later reply says again is no repetition. 0 where every text is shorter than n words.
+    Returns: a score in (-penalty, 0]. Thinking counts as well as content. Each of these texts is
+      looked at by itself: no n-gram spans two of them, and what a later reply says again is no
+      repetition. 0 where every text is shorter than n words.
     Raises: ConfigError for n or penalty out of range.
-    Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373, there token by token; this is its sum over a reply.
+    Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373, there token by token; this is its sum
+      over a reply.
 
     >>> from rlkit.types import Step, Task
     >>> repetition(
@@ -170,8 +180,9 @@ def tool_usage(
     Args:
       low, high: bounds, both within the band; null: no upper one.
       below, above, inside: the three scores.
-    Returns: one of them. A call that could not be read, that names no tool, that raised or that was never answered is no use of a
-      tool: it earns nothing, and it does not count as one too many either.
+    Returns: one of them. A call that could not be read, that names no tool, that raised or that was
+      never answered is no use of a tool: it earns nothing, and it does not count as one too many
+      either.
     Raises: ConfigError for bounds that leave no band.
     """
     used = sum(result.ok for step in rollout.steps for result in step.tool_results)

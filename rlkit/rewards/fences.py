@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-# Only these end a line: str.splitlines also cuts at U+2028, \x0c, \x1c and others, which may stand in a string of a program.
+# Only these end a line: str.splitlines also cuts at U+2028, \x0c, \x1c and others, which may stand
+# in a string of a program.
 LINE_END = re.compile(r"\r\n|\r|\n")
 QUOTE = r"(?:[ \t]*>)"
 LIST_MARKER = r"(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)"
@@ -20,7 +21,8 @@ WORD = re.compile(r"\{?\.?[A-Za-z]")
 
 
 class Block(NamedTuple):
-    """A fenced block: `language` is python, unmarked, or other for every other language; `code` has no common indentation."""
+    """A fenced block: `language` is python, unmarked, or other for every other language; `code` has
+    no common indentation."""
 
     language: Literal["python", "unmarked", "other"]
     code: str
@@ -39,18 +41,19 @@ class _Open(NamedTuple):
 def code_blocks(text: str) -> list[Block]:
     r"""The fenced blocks of a text, in order, without empty ones.
 
-    Well-formed blocks are read as CommonMark reads them: backticks or tildes, three or more, closed by a run at least as long, in lists
-    and in block quotes; a block that is never closed reaches to the end. These slips of writers are mended, which CommonMark takes as
-    code or as prose:
+    Well-formed blocks are read as CommonMark reads them: backticks or tildes, three or more, closed
+    by a run at least as long, in lists and in block quotes; a block that is never closed reaches to
+    the end. These slips of writers are mended, which CommonMark takes as code or as prose:
 
-    - a closing fence behind the last line of code, unless a fence or an open quotation mark stands before it on that line;
+    - a closing fence behind the last line of code, unless a fence or an open quotation mark stands
+      before it on that line;
     - an opening fence with a language while a block is open: the block ends there;
     - an opening fence behind prose, if it names Python;
     - fences indented by four columns or more, and code that is indented less than its fence;
     - an HTML tag on the line before the fence, such as <answer>.
 
-    A fence inside a program's string is told by its indentation: a closing fence is at most three columns deeper than the opening one.
-    The time is linear in the text.
+    A fence inside a program's string is told by its indentation: a closing fence is at most three
+    columns deeper than the opening one. The time is linear in the text.
 
     >>> code_blocks("1. Add:\n   ~~~{.python}\n   s = 1 + 1~~~\n   Done.")
     [Block(language='python', code='s = 1 + 1')]
@@ -108,7 +111,8 @@ def _closes(block: _Open, line: str) -> bool:
 
 
 def _before_glued_fence(fence: str, line: str) -> str | None:
-    """What stands before a closing fence at the end of a line of code; None where there is no such fence."""
+    """What stands before a closing fence at the end of a line of code; None where there is no such
+    fence."""
     line = line.rstrip(" \t")
     before = line.rstrip(fence[0])
     if len(line) - len(before) < len(fence) or not before.strip() or fence in before:
@@ -129,7 +133,8 @@ def _columns(line: str) -> int:
 
 
 def _without_margin(lines: list[str]) -> str:
-    """The lines without the indentation of the first line of code, which a program has at column 0. Comments may stand anywhere."""
+    """The lines without the indentation of the first line of code, which a program has at column 0.
+    Comments may stand anywhere."""
     margins = [len(line) - len(line.lstrip(" \t")) for line in lines]
     first = next(
         (

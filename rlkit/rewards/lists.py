@@ -9,11 +9,14 @@ from rlkit.types import Rollout, gives
 
 @gives("binary", "non_negative", "raw")
 def listed(rollout: Rollout) -> float | None:
-    """1 where the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored, where the row has no such list.
+    """1 where the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored,
+    where the row has no such list.
 
-    With `metadata["among"]` it is enough that the reply has a listed one in it, and with `metadata["any"]` every reply is right. A row
-    with `metadata["flip"]` has a verifier that errs: with that chance, drawn for each rollout on its own, the score is 1 - score. The draw
-    is a hash of row, group and sample, so that arms of one seed share it. With a chance of one half the score is a coin.
+    With `metadata["among"]` it is enough that the reply has a listed one in it, and with
+    `metadata["any"]` every reply is right. A row with `metadata["flip"]` has a verifier that errs:
+    with that chance, drawn for each rollout on its own, the score is 1 - score. The draw is a hash
+    of row, group and sample, so that arms of one seed share it. With a chance of one half the score
+    is a coin.
     """
     row = rollout.task.metadata
     if row.get("right") is None:
@@ -35,7 +38,8 @@ def paid(rollout: Rollout) -> float | None:
 
 @gives("raw")
 def priced(rollout: Rollout) -> float | None:
-    """`listed` - `task.metadata["price"]` · (characters of the last reply beyond those of the shortest right one)."""
+    """`listed` - `task.metadata["price"]` · (characters of the last reply beyond those of the
+    shortest right one)."""
     score, row = listed(rollout), rollout.task.metadata
     if score is None:
         return None

@@ -1,4 +1,5 @@
-"""Rewards that compare the final reply's text. Thinking is not read, and an episode without a final answer is wrong."""
+"""Rewards that compare the final reply's text. Thinking is not read, and an episode without a final
+answer is wrong."""
 
 from __future__ import annotations
 
@@ -22,15 +23,16 @@ def exact_match(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> float | None:
-    """Whether the final reply equals `task.answer`, surrounding white space aside, after a parse where one is given.
+    """Whether the final reply equals `task.answer`, surrounding white space aside, after a parse
+    where one is given.
 
     Args:
-      parse: what is compared of both texts, such as `rlkit.rewards.extract_answer`; None from it: there is nothing to compare.
-        null compares the texts.
+      parse: what is compared of both texts, such as `rlkit.rewards.extract_answer`; None from it:
+        there is nothing to compare. null compares the texts.
       ignore_case: both are case-folded first.
       correct, wrong: the two scores.
-    Returns: `correct` or `wrong`; None for an empty `task.answer`, or one that cannot be parsed. A reply that cannot be parsed is
-      wrong, and its status unparseable.
+    Returns: `correct` or `wrong`; None for an empty `task.answer`, or one that cannot be parsed. A
+      reply that cannot be parsed is wrong, and its status unparseable.
     """
     truth = _parsed(rollout.task.answer, parse, ignore_case)
     if truth is None:
@@ -49,8 +51,8 @@ def contains(
 ) -> float | None:
     """Whether the final reply contains `task.answer` as whole words.
 
-    "1" is not in "10", "1.5", "1,000", "1/2" or "-1", and "correct" is not in "incorrect". White space between the
-    answer's words may be of any kind and length.
+    "1" is not in "10", "1.5", "1,000", "1/2" or "-1", and "correct" is not in "incorrect". White
+    space between the answer's words may be of any kind and length.
 
     Args:
       ignore_case: compare case-folded.
@@ -75,12 +77,14 @@ def contains(
 def format_match(
     rollout: Rollout, *, pattern: str, whole: bool = False, correct: float = 1.0, wrong: float = 0.0
 ) -> float | None:
-    r"""Whether the final reply has a form. The truth is not looked at, so every rollout can be scored.
+    r"""Whether the final reply has a form. The truth is not looked at, so every rollout can be
+    scored.
 
     Args:
-      pattern: a regular expression of Python's `re`, without flags (write (?s) or (?i) in front). Its cost on hostile
-        text is its author's to bound: no nested repetition.
-      whole: the pattern must cover the whole reply, surrounding white space aside, instead of some part of it.
+      pattern: a regular expression of Python's `re`, without flags (write (?s) or (?i) in front).
+        Its cost on hostile text is its author's to bound: no nested repetition.
+      whole: the pattern must cover the whole reply, surrounding white space aside, instead of some
+        part of it.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; an episode without a final answer is wrong.
     Raises: ConfigError for an empty pattern, or one that is not a regular expression.

@@ -1,8 +1,9 @@
-"""A matrix of short runs, tasks × arms × seeds, run as a sweep; what they came to, as rows, and as one page.
+"""A matrix of short runs, tasks × arms × seeds, run as a sweep; what they came to, as rows, and as
+one page.
 
-A run is `rlkit train` in <folder>/TASK/ARM/SEED, on one thread, with as many at a time as there are cores. Runs that are finished
-are not repeated, unless they are of other settings. A run's score is its regret (rlkit/tasks/bench.py): 1 as good as a random policy,
-0 as good as possible.
+A run is `rlkit train` in <folder>/TASK/ARM/SEED, on one thread, with as many at a time as there are
+cores. Runs that are finished are not repeated, unless they are of other settings. A run's score is
+its regret (rlkit/tasks/bench.py): 1 as good as a random policy, 0 as good as possible.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from rlkit.statistics import FEWEST
 from rlkit.system import owner
 from rlkit.system.files import write_atomic
 
-# Arms that cannot learn what is asked: a method counts only above them. The rewards of training are a coin, or 1 for any reply.
+# Arms that cannot learn what is asked: a method counts only above them. The rewards of training are
+# a coin, or 1 for any reply.
 PLACEBOS = {
     f"placebo {kind}": ("algorithm=grpo", f"task.placebo={kind}") for kind in ("coin", "format")
 }
@@ -72,7 +74,7 @@ class MatrixRun(NamedTuple):
 Row = dict[str, Any]
 
 
-# ------------------------------------------------------------------------------------------------------ runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 def matrix(
@@ -82,7 +84,8 @@ def matrix(
     seeds: Sequence[int],
     common: Sequence[str],
 ) -> list[MatrixRun]:
-    """All runs, seeds outermost, so that a matrix that is stopped early has whole seeds. `common` goes to every run."""
+    """All runs, seeds outermost, so that a matrix that is stopped early has whole seeds. `common`
+    goes to every run."""
     return [
         MatrixRun(
             task,
@@ -180,7 +183,8 @@ def prepare(
 
 
 def read_row(cell: MatrixRun) -> Row | None:
-    """What a run came to, as its folder says; None if it is not finished, or without an evaluation."""
+    """What a run came to, as its folder says; None if it is not finished, or without an
+    evaluation."""
     from rlkit.runs.report.read import read_run
     from rlkit.runs.report.verdicts import UNITS, budget
 
@@ -224,11 +228,12 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         write_atomic(path, file.getvalue().encode())
 
 
-# ------------------------------------------------------------------------------------------------------ the page
+# ----------------------------------------------------------------------------------------- the page
 
 
 class Scores(NamedTuple):
-    """1 - regret of the seeds that every arm has on its tasks: arm → [n seeds, tasks]; NaN on a task that none of its runs finished."""
+    """1 - regret of the seeds that every arm has on its tasks: arm → [n seeds, tasks]; NaN on a
+    task that none of its runs finished."""
 
     tasks: list[str]
     seeds: list[int]
@@ -241,7 +246,8 @@ class Scores(NamedTuple):
         }
 
     def step(self, task: int) -> float:
-        """The smallest step of a score on a task that any two runs show: three equal differences of a coarse score are not certain."""
+        """The smallest step of a score on a task that any two runs show: three equal differences of
+        a coarse score are not certain."""
         return smallest_step(
             [value for own in self.on(task).values() for value in own.tolist()], ROUNDED
         )
@@ -252,9 +258,11 @@ class Scores(NamedTuple):
 
 
 def scores(rows: Sequence[Row]) -> Scores:
-    """The rows as a cube. A seed that lacks a run is left out for all arms, so that every comparison is within pairs.
+    """The rows as a cube. A seed that lacks a run is left out for all arms, so that every
+    comparison is within pairs.
 
-    An arm that has no run at all on a task, such as one that a task refuses, is left out there, and no seed for it.
+    An arm that has no run at all on a task, such as one that a task refuses, is left out there, and
+    no seed for it.
     """
     found = {(row["task"], row["arm"], int(row["seed"])): 1 - float(row["regret"]) for row in rows}
     tasks, arms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "arm"))
@@ -274,7 +282,8 @@ def scores(rows: Sequence[Row]) -> Scores:
 
 
 class Pair(NamedTuple):
-    """A comparison of two arms on a task; `q` is the false-discovery rate at which it is a claim, nan below `TO_CLAIM` seeds."""
+    """A comparison of two arms on a task; `q` is the false-discovery rate at which it is a claim,
+    nan below `TO_CLAIM` seeds."""
 
     task: str
     first: str
@@ -291,10 +300,11 @@ class Pair(NamedTuple):
 
 
 def pairs(found: Scores) -> list[Pair]:
-    """Every pair of arms on every task, by Student's t within seeds, with the false-discovery rate over all of them.
+    """Every pair of arms on every task, by Student's t within seeds, with the false-discovery rate
+    over all of them.
 
-    Pairs with a placebo have a correction of their own: nearly all of them differ, and beside them a pair of others would pass with a
-    larger p-value.
+    Pairs with a placebo have a correction of their own: nearly all of them differ, and beside them
+    a pair of others would pass with a larger p-value.
     """
     places = [(t, a, b) for t in range(len(found.tasks)) for a, b in combinations(found.on(t), 2)]
     steps = [found.step(t) for t in range(len(found.tasks))]
@@ -308,7 +318,8 @@ def pairs(found: Scores) -> list[Pair]:
 
 
 def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
-    """The page, in Markdown: scores by task, over tasks, what can be claimed, what cannot, and what the runs spent."""
+    """The page, in Markdown: scores by task, over tasks, what can be claimed, what cannot, and what
+    the runs spent."""
     found = scores(rows)
     n, arms = len(found.seeds), list(found.of)
     size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
@@ -387,7 +398,8 @@ def by_task_table(found: Scores) -> str:
 
 
 def score_interval(scores: Sequence[float], step: float) -> tuple[float, float, float]:
-    """Mean score over seeds and its 95 % interval. Scores lie between -1, or the lowest there is, and the best possible, 1."""
+    """Mean score over seeds and its 95 % interval. Scores lie between -1, or the lowest there is,
+    and the best possible, 1."""
     return bounded_mean(scores, resolution=step, bounds=(min(-1.0, *scores), max(1.0, *scores)))
 
 
@@ -433,7 +445,8 @@ def over_tasks_table(found: Scores) -> str:
 
 
 def claims(found: Scores) -> str:
-    """What can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest first; the others; the placebos."""
+    """What can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest
+    first; the others; the placebos."""
     if (n := len(found.seeds)) < TO_CLAIM:
         known = " comparisons.csv has each difference with its interval." if n >= FEWEST else ""
         return f"Nothing: {n} seeds, and fewer than {TO_CLAIM} claim nothing (`seeds={TO_CLAIM}`).{known}"
@@ -495,7 +508,8 @@ def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
 
 
 def budget_table(rows: Sequence[Row]) -> str:
-    """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task, and which of them are not equal."""
+    """Mean optimiser steps, samples, tokens and processor seconds of a run, by arm and task, and
+    which of them are not equal."""
     spent = {
         (task, arm): [
             _mean([row[unit] for row in rows if (row["task"], row["arm"]) == (task, arm)])
@@ -518,7 +532,8 @@ def budget_table(rows: Sequence[Row]) -> str:
 
 
 def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
-    """A sentence for optimiser steps, samples and tokens each, of which arms of a task spent unequal amounts; placebos do not count."""
+    """A sentence for optimiser steps, samples and tokens each, of which arms of a task spent
+    unequal amounts; placebos do not count."""
     from rlkit.runs.report.verdicts import UNEVEN
 
     out = []

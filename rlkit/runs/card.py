@@ -1,4 +1,5 @@
-"""The model card of an exported policy: what it is, what it scores, how it was trained, and how to load and repeat it."""
+"""The model card of an exported policy: what it is, what it scores, how it was trained, and how to
+load and repeat it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")
 def model_card(run: Path, step: int, *, adapters: bool) -> str:
     """Markdown with the header that model hubs read.
 
-    Figures are those of test problems, and of the run's last step alone: a policy of another step was not measured on them.
+    Figures are those of test problems, and of the run's last step alone: a policy of another step
+    was not measured on them.
 
     Args:
       run: a run folder; what it does not say is left out. step: the RL step of the policy.

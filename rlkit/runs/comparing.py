@@ -1,8 +1,10 @@
-"""Which of two is better, and how sure that is: paired differences, corrections for several comparisons, and summaries over tasks.
+"""Which of two is better, and how sure that is: paired differences, corrections for several
+comparisons, and summaries over tasks.
 
-A figure of a run is a mean over its problems. Runs of one seed share problems, order and sampling noise, so arms are paired by seed,
-and the seeds are the independent units. n seeds, M problems or tasks, m comparisons, α = 0.05 throughout. Three seeds have an interval,
-ten can make a claim. tests/report/test_sentences.py simulates what each sentence promises.
+A figure of a run is a mean over its problems. Runs of one seed share problems, order and sampling
+noise, so arms are paired by seed, and the seeds are the independent units. n seeds, M problems or
+tasks, m comparisons, α = 0.05 throughout. Three seeds have an interval, ten can make a claim.
+tests/report/test_sentences.py simulates what each sentence promises.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ ERF = np.frompyfunc(math.erf, 1, 1)
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences, its interval and its two-sided p-value; nan below `FEWEST` pairs."""
+    """The mean of paired differences, its interval and its two-sided p-value; nan below `FEWEST`
+    pairs."""
 
     mean: float
     low: float
@@ -35,11 +38,12 @@ class Difference(NamedTuple):
     n: int
 
     def evidence(self) -> float:
-        """The p-value that a claim may rest on; nan, which no correction counts, below `TO_CLAIM` pairs."""
+        """The p-value that a claim may rest on; nan, which no correction counts, below `TO_CLAIM`
+        pairs."""
         return self.p if self.n >= TO_CLAIM else math.nan
 
 
-# ------------------------------------------------------------------------------------------------------ pairs
+# -------------------------------------------------------------------------------------------- pairs
 
 
 def paired(
@@ -51,13 +55,14 @@ def paired(
 ) -> Difference:
     """The mean of second - first over the seeds, with Student's t of n - 1 degrees of freedom.
 
-    D̄ ± t · s/√n. Seeds that share their noise have Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, c the correlation, so pairing gains where c > 0.
+    D̄ ± t · s/√n. Seeds that share their noise have Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, c the
+    correlation, so pairing gains where c > 0.
 
     Args:
       first, second: [n] figures, one a seed, in the same order of seeds.
       level: of the interval, in (0, 1).
-      resolution: the smallest step of a figure, such as 1 / problems. Differences that are equal by rounding alone have at least the
-        spread of it, resolution / √12. 0: no floor.
+      resolution: the smallest step of a figure, such as 1 / problems. Differences that are equal by
+        rounding alone have at least the spread of it, resolution / √12. 0: no floor.
     Returns: nan for interval and p-value of fewer than `FEWEST` pairs.
     Raises: ValueError without pairs, or where the lengths differ.
     """
@@ -78,16 +83,19 @@ def paired(
 
 
 def spread_of(values: Sequence[float], resolution: float = 0.0) -> float:
-    """Standard deviation of n ≥ 2 values, and at least that of rounding to `resolution`: resolution / √12."""
+    """Standard deviation of n ≥ 2 values, and at least that of rounding to `resolution`: resolution
+    / √12."""
     mean = math.fsum(values) / len(values)
     square = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return max(math.sqrt(square), resolution / math.sqrt(12))
 
 
 def smallest_step(figures: Sequence[float], rounding: float = 1e-9) -> float:
-    """The smallest difference between two figures that is more than rounding: what a figure of a coarse score moves by.
+    """The smallest difference between two figures that is more than rounding: what a figure of a
+    coarse score moves by.
 
-    It is never smaller than the true step. 0 where all figures are equal: nothing is known of the step.
+    It is never smaller than the true step. 0 where all figures are equal: nothing is known of the
+    step.
 
     >>> round(smallest_step([0.5, 0.75, 0.5, 0.625]), 3), smallest_step([0.5, 0.5])
     (0.125, 0.0)
@@ -103,15 +111,17 @@ def bounded_mean(
     resolution: float = 0.0,
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> tuple[float, float, float]:
-    """Mean over seeds of figures between two bounds, and an interval of that mean which stays there.
+    """Mean over seeds of figures between two bounds, and an interval of that mean which stays
+    there.
 
-    `bounded_interval`: Wilson's interval with Student's t and the variance over the seeds. Near a bound it reaches further away from
-    the bound than towards it, as few wrong answers in few seeds may be luck.
+    `bounded_interval`: Wilson's interval with Student's t and the variance over the seeds. Near a
+    bound it reaches further away from the bound than towards it, as few wrong answers in few seeds
+    may be luck.
 
     Args:
       resolution: the smallest step of a figure, as for `paired`.
-    Returns: nan for the bounds of fewer than `FEWEST` seeds, and of equal values whose step is not known: they tell nothing of how far
-      they vary.
+    Returns: nan for the bounds of fewer than `FEWEST` seeds, and of equal values whose step is not
+      known: they tell nothing of how far they vary.
     Raises: ValueError for a value outside the bounds, or none.
 
     >>> tuple(round(v, 3) for v in bounded_mean([0.85, 0.9, 0.97]))
@@ -130,20 +140,23 @@ def bounded_mean(
     return mean, *bounded_interval(mean, variance, factor, chance=chance, bounds=bounds)
 
 
-# ------------------------------------------------------------------------------------------------------ seeds to plan
+# ------------------------------------------------------------------------------------ seeds to plan
 
 
 def seeds_needed(
     spread: float, effect: float, *, power: float = POWER, comparisons: float = 1
 ) -> int:
-    """The fewest seeds whose paired t test finds a difference `effect` with probability `power`; at least `TO_CLAIM`.
+    """The fewest seeds whose paired t test finds a difference `effect` with probability `power`; at
+    least `TO_CLAIM`.
 
-    By `power_of`, which is exact for normal differences; beyond 300 seeds by (z + z_power)² (σ_D/δ)² + z²/2 (Guenther 1981, The
-    American Statistician 35). A spread that was estimated is given as `spread_bound` has it: with the estimate itself, half of the
-    plans have less power than they say.
+    By `power_of`, which is exact for normal differences; beyond 300 seeds by (z + z_power)²
+    (σ_D/δ)² + z²/2 (Guenther 1981, The American Statistician 35). A spread that was estimated is
+    given as `spread_bound` has it: with the estimate itself, half of the plans have less power than
+    they say.
 
     Args:
-      spread: standard deviation σ_D of the paired differences, ≥ 0. effect: δ > 0, in the same unit.
+      spread: standard deviation σ_D of the paired differences, ≥ 0. effect: δ > 0, in the same
+        unit.
       comparisons: how many are made at once, ≥ 1; each then has α / comparisons.
 
     >>> seeds_needed(0.0148, 0.02), seeds_needed(0.0148, 0.01)
@@ -172,13 +185,15 @@ def seeds_needed(
 
 
 def detectable(spread: float, n: int, *, power: float = POWER, comparisons: float = 1) -> float:
-    """The difference that n seeds find with probability `power`, by `power_of`; inf below `TO_CLAIM`, where nothing is claimed."""
+    """The difference that n seeds find with probability `power`, by `power_of`; inf below
+    `TO_CLAIM`, where nothing is claimed."""
     return spread * spreads_to_see(n, power, comparisons) if n >= TO_CLAIM else math.inf
 
 
 @functools.lru_cache(4096)
 def spreads_to_see(n: int, power: float, comparisons: float) -> float:
-    """The difference that n seeds find with probability `power`, in units of its standard deviation."""
+    """The difference that n seeds find with probability `power`, in units of its standard
+    deviation."""
     low = 0.0
     high = 1.0
     while power_of(1.0, high, n, comparisons=comparisons) < power:
@@ -194,10 +209,12 @@ def spreads_to_see(n: int, power: float, comparisons: float) -> float:
 
 
 def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
-    """An upper bound of the true standard deviation, from one of n ≥ 2 values: s √((n - 1)/χ²), χ² its lower quantile.
+    """An upper bound of the true standard deviation, from one of n ≥ 2 values: s √((n - 1)/χ²), χ²
+    its lower quantile.
 
-    A pilot of few seeds underestimates the spread half of the time; a plan by this bound has its power with the given probability.
-    The quantile by Wilson and Hilferty 1931, which is within 2 % from four values on.
+    A pilot of few seeds underestimates the spread half of the time; a plan by this bound has its
+    power with the given probability. The quantile by Wilson and Hilferty 1931, which is within 2 %
+    from four values on.
     """
     freedom = n - 1
     root = 1 - 2 / (9 * freedom) + NORMAL.inv_cdf(1 - confidence) * math.sqrt(2 / (9 * freedom))
@@ -207,9 +224,11 @@ def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
 def power_of(
     spread: float, effect: float, n: int, *, comparisons: float = 1, draws: int = 200
 ) -> float:
-    """P(the paired t test at α / comparisons finds a true difference `effect`): ∫ [Φ(d - t s) + Φ(-d - t s)] f(s) ds, d = δ√n/σ.
+    """P(the paired t test at α / comparisons finds a true difference `effect`): ∫ [Φ(d - t s) +
+    Φ(-d - t s)] f(s) ds, d = δ√n/σ.
 
-    s² ν is χ² of ν = n - 1 degrees of freedom; its quantiles by integration over `draws` equal steps of s in 0 … 1 + 8/√(2ν).
+    s² ν is χ² of ν = n - 1 degrees of freedom; its quantiles by integration over `draws` equal
+    steps of s in 0 … 1 + 8/√(2ν).
     """
     if spread == 0:
         return 1.0
@@ -223,11 +242,12 @@ def power_of(
     return float(1 - (density * np.asarray(inside, dtype=float)).sum() / density.sum() / 2)
 
 
-# ------------------------------------------------------------------------------------------------------ several comparisons
+# ------------------------------------------------------------------------------ several comparisons
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values adjusted so that the chance of any false claim among m stays ≤ α: max over j ≤ i of (m - j + 1) p_(j), at most 1.
+    """p-values adjusted so that the chance of any false claim among m stays ≤ α: max over j ≤ i of
+    (m - j + 1) p_(j), at most 1.
 
     nan stays nan and is no comparison. Source: Holm 1979, Scandinavian Journal of Statistics 6.
 
@@ -242,11 +262,12 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list[float]:
-    """p-values adjusted so that the expected share of false claims among the claims stays ≤ α: min over j ≥ i of m/j p_(j).
+    """p-values adjusted so that the expected share of false claims among the claims stays ≤ α: min
+    over j ≥ i of m/j p_(j).
 
     Args:
-      dependent: times Σ 1/i, which holds under any dependence (Benjamini and Yekutieli 2001); else for independent or positively
-        dependent tests (Benjamini and Hochberg 1995).
+      dependent: times Σ 1/i, which holds under any dependence (Benjamini and Yekutieli 2001); else
+        for independent or positively dependent tests (Benjamini and Hochberg 1995).
     nan stays nan and is no comparison.
 
     >>> [round(q, 3) for q in false_discovery([0.01, 0.03, 0.04, 0.2])]
@@ -263,8 +284,9 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
 
 
 def holm_levels(values: Sequence[float]) -> list[float]:
-    """The level of each interval that leaves out 0 exactly where Holm's rule makes the claim: 1 - α/(m - i + 1) for the i-th smallest
-    p-value; from the first that makes none on, its level for all."""
+    """The level of each interval that leaves out 0 exactly where Holm's rule makes the claim: 1 -
+    α/(m - i + 1) for the i-th smallest p-value; from the first that makes none on, its level for
+    all."""
     order = _ascending(values)
     m = len(order)
     stop = next((rank for rank, i in enumerate(order) if values[i] > ALPHA / (m - rank)), m)
@@ -284,7 +306,9 @@ class Tested(NamedTuple):
 
     difference: Difference
     q: float  # the false-discovery rate at which it is a claim; nan below `TO_CLAIM` seeds
-    sees: float  # the difference that these seeds would have claimed with probability `POWER`; inf below `TO_CLAIM` seeds
+    # the difference that these seeds would have claimed with probability `POWER`; inf below
+    # `TO_CLAIM` seeds
+    sees: float
 
 
 def tested_together(
@@ -292,10 +316,11 @@ def tested_together(
 ) -> list[Tested]:
     """Paired comparisons that are corrected together by `false_discovery`, with intervals to match.
 
-    Of m comparisons with R claims each interval is at 1 - max(1, R) α/m, so that 5 % of the intervals of the claims miss the truth in
-    the mean (Benjamini and Yekutieli 2005, JASA 100), and an interval leaves out 0 exactly where a claim is made. A further claim would
-    have needed p ≤ (R + 1) α/m: `sees` counts with it, and with the spread as large as it may be. Where nothing can be claimed, for
-    want of seeds, each interval is at 95 %.
+    Of m comparisons with R claims each interval is at 1 - max(1, R) α/m, so that 5 % of the
+    intervals of the claims miss the truth in the mean (Benjamini and Yekutieli 2005, JASA 100), and
+    an interval leaves out 0 exactly where a claim is made. A further claim would have needed p ≤ (R
+    + 1) α/m: `sees` counts with it, and with the spread as large as it may be. Where nothing can be
+    claimed, for want of seeds, each interval is at 95 %.
 
     Args:
       sides: of each comparison [n] figures of both arms and their smallest step, as for `paired`.
@@ -316,11 +341,12 @@ def tested_together(
     return out
 
 
-# ------------------------------------------------------------------------------------------------------ over tasks
+# --------------------------------------------------------------------------------------- over tasks
 
 
 def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
-    """Interquartile mean: of all nM scores, without the ⌊nM/4⌋ lowest and as many highest. Agarwal et al. 2021, arXiv:2108.13264.
+    """Interquartile mean: of all nM scores, without the ⌊nM/4⌋ lowest and as many highest. Agarwal
+    et al. 2021, arXiv:2108.13264.
 
     >>> iqm([range(8)]), iqm([[0, 1, 2, 3, 100]])
     (3.5, 2.0)
@@ -333,15 +359,18 @@ def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
 def seeds_interval(
     scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, resolution: float = 0.0
 ) -> tuple[float, float, float]:
-    """A statistic of scores [n seeds, M] that leaves out the extremes, such as `iqm`, and its 95 % interval; nan below `TO_CLAIM`.
+    """A statistic of scores [n seeds, M] that leaves out the extremes, such as `iqm`, and its 95 %
+    interval; nan below `TO_CLAIM`.
 
-    The wider of two at either end: Student's t of the jackknife, which leaves out a seed at a time, and `bootstrap`. Whole seeds
-    redrawn are too narrow for few seeds (0.88 to 0.91 of the truth at ten), and the jackknife is where the scores take few values.
-    Degrees of freedom: of one column, ⌊n/4⌋ seeds on either side are left out and tell nothing, so n - 2⌊n/4⌋ - 1. Tukey and
+    The wider of two at either end: Student's t of the jackknife, which leaves out a seed at a time,
+    and `bootstrap`. Whole seeds redrawn are too narrow for few seeds (0.88 to 0.91 of the truth at
+    ten), and the jackknife is where the scores take few values. Degrees of freedom: of one column,
+    ⌊n/4⌋ seeds on either side are left out and tell nothing, so n - 2⌊n/4⌋ - 1. Tukey and
     McLaughlin 1963, Sankhyā 25.
 
     Args:
-      resolution: the smallest step of a score; the standard error is at least that of as many rounded scores as one column keeps.
+      resolution: the smallest step of a score; the standard error is at least that of as many
+        rounded scores as one column keeps.
     """
     scores = np.asarray(scores, dtype=float)
     n = len(scores)
@@ -364,9 +393,11 @@ def bootstrap(
     draws: int = 1000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of a statistic of scores [n seeds, M], by redrawing whole seeds with replacement.
+    """The 95 % percentile interval of a statistic of scores [n seeds, M], by redrawing whole seeds
+    with replacement.
 
-    A seed is shared by all columns, so its row stays together; redrawing each column on its own, as rliable does, is wrong for that.
+    A seed is shared by all columns, so its row stays together; redrawing each column on its own, as
+    rliable does, is wrong for that.
     """
     rng = np.random.default_rng(seed)
     n = len(scores)
@@ -378,13 +409,15 @@ def bootstrap(
 def profile(
     scores: Sequence[Sequence[float]] | np.ndarray, thresholds: Sequence[float]
 ) -> list[float]:
-    """Performance profile: the share of scores above each threshold. Its integral over 0 … 1 is the mean of scores in 0 … 1."""
+    """Performance profile: the share of scores above each threshold. Its integral over 0 … 1 is the
+    mean of scores in 0 … 1."""
     flat = np.asarray(scores, dtype=float).ravel()
     return [float((flat > threshold).mean()) for threshold in thresholds]
 
 
 def improvement(first: np.ndarray, second: np.ndarray) -> float:
-    """P(second > first): mean over tasks of the share of pairs of runs in which second is higher, ties ½. [n, M] and [m, M]."""
+    """P(second > first): mean over tasks of the share of pairs of runs in which second is higher,
+    ties ½. [n, M] and [m, M]."""
     a, b = np.asarray(first, dtype=float)[:, None], np.asarray(second, dtype=float)[None]
     return float(((b > a) + 0.5 * (b == a)).mean())
 

@@ -39,7 +39,8 @@ COUNT = re.compile(
 
 
 def fresh(parent: Path, label: str = "") -> Path:
-    """A new, empty folder <parent>/<time>_<label>, as an absolute path. Raises ConfigError where it cannot be made."""
+    """A new, empty folder <parent>/<time>_<label>, as an absolute path. Raises ConfigError where it
+    cannot be made."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{label}" if label else "")
     parent = parent.absolute()  # a user's function may change the working directory
     folder, number = parent / stamp, 2
@@ -54,7 +55,8 @@ def fresh(parent: Path, label: str = "") -> Path:
 
 
 def label_of(overrides: Sequence[str], name: str) -> str:
-    """What of a run differs from the default, for the name of its folder: "lr-3e-4_seed-2". At most 60 characters, whole parts only.
+    """What of a run differs from the default, for the name of its folder: "lr-3e-4_seed-2". At most
+    60 characters, whole parts only.
 
     What is in `name` already, or changes nothing of the run's numbers, is left out.
     """
@@ -85,7 +87,8 @@ def shown(path: Path) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder, and a file in it for a moment. Raises ConfigError where that is impossible, before anything is computed."""
+    """Make the folder, and a file in it for a moment. Raises ConfigError where that is impossible,
+    before anything is computed."""
     made = not folder.exists()
     try:
         with refusing(folder):
@@ -110,7 +113,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json without evaluations that are no mapping; None if there is none that can be read, or if another run wrote it."""
+    """summary.json without evaluations that are no mapping; None if there is none that can be read,
+    or if another run wrote it."""
     try:
         summary = json.loads(read_regular(folder / "summary.json").decode())
     except (OSError, ValueError, RecursionError):
@@ -144,7 +148,8 @@ def find_run(text: str, key: str) -> Path:
 
 
 def refuse_leftovers(folder: Path) -> None:
-    """Raises DataError where a folder holds rows or checkpoints but no config.yaml: a run in there would go on in place of another."""
+    """Raises DataError where a folder holds rows or checkpoints but no config.yaml: a run in there
+    would go on in place of another."""
     left = "metrics.jsonl" if os.path.lexists(folder / "metrics.jsonl") else "checkpoints/"
     if not is_run(folder) and (left == "metrics.jsonl" or any(folder.glob("checkpoints/*.ckpt"))):
         raise DataError(
@@ -153,17 +158,19 @@ def refuse_leftovers(folder: Path) -> None:
 
 
 def checkpoint_source(text: str, folder: Path) -> Path:
-    """What to load of a run that a user named: the checkpoint file itself, or the run's folder of checkpoints."""
+    """What to load of a run that a user named: the checkpoint file itself, or the run's folder of
+    checkpoints."""
     return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
 
 def newest_unfinished(
     name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> Path | None:
-    """The newest run under outputs/<name> that did not finish and whose config is this one but for its length, its ranks, its
-    logger and its callbacks.
+    """The newest run under outputs/<name> that did not finish and whose config is this one but for
+    its length, its ranks, its logger and its callbacks.
 
-    `beside`: further keys in which the two may differ, those that follow the length (`rlkit.config.compose.length_keys`).
+    `beside`: further keys in which the two may differ, those that follow the length
+    (`rlkit.config.compose.length_keys`).
     """
     candidates = [
         f for f in (OUTPUTS / name).absolute().glob("*") if is_run(f) and not is_finished(f)
@@ -176,13 +183,15 @@ def newest_unfinished(
 
 
 def _last_written(folder: Path) -> float:
-    """When a run wrote its last row, or began; the folder's own time also changes where a process only looks whether it may go on."""
+    """When a run wrote its last row, or began; the folder's own time also changes where a process
+    only looks whether it may go on."""
     rows = folder / "metrics.jsonl"
     return (rows if rows.exists() else folder / "config.yaml").stat().st_mtime
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config that a run was started with, as `write_config` wrote it. Raises DataError where it cannot be read."""
+    """The config that a run was started with, as `write_config` wrote it. Raises DataError where it
+    cannot be read."""
     config = read_yaml(folder / "config.yaml")
     if not isinstance(config, dict):
         raise DataError(
@@ -197,7 +206,8 @@ def write_config(
     """The resolved config without its secrets, for people and for resume; whole or not there.
 
     Args:
-      identity: of the run, for the first line. Empty: the folder is made with this config, which gives the run its identity.
+      identity: of the run, for the first line. Empty: the folder is made with this config, which
+        gives the run its identity.
       new: whether the folder is made now. It is noted as the user's own.
     """
     cover_overrides(folder)
@@ -223,7 +233,8 @@ def write_hydra(folder: Path, name: str, text: str) -> None:
 
 
 def rewrite(folder: Path, name: str, content: bytes) -> None:
-    """Writes a config file of a run folder. A folder that is noted as the user's own stays so, also where a kill comes in between."""
+    """Writes a config file of a run folder. A folder that is noted as the user's own stays so, also
+    where a kill comes in between."""
     path = folder / name
     if path.is_file() and path.read_bytes() == content:
         return
@@ -243,7 +254,8 @@ class _NoAliases(yaml.SafeDumper):
 
 
 def without_secrets(node: Any) -> Any:
-    """What Hydra wrote, redacted; an override whose key is named like a secret loses its value, however short."""
+    """What Hydra wrote, redacted; an override whose key is named like a secret loses its value,
+    however short."""
     if isinstance(node, list):
         return [without_secrets(value) for value in node]
     if isinstance(node, dict):
@@ -270,12 +282,14 @@ def write_start(
     identity: str = "",
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """Adds this process to run.json; what differs from the one before it (versions of packages, state of the code), as sentences.
+    """Adds this process to run.json; what differs from the one before it (versions of packages,
+    state of the code), as sentences.
 
     A run.json that cannot be read is set aside, and a sentence says so.
 
     Args:
-      identity: of the run. overrides: what Hydra will write to .hydra/overrides.yaml, so that `require_overrides` knows it again.
+      identity: of the run. overrides: what Hydra will write to .hydra/overrides.yaml, so that
+        `require_overrides` knows it again.
     """
     started = datetime.now().isoformat(timespec="seconds")
     now = {
@@ -331,7 +345,8 @@ def _starts(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def identity_of(folder: Path) -> str:
-    """The identity of the run in a folder, by its config.yaml. Raises DataError where that cannot be read or names none."""
+    """The identity of the run in a folder, by its config.yaml. Raises DataError where that cannot
+    be read or names none."""
     require_readable(folder / "config.yaml")
     identity = read_identity(folder)
     if not identity:
@@ -343,7 +358,8 @@ def identity_of(folder: Path) -> str:
 
 
 def require_identity(folder: Path) -> str:
-    """The identity of the run in a folder. Raises DataError as `identity_of`, and where run.json names another run."""
+    """The identity of the run in a folder. Raises DataError as `identity_of`, and where run.json
+    names another run."""
     identity = identity_of(folder)
     starts = _starts(folder)
     others = [start["identity"] for start in starts or () if start["identity"] != identity]
@@ -358,7 +374,8 @@ def require_identity(folder: Path) -> str:
 
 
 def require_overrides(folder: Path) -> None:
-    """Raises DataError where .hydra/overrides.yaml, from which a resumed run is composed, is not as the run's processes wrote it."""
+    """Raises DataError where .hydra/overrides.yaml, from which a resumed run is composed, is not as
+    the run's processes wrote it."""
     path = folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
         raise DataError(
@@ -375,7 +392,8 @@ def require_overrides(folder: Path) -> None:
 
 
 def git_state() -> str:
-    """Commit of the folder that the package lies in, with `+changes` where files differ from it; empty outside a repository."""
+    """Commit of the folder that the package lies in, with `+changes` where files differ from it;
+    empty outside a repository."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
@@ -399,7 +417,8 @@ def git_state() -> str:
 
 
 def saved_overrides(folder: Path) -> list[str]:
-    """The overrides that a run was started with, but for those that held a secret, and for those of one process alone.
+    """The overrides that a run was started with, but for those that held a secret, and for those of
+    one process alone.
 
     Raises: DataError where they cannot be read.
     """
@@ -411,7 +430,8 @@ def saved_overrides(folder: Path) -> list[str]:
 
 
 def withheld(folder: Path) -> list[str]:
-    """The keys of the overrides that held a secret, which is not kept: they have to be given again."""
+    """The keys of the overrides that held a secret, which is not kept: they have to be given
+    again."""
     return [text.partition("=")[0].lstrip("+") for text in _saved(folder) if REDACTED in text]
 
 
@@ -426,7 +446,8 @@ def _saved(folder: Path) -> list[str]:
 
 
 def refuse_restart(folder: Path) -> None:
-    """Raises DataError where a run has trained and has no checkpoint left: it could only begin again, in place of what it was."""
+    """Raises DataError where a run has trained and has no checkpoint left: it could only begin
+    again, in place of what it was."""
     if steps := lost_steps(folder):
         raise DataError(
             f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot go on (as metrics.jsonl, rollouts/ or "
@@ -435,10 +456,12 @@ def refuse_restart(folder: Path) -> None:
 
 
 def lost_steps(folder: Path) -> int:
-    """How many steps a run has trained whose checkpoints are gone; 0 where one is left, or where it ended before its first save.
+    """How many steps a run has trained whose checkpoints are gone; 0 where one is left, or where it
+    ended before its first save.
 
-    A run is past its first save where it has rows of steps after callbacks.checkpoint.every, where its summary says that its end was
-    saved, or where something is left that only a save brings about.
+    A run is past its first save where it has rows of steps after callbacks.checkpoint.every, where
+    its summary says that its end was saved, or where something is left that only a save brings
+    about.
     """
     saves = folder / "checkpoints"
     if any(saves.glob("step_*.ckpt")):

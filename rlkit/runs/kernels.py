@@ -1,4 +1,5 @@
-"""What `auto` of generation.kernel and model.kernel means in all jobs of a sweep or a bench: decided before the first one starts."""
+"""What `auto` of generation.kernel and model.kernel means in all jobs of a sweep or a bench:
+decided before the first one starts."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ NAME = "kernels.json"  # in the folder of the jobs
 
 
 def decide_kernels(folder: Path) -> dict[str, str]:
-    """Environment variables that give all jobs of a folder one meaning of `auto`. A line says so where they go without compiled code.
+    """Environment variables that give all jobs of a folder one meaning of `auto`. A line says so
+    where they go without compiled code.
 
-    The folder keeps the decision, so that jobs which are added later are computed as the first ones.
-    Raises: ConfigError where the jobs so far used compiled code and this machine has none; Undecided where the load of the moment keeps
-      the compiler from its work.
+    The folder keeps the decision, so that jobs which are added later are computed as the first
+    ones.
+    Raises: ConfigError where the jobs so far used compiled code and this machine has none;
+      Undecided where the load of the moment keeps the compiler from its work.
     """
     reason = unavailable()
     earlier = read_decision(folder / NAME) if next(folder.rglob("config.yaml"), None) else ""

@@ -1,4 +1,5 @@
-"""Training from Python: a whole run, or one RL step at a time. The steps are those of `rlkit train`, bit for bit."""
+"""Training from Python: a whole run, or one RL step at a time. The steps are those of `rlkit
+train`, bit for bit."""
 
 from __future__ import annotations
 
@@ -63,13 +64,16 @@ class RLStep(NamedTuple):
 def train(x: Experiment, folder: Path | str | None = None) -> Run:
     """Train to the end, as `rlkit train` does, evaluations included.
 
-    An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after the step under way; what it gave so far is returned.
+    An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after the step under way;
+    what it gave so far is returned.
 
     Args:
       x: of `rlkit.experiment`, or built by hand.
-      folder: a new run folder, which `rlkit report`, `evaluate` and `export` take. Without one nothing is kept on disk: no checkpoint,
-        no logger, and of the callbacks only those that print.
-    Raises: ConfigError, DataError, SelfCheckError before the first step; what a part raises in a step.
+      folder: a new run folder, which `rlkit report`, `evaluate` and `export` take. Without one
+        nothing is kept on disk: no checkpoint, no logger, and of the callbacks only those that
+        print.
+    Raises: ConfigError, DataError, SelfCheckError before the first step; what a part raises in a
+      step.
     """
     from rlkit.training.loggers import check_loggers
     from rlkit.training.run import train_in
@@ -102,7 +106,8 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
 
 
 def steps(x: Experiment) -> Iterator[RLStep]:
-    """Train one RL step at a time: nothing is evaluated and nothing is written. You may stop at any step.
+    """Train one RL step at a time: nothing is evaluated and nothing is written. You may stop at any
+    step.
 
     Raises: as `train`.
     """

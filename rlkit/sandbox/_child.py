@@ -1,13 +1,16 @@
-"""Runs one untrusted program inside its limits and reports values, never a verdict. A script of its own: it imports no rlkit.
+"""Runs one untrusted program inside its limits and reports values, never a verdict. A script of its
+own: it imports no rlkit.
 
     python -I -S -B _child.py < job                    job: marshal of a dict, see `process._job`
-    python -I -S -B _child.py session < job, programs  each a length of 8 bytes and that many bytes; all run in the same names
+    python -I -S -B _child.py session < job, programs  each a length of 8 bytes and that many bytes;
+    all run in the same names
 
 Records on the old standard output: tag, decimal length, ":", payload.
     R  ready, limits are on       X  limits could not be set, nothing ran (why)
     D  the program ran            P  what it printed       E  it raised (what)
     V  the next call's value      F  the next call raised (what)
-Whatever the program does here, it can only change what this process says; expected values are in another process.
+Whatever the program does here, it can only change what this process says; expected values are in
+another process.
 """
 
 from __future__ import annotations
@@ -19,28 +22,34 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-# ------------------------------------------------------------------------------------------------------- limits
+# ------------------------------------------------------------------------------------------- limits
 
-# The filter lists what is allowed; everything else is refused with EPERM. Pairs: number on x86_64, number on aarch64 (None where it
-# does not exist there).
+# The filter lists what is allowed; everything else is refused with EPERM. Pairs: number on x86_64,
+# number on aarch64 (None where it does not exist there).
 #
-# What was judged is every way to reach a process or a file outside that Landlock does not close in all its versions: signals are
+# What was judged is every way to reach a process or a file outside that Landlock does not close in
+# all its versions: signals are
 # its own since ABI 6, truncation since ABI 3, and never stat or readlink.
-#   fcntl     F_SETOWN, F_SETOWN_EX and F_SETSIG name another process and a signal, which O_ASYNC, F_SETLEASE or F_NOTIFY then have
-#             the kernel send. Only the commands of `FCNTL` are allowed, and F_SETFL without O_ASYNC.
-#   open      O_TRUNC empties a file that is opened for reading, or for nothing (access mode 3, which Landlock never looks at).
-#             O_TRUNC needs a mode that writes, and mode 3 is refused. openat2, creat and truncate are not allowed.
+#   fcntl     F_SETOWN, F_SETOWN_EX and F_SETSIG name another process and a signal, which O_ASYNC,
+#             F_SETLEASE or F_NOTIFY then have the kernel send. Only the commands of `FCNTL` are
+#             allowed, and F_SETFL without O_ASYNC.
+#   open      O_TRUNC empties a file that is opened for reading, or for nothing (access mode 3,
+#             which Landlock never looks at). O_TRUNC needs a mode that writes, and mode 3 is
+#             refused. openat2, creat and truncate are not allowed.
 #   ioctl     none at all, so neither FIOASYNC, FIOSETOWN nor SIOCSPGRP.
-#   signals   kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, pidfd_send_signal and mq_notify are not allowed, and
-#             neither is timer_create, though its signals stay in the process. setitimer and alarm do, and are allowed.
-#   memory    ptrace, process_vm_readv, process_vm_writev, process_madvise, kcmp, userfaultfd, perf_event_open and bpf are not allowed.
-#             futex and set_robust_list touch memory of one's own only.
-#   sockets   none of any family, so no abstract unix socket (which Landlock scopes since ABI 6); no io_uring, which would go past this
-#             filter; no memfd_create, keyctl or message queue.
-#   rights    prctl, seccomp, unshare, setns, mount, chroot, set*id, capset, chmod, chown, setxattr and utimensat are not allowed.
-#   limits    prlimit64 only asks, and only about oneself; setpriority, ioprio_set and sched_set* are not allowed.
-# What stays: stat, access and readlink tell whether a file exists and how large it is. /proc/PID/fd and the like need the right to
-# trace that process, which Landlock refuses.
+#   signals   kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, pidfd_send_signal
+#             and mq_notify are not allowed, and neither is timer_create, though its signals stay in
+#             the process. setitimer and alarm do, and are allowed.
+#   memory    ptrace, process_vm_readv, process_vm_writev, process_madvise, kcmp, userfaultfd,
+#             perf_event_open and bpf are not allowed. futex and set_robust_list touch memory of
+#             one's own only.
+#   sockets   none of any family, so no abstract unix socket (which Landlock scopes since ABI 6); no
+#             io_uring, which would go past this filter; no memfd_create, keyctl or message queue.
+#   rights    prctl, seccomp, unshare, setns, mount, chroot, set*id, capset, chmod, chown, setxattr
+#   and utimensat are not allowed. limits    prlimit64 only asks, and only about oneself;
+#   setpriority, ioprio_set and sched_set* are not allowed.
+# What stays: stat, access and readlink tell whether a file exists and how large it is. /proc/PID/fd
+# and the like need the right to trace that process, which Landlock refuses.
 ALLOWED = {
     "read": (0, 63),
     "write": (1, 64),
@@ -142,7 +151,8 @@ FCNTL = {
     "F_DUPFD_CLOEXEC": 1030,
 }
 F_SETFL, O_ASYNC, O_TRUNC, O_ACCMODE = 4, 0x2000, 0x200, 3
-# name of the machine: (index into the pairs, audit architecture, clone, ioctl, prlimit64, fcntl); clone3 is 435 on both
+# name of the machine: (index into the pairs, audit architecture, clone, ioctl, prlimit64, fcntl);
+# clone3 is 435 on both
 MACHINES = {
     "x86_64": (0, 0xC000003E, 56, 16, 302, 72),
     "aarch64": (1, 0xC00000B7, 220, 29, 261, 25),
@@ -185,15 +195,17 @@ def one_of(values: list[int]) -> list[Instruction]:
 
 
 def only(number: int, rules: list[Instruction]) -> list[Instruction]:
-    """Rules for one system call, whose number is what was loaded last; what they do not allow is refused."""
+    """Rules for one system call, whose number is what was loaded last; what they do not allow is
+    refused."""
     return [(EQUAL, 0, len(rules) + 1, number), *rules, (GIVE, 0, 0, EPERM)]
 
 
 def fcntl_rules() -> list[Instruction]:
     """The commands of `FCNTL`, and F_SETFL without O_ASYNC.
 
-    A command is compared in all its 64 bits, of which the kernel takes the low 32. Of flags it reads the low bits alone, and what the C
-    library leaves in the high ones is undefined, so they are not looked at.
+    A command is compared in all its 64 bits, of which the kernel takes the low 32. Of flags it
+    reads the low bits alone, and what the C library leaves in the high ones is undefined, so they
+    are not looked at.
     """
     commands = one_of(list(FCNTL.values()))
     flags = [(EQUAL, 0, 3, F_SETFL), argument(2), (BITS, 1, 0, O_ASYNC), (GIVE, 0, 0, ALLOW)]
@@ -207,7 +219,8 @@ def fcntl_rules() -> list[Instruction]:
 
 
 def open_rules(index: int) -> list[Instruction]:
-    """Flags, an int of which the kernel reads 32 bits: no access mode 3, and O_TRUNC with a mode that writes."""
+    """Flags, an int of which the kernel reads 32 bits: no access mode 3, and O_TRUNC with a mode
+    that writes."""
     refused = [O_ACCMODE, O_ACCMODE | O_TRUNC, O_TRUNC]
     tests = [(EQUAL, len(refused) - i, 0, value) for i, value in enumerate(refused)]
     return [argument(index), (AND, 0, 0, O_ACCMODE | O_TRUNC), *tests, (GIVE, 0, 0, ALLOW)]
@@ -216,8 +229,9 @@ def open_rules(index: int) -> list[Instruction]:
 def bpf(machine: str) -> list[Instruction]:
     """The seccomp filter as (code, jump if true, jump if false, constant) instructions.
 
-    Allowed are `ALLOWED`, opening files and fcntl within limits, threads, and asking for one's own limits. clone3 does not exist, so
-    that threads fall back on clone, whose flags can be read here; ioctl says "not a terminal".
+    Allowed are `ALLOWED`, opening files and fcntl within limits, threads, and asking for one's own
+    limits. clone3 does not exist, so that threads fall back on clone, whose flags can be read here;
+    ioctl says "not a terminal".
     """
     column, audit, clone, ioctl, prlimit, fcntl = MACHINES[machine]
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
@@ -271,7 +285,8 @@ def seccomp(libc: Any, instructions: list[Instruction]) -> None:
 def landlock(
     libc: Any, paths: list[tuple[str, int]], newest: int | None = None, port: int | None = None
 ) -> None:
-    """Only what is beneath these paths can be reached, each with its rights; later versions also bar TCP and signals.
+    """Only what is beneath these paths can be reached, each with its rights; later versions also
+    bar TCP and signals.
 
     `newest` caps the version (ABI) that is used, as on an older kernel. `port` can be connected to.
     """
@@ -311,7 +326,8 @@ def landlock(
 
 
 def namespaces(libc: Any, size: int) -> None:
-    """A user, network, mount, IPC and host name of its own, and a folder in memory of `size` bytes over the current one."""
+    """A user, network, mount, IPC and host name of its own, and a folder in memory of `size` bytes
+    over the current one."""
     import ctypes
     import os
 
@@ -373,7 +389,8 @@ def confine(job: Mapping[str, Any]) -> None:
         checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
         rlimits(job)
         if "landlock" in features:
-            # The import of ctypes has listed the standard library's folder for the import system, and it cannot be listed after this.
+            # The import of ctypes has listed the standard library's folder for the import system,
+            # and it cannot be listed after this.
             landlock(
                 libc, [*((path, READ) for path in job["readable"]), (".", CWD)], job["landlock_abi"]
             )
@@ -391,11 +408,12 @@ def powerless(libc: Any) -> None:
     checked(libc.capset((0x20080522).to_bytes(4, sys.byteorder) + bytes(4), bytes(24)), "capset")
 
 
-# ------------------------------------------------------------------------------------------------------- whole programs
+# ----------------------------------------------------------------------------------- whole programs
 
-# Landlock's version 6 keeps a program of another's (rlkit.gateway) to its files, to one TCP port, and to signals of its own. This filter
-# closes what goes past it: sockets that are not TCP (MPTCP and UDP are, and unix sockets by path), data in a TCP handshake, a port by
-# `listen` alone, io_uring, and other processes' memory, limits and priorities. The rest is allowed.
+# Landlock's version 6 keeps a program of another's (rlkit.gateway) to its files, to one TCP port,
+# and to signals of its own. This filter closes what goes past it: sockets that are not TCP (MPTCP
+# and UDP are, and unix sockets by path), data in a TCP handshake, a port by `listen` alone,
+# io_uring, and other processes' memory, limits and priorities. The rest is allowed.
 RUN, OWN = 0x1 | 0x4 | 0x8, 0x77BF  # Landlock: execute and read; all but the making of devices
 FORBIDDEN = {
     "listen": (50, 201),
@@ -475,7 +493,8 @@ def bpf_of_programs(machine: str) -> list[Instruction]:
 
 
 def confine_program(readable: list[str], port: int) -> None:
-    """This process, and the program that it becomes, reads and runs `readable`, writes its folder and connects to `port`, no more."""
+    """This process, and the program that it becomes, reads and runs `readable`, writes its folder
+    and connects to `port`, no more."""
     import ctypes
     import os
 
@@ -486,11 +505,12 @@ def confine_program(readable: list[str], port: int) -> None:
     seccomp(libc, bpf_of_programs(os.uname().machine))
 
 
-# ------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 
 
 def encode(value: Any, room: int, depth: int = 0) -> bytes:
-    """A value of Python's literal types as bytes; subclasses as what they derive from; anything else as its name.
+    """A value of Python's literal types as bytes; subclasses as what they derive from; anything
+    else as its name.
 
     Raises: ValueError where it is larger than `room` bytes or nested too deeply.
     """
@@ -561,7 +581,7 @@ def reason(error: BaseException) -> bytes:
     return (name + (f" (line {line})" if line else "")).encode("utf-8", "replace")
 
 
-# ------------------------------------------------------------------------------------------------------ running
+# ------------------------------------------------------------------------------------------ running
 
 
 class Printed:
@@ -611,7 +631,8 @@ def attempt(code: str, namespace: dict[str, Any], room: int) -> tuple[bytes, byt
 
 
 def given(source: int) -> bytes:
-    """The next bytes that the parent sends to a session: a length of 8 bytes, and the bytes. Ends the process where there are no more."""
+    """The next bytes that the parent sends to a session: a length of 8 bytes, and the bytes. Ends
+    the process where there are no more."""
     import os
 
     size, data = 0, b""

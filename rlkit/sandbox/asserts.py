@@ -1,4 +1,5 @@
-"""Tests, split: what the program is asked goes to the child, and what its answers have to be is judged in the parent."""
+"""Tests, split: what the program is asked goes to the child, and what its answers have to be is
+judged in the parent."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Unsplittable(ValueError):
 
 
 class Check(NamedTuple):
-    """One test: the expressions for the child, and the verdict as an expression of their values, `value_0`, `value_1`, …"""
+    """One test: the expressions for the child, and the verdict as an expression of their values,
+    `value_0`, `value_1`, …"""
 
     calls: tuple[str, ...]
     verdict: str
@@ -62,14 +64,17 @@ class _Split(NamedTuple):
 def split(test: str, setup: str = "") -> Check:
     """The program's calls and the verdict of an assert.
 
-    A call of the program stands on one side of a comparison (==, is, in, <, <=, >, >=), perhaps under a function of `judge.FUNCTIONS`
-    such as sorted, len, isclose and allclose; `and`, `or` and arithmetic combine them. A call whose truth is the verdict, as in
-    `assert f(1)`, takes plain values only. Comprehensions and lambdas are refused; `allclose` compares lists of numbers.
+    A call of the program stands on one side of a comparison (==, is, in, <, <=, >, >=), perhaps
+    under a function of `judge.FUNCTIONS` such as sorted, len, isclose and allclose; `and`, `or` and
+    arithmetic combine them. A call whose truth is the verdict, as in `assert f(1)`, takes plain
+    values only. Comprehensions and lambdas are refused; `allclose` compares lists of numbers.
 
     Args:
-      setup: code that runs beside the program before the tests. A function that it defines is not the program's, and can judge nothing.
-    Raises: Unsplittable where the expectation would be computed in the program's process, where both sides of a comparison come from
-      the program, or where the test says only what a value must not be (!=, `is not`, `not in`).
+      setup: code that runs beside the program before the tests. A function that it defines is not
+        the program's, and can judge nothing.
+    Raises: Unsplittable where the expectation would be computed in the program's process, where
+      both sides of a comparison come from the program, or where the test says only what a value
+      must not be (!=, `is not`, `not in`).
     >>> split("assert add(1, 2) == 3")
     Check(calls=('add(1, 2)',), verdict='value_0 == 3')
     >>> split("assert sorted(f(3)) == [1, 2]").calls
@@ -99,7 +104,8 @@ def split(test: str, setup: str = "") -> Check:
 
 
 def passes(check: Check, *results: Result) -> bool:
-    """The verdict on one test, by the parent alone: False where a call gave no value, and where the verdict raises, whatever it is."""
+    """The verdict on one test, by the parent alone: False where a call gave no value, and where the
+    verdict raises, whatever it is."""
     if len(results) != len(check.calls) or any(result.error for result in results):
         return False
     values = {f"value_{i}": result.value for i, result in enumerate(results)}
@@ -136,7 +142,7 @@ def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(given), frozenset(defined)
 
 
-# ------------------------------------------------------------------------------------------------------ outside
+# ------------------------------------------------------------------------------------------ outside
 
 
 def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
@@ -249,7 +255,8 @@ def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
             raise Unsplittable(f"isinstance takes a value and one of {', '.join(TYPES)}")
         return ast.Call(node.func, [_outside(node.args[0], s, False), node.args[1]], [])
     asked = asked or name in ("all", "any", "bool")
-    # Of the program's value a list of its items is asked for, so that it may be a generator or a view of a dict.
+    # Of the program's value a list of its items is asked for, so that it may be a generator or a
+    # view of a dict.
     form = "[*{}]" if name in ITERATE or (name in ("min", "max") and len(node.args) == 1) else "{}"
     arguments = [
         _call(part, s, asked, form) if _is_program(part, s) else _outside(part, s, asked)
@@ -262,11 +269,12 @@ def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
     )
 
 
-# ------------------------------------------------------------------------------------------------ the program's calls
+# ------------------------------------------------------------------------------ the program's calls
 
 
 def _is_program(node: ast.expr, s: _Split) -> bool:
-    """Whether a part is a call of the program, or an item, attribute or method of its value. A `READ` function of one is as well."""
+    """Whether a part is a call of the program, or an item, attribute or method of its value. A
+    `READ` function of one is as well."""
     called = False
     while True:
         match node:
@@ -308,7 +316,8 @@ def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
 
 
 def _judges(node: ast.AST) -> bool:
-    """Whether a part decides something about what is inside it: a comparison, a predicate, a library's function of several values."""
+    """Whether a part decides something about what is inside it: a comparison, a predicate, a
+    library's function of several values."""
     if isinstance(node, ast.Compare | ast.BoolOp) or (
         isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
     ):
@@ -336,7 +345,8 @@ def _is_library(function: ast.expr) -> bool:
 
 
 def _require_question(node: ast.expr, s: _Split) -> None:
-    """One call of the program, with plain values. Of anything else the truth may be that of an expectation inside: check(f(2), 4)."""
+    """One call of the program, with plain values. Of anything else the truth may be that of an
+    expectation inside: check(f(2), 4)."""
     calls: list[ast.Call] = []
     part: Any = node
     while not isinstance(part, ast.Name):
@@ -366,7 +376,8 @@ def _require_question(node: ast.expr, s: _Split) -> None:
 
 
 def _is_plain(argument: ast.expr, s: _Split) -> bool:
-    """Whether an argument uses literals, Python's own names, those that the setup gives, and constructors only."""
+    """Whether an argument uses literals, Python's own names, those that the setup gives, and
+    constructors only."""
     names = [part for part in ast.walk(argument) if isinstance(part, ast.Name)]
     known = (
         BUILTINS | s.given | {name.id for name in names if not isinstance(name.ctx, ast.Load)}

@@ -1,4 +1,5 @@
-"""A confined interpreter that keeps its names from one program to the next, until it is closed or killed."""
+"""A confined interpreter that keeps its names from one program to the next, until it is closed or
+killed."""
 
 from __future__ import annotations
 
@@ -30,17 +31,19 @@ from rlkit.sandbox.process import (
 from rlkit.sandbox.values import records
 from rlkit.system.deadline import ended_by
 
-LIFETIME = 1_000_000.0  # seconds of processor time of a session: each program has its own time on the parent's clock
+# seconds of processor time of a session: each program has its own time on the parent's clock
+LIFETIME = 1_000_000.0
 STARTER = ThreadPoolExecutor(
     1, "interpreters"
 )  # a child is killed with the thread that started it, and a tool's call has one of its own
 
 
 class Interpreter:
-    """One child for many programs, under the limits of `Sandbox`; time and output are counted anew for each program.
+    """One child for many programs, under the limits of `Sandbox`; time and output are counted anew
+    for each program.
 
-    It is started by its first program. A program that runs out of time, says too much or ends the interpreter takes all names with it;
-    the next one starts afresh. One program at a time.
+    It is started by its first program. A program that runs out of time, says too much or ends the
+    interpreter takes all names with it; the next one starts afresh. One program at a time.
     """
 
     def __init__(self, sandbox: Sandbox | None = None):
@@ -51,7 +54,8 @@ class Interpreter:
     def run(self, code: str) -> Outcome:
         """Runs a program in the names that the earlier ones have left.
 
-        Raises: ConfigError, see `require`; SandboxError where the limits cannot be set. Nothing that a program does is an error.
+        Raises: ConfigError, see `require`; SandboxError where the limits cannot be set. Nothing
+        that a program does is an error.
         """
         with self.lock:
             try:
@@ -71,7 +75,8 @@ class Interpreter:
             return outcome
 
     def close(self) -> None:
-        """Kills the interpreter and removes its folder. A program that still runs in it does not hold this up."""
+        """Kills the interpreter and removes its folder. A program that still runs in it does not
+        hold this up."""
         if self.child is not None:
             self.kill()
         with self.lock:
@@ -97,7 +102,8 @@ class Interpreter:
             )
 
     def _send(self, data: bytes, seconds: float) -> bool:
-        """Whether the interpreter has read all of it in time: a thread of an earlier program may keep it from reading."""
+        """Whether the interpreter has read all of it in time: a thread of an earlier program may
+        keep it from reading."""
         assert self.child is not None and self.child.stdin is not None
         pipe = self.child.stdin.fileno()
         os.set_blocking(pipe, False)

@@ -1,7 +1,9 @@
-"""Evaluates what a test does with returned values, outside the program: comparisons, `all`, `isclose`, `sorted` and the like.
+"""Evaluates what a test does with returned values, outside the program: comparisons, `all`,
+`isclose`, `sorted` and the like.
 
-Only literal values come in (see `values`), so nothing here runs code of the program. There are no loops, and the operations that could
-make a large value from a small one are bounded, so the cost follows from the length of the test and of the values.
+Only literal values come in (see `values`), so nothing here runs code of the program. There are no
+loops, and the operations that could make a large value from a small one are bounded, so the cost
+follows from the length of the test and of the values.
 """
 
 from __future__ import annotations
@@ -25,19 +27,22 @@ TYPES = {
 
 
 def truth(value: Any) -> bool:
-    """Whether a value counts as true. Raises: TypeError for a value of no literal type, whose truth only the program knows."""
+    """Whether a value counts as true. Raises: TypeError for a value of no literal type, whose truth
+    only the program knows."""
     if isinstance(value, Opaque):
         raise TypeError(f"the truth of a {value.type} is not known outside the program")
     return bool(value)
 
 
 def isclose(a: Any, b: Any, *, rel_tol: float = 1e-9, abs_tol: float = 0.0) -> bool:
-    """|a - b| ≤ max(rel_tol · max(|a|, |b|), abs_tol) of two real numbers, as `math.isclose`. bool is no number here."""
+    """|a - b| ≤ max(rel_tol · max(|a|, |b|), abs_tol) of two real numbers, as `math.isclose`. bool
+    is no number here."""
     return math.isclose(_real(a), _real(b), rel_tol=rel_tol, abs_tol=abs_tol)
 
 
 def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """|a - b| ≤ atol + rtol · |b| for all numbers of two equally nested lists, as `numpy.allclose` but without broadcasting."""
+    """|a - b| ≤ atol + rtol · |b| for all numbers of two equally nested lists, as `numpy.allclose`
+    but without broadcasting."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(
             allclose(x, y, rtol, atol) for x, y in zip(a, b, strict=True)
@@ -114,7 +119,8 @@ KEYWORDS = {
     "sum": {"start"},
     "round": {"ndigits"},
 }
-# These take the items of one argument, whatever it is: of a program's value the child sends the list of its items.
+# These take the items of one argument, whatever it is: of a program's value the child sends the
+# list of its items.
 ITERATE = {"all", "any", "len", "sorted", "set", "frozenset", "list", "tuple", "sum"}
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -141,7 +147,8 @@ ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of an expression of literals, `names`, operators and `FUNCTIONS`.
 
-    Raises: whatever Python would, TypeError and KeyError for anything else, OverflowError where a value becomes too large.
+    Raises: whatever Python would, TypeError and KeyError for anything else, OverflowError where a
+    value becomes too large.
     """
 
     def of(part: ast.expr) -> Any:

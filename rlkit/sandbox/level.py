@@ -1,4 +1,5 @@
-"""Which isolation this machine gives, found out by running hostile programs; and running programs under it."""
+"""Which isolation this machine gives, found out by running hostile programs; and running programs
+under it."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ CHOICES = (
     (),
 )  # strongest first
 
-# Each gives True where it gets through. CANARY is a readable file outside, PARENT the process id of the parent.
+# Each gives True where it gets through. CANARY is a readable file outside, PARENT the process id of
+# the parent.
 ATTACKS = {
     "files": "open(CANARY).read()",
     "writing": "open(CANARY, 'a')",
-    "truncation": "os.open(CANARY, 3 | os.O_TRUNC)",  # opened neither to read nor to write, which Landlock alone does not look at
+    # opened neither to read nor to write, which Landlock alone does not look at
+    "truncation": "os.open(CANARY, 3 | os.O_TRUNC)",
     "network": "__import__('_socket').socket()",
     "fork": "os.fork() or os._exit(0)",
     "exec": "os.execv('/bin/sh', ['sh', '-c', 'exit']) if os.fork() == 0 else os.wait()",
@@ -56,7 +59,8 @@ def attempt(text):
 
 
 class Level(NamedTuple):
-    """What stands between a program and this machine. `open` names the attacks of the self-test that got through."""
+    """What stands between a program and this machine. `open` names the attacks of the self-test
+    that got through."""
 
     name: str
     features: tuple[str, ...]
@@ -71,7 +75,8 @@ class Level(NamedTuple):
 
 @functools.cache
 def probe() -> Level:
-    """The strongest level whose self-test holds here; found once a process. The weakest, `basic`, has limits of time and memory only.
+    """The strongest level whose self-test holds here; found once a process. The weakest, `basic`,
+    has limits of time and memory only.
 
     Folders that a killed process left behind are removed first.
     Raises: SandboxError where not even `basic` runs.
@@ -103,7 +108,8 @@ def probe() -> Level:
 
 
 def self_test(features: Sequence[str]) -> tuple[str, ...]:
-    """The attacks that get through under these features. Raises: SandboxError where they cannot be set, or the test itself fails."""
+    """The attacks that get through under these features. Raises: SandboxError where they cannot be
+    set, or the test itself fails."""
     with folder() as outside:
         canary = Path(outside, "canary")
         canary.write_text("readable by all")
@@ -123,7 +129,8 @@ def self_test(features: Sequence[str]) -> tuple[str, ...]:
 
 
 def require(sandbox: Sandbox) -> Level:
-    """The level here. Raises: ConfigError where it is weaker than asked for and that was not consented to, or a number is out of range."""
+    """The level here. Raises: ConfigError where it is weaker than asked for and that was not
+    consented to, or a number is out of range."""
     check_settings(sandbox)
     if sandbox.min_level not in LEVELS:
         raise ConfigError(
@@ -140,14 +147,16 @@ def require(sandbox: Sandbox) -> Level:
 
 
 def seen() -> Level | None:
-    """The level, where a program has run or the level was asked for; None where no sandbox was needed so far."""
+    """The level, where a program has run or the level was asked for; None where no sandbox was
+    needed so far."""
     return probe() if probe.cache_info().currsize else None
 
 
 def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
     """Runs one untrusted program, at least as isolated as `sandbox.min_level`.
 
-    Raises: ConfigError, see `require`; SandboxError where the limits cannot be set. Nothing that a program does is an error.
+    Raises: ConfigError, see `require`; SandboxError where the limits cannot be set. Nothing that a
+    program does is an error.
     """
     sandbox = sandbox or Sandbox()
     return run_with(job, sandbox, require(sandbox).features)
@@ -159,9 +168,11 @@ def run_many(
     features: Sequence[str] | None = None,
     landlock_abi: int | None = None,
 ) -> list[Outcome | SandboxError]:
-    """`run` for many programs on a few threads, each with one child at a time; outcomes in the order of the jobs.
+    """`run` for many programs on a few threads, each with one child at a time; outcomes in the
+    order of the jobs.
 
-    A program whose child could not be set up has its SandboxError in place of an outcome, and the others run.
+    A program whose child could not be set up has its SandboxError in place of an outcome, and the
+    others run.
 
     Args:
       features, landlock_abi: as in `run_with`; None: those of the level here.

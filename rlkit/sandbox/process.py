@@ -1,5 +1,5 @@
-"""One child process a program: started, read, timed and killed by the parent, which never runs a line of it; what it may read of this
-machine, and the folder that it works in."""
+"""One child process a program: started, read, timed and killed by the parent, which never runs a
+line of it; what it may read of this machine, and the folder that it works in."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ PACKAGES = (
 )  # what was installed beside the standard library is the trainer's, not the program's
 FOLDER = "rlkit-program-"  # a folder of this name has, or had, a living owner that holds its lock
 
-# Run once, in an interpreter of its own: the shared libraries that the standard library's extension modules load. libgcc_s is
+# Run once, in an interpreter of its own: the shared libraries that the standard library's extension
+# modules load. libgcc_s is
 # loaded by the C library when a thread ends.
 LIBRARIES = """
 import ctypes, importlib, os, sys
@@ -80,7 +81,8 @@ class Sandbox(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A program, and the expressions whose values are wanted after it ran. Nothing expected stands here."""
+    """A program, and the expressions whose values are wanted after it ran. Nothing expected stands
+    here."""
 
     code: str
     calls: tuple[str, ...] = ()
@@ -97,8 +99,9 @@ class Result(NamedTuple):
 class Outcome(NamedTuple):
     """How a program ended, as told by the parent's clock and by the child.
 
-    `status`: ok (it ran to its end and every call was answered, perhaps by an exception), error (the program raised, see
-    `error`), timeout, flood (more output than allowed), died (exit, signal, or out of memory for good).
+    `status`: ok (it ran to its end and every call was answered, perhaps by an exception), error
+    (the program raised, see `error`), timeout, flood (more output than allowed), died (exit,
+    signal, or out of memory for good).
     """
 
     status: Status
@@ -117,7 +120,8 @@ def check_settings(sandbox: Sandbox) -> None:
 
 
 def workers(sandbox: Sandbox) -> int:
-    """Programs at once: as asked, or one a core up to 8; never more than fit in half of the memory."""
+    """Programs at once: as asked, or one a core up to 8; never more than fit in half of the
+    memory."""
     asked = sandbox.workers or min(cores(), 8)
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return asked
@@ -128,10 +132,12 @@ def workers(sandbox: Sandbox) -> int:
 def run_with(
     job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
 ) -> Outcome:
-    """Runs one program under these features of the kernel, whatever their level. `run` is the function to use.
+    """Runs one program under these features of the kernel, whatever their level. `run` is the
+    function to use.
 
     Args:
-      landlock_abi: the newest version of Landlock that is used, as on an older kernel; None for the kernel's own.
+      landlock_abi: the newest version of Landlock that is used, as on an older kernel; None for the
+        kernel's own.
     Raises: SandboxError where the limits cannot be set or this machine cannot start the child.
     """
     check_settings(sandbox)
@@ -147,7 +153,8 @@ def run_with(
 
 
 def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
-    """Starts the child in a folder of its own, and reads what it says until its end; see `_read`."""
+    """Starts the child in a folder of its own, and reads what it says until its end; see
+    `_read`."""
     with folder() as path, tempfile.TemporaryFile() as given:
         given.write(job)
         given.seek(0)
@@ -160,7 +167,8 @@ def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
 def child_in(
     path: str, stdin: Any, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
-    """A child that works in a folder, and what kills it and all that it may have started; killed at the end of the block."""
+    """A child that works in a folder, and what kills it and all that it may have started; killed at
+    the end of the block."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(CHILD), *arguments],
         stdin=stdin,
@@ -206,7 +214,8 @@ def _job(
 
 
 def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
-    """What the child says until it ends, its time is up, or it has said too much; and the seconds since it was ready."""
+    """What the child says until it ends, its time is up, or it has said too much; and the seconds
+    since it was ready."""
     data, start = bytearray(), monotonic()
     if (
         how := heard(fd, data, START_LIMIT, sandbox, "RX")
@@ -223,7 +232,8 @@ def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
 def heard(
     fd: int, data: bytearray, seconds: float, sandbox: Sandbox, last: str = ""
 ) -> Ending | Literal["said"]:
-    """Appends what a child says to `data`, until a record with one of the tags `last` ("said") or until it can or may say no more."""
+    """Appends what a child says to `data`, until a record with one of the tags `last` ("said") or
+    until it can or may say no more."""
     end = monotonic() + seconds
     poller = select.poll()
     poller.register(fd, select.POLLIN | select.POLLHUP)
@@ -274,15 +284,17 @@ def _result(tag: str, payload: bytes) -> Result:
         return Result(error=f"no value: {error}")
 
 
-# -------------------------------------------------------------------------------------------------- files and folders
+# -------------------------------------------------------------------------------- files and folders
 
 
 @functools.cache
 def readable() -> tuple[str, ...]:
-    """The files and folders that a program may read beside its own folder: the standard library and what it loads.
+    """The files and folders that a program may read beside its own folder: the standard library and
+    what it loads.
 
-    Landlock allows whole subtrees and cannot leave a part of one out. So every entry of the standard library's folders is
-    listed, except the folders of installed packages, and of the system's libraries only those that the standard library loads.
+    Landlock allows whole subtrees and cannot leave a part of one out. So every entry of the
+    standard library's folders is listed, except the folders of installed packages, and of the
+    system's libraries only those that the standard library loads.
     """
     found = {sysconfig.get_config_var("DESTSHARED"), "/usr/share/zoneinfo", "/usr/lib/locale"}
     for name in ("stdlib", "platstdlib"):
@@ -308,8 +320,9 @@ def readable() -> tuple[str, ...]:
 def folder() -> Iterator[str]:
     """An empty folder that is removed afterwards, whatever a program left in it.
 
-    It is locked while its owner lives. The kernel releases the lock however the owner ends, so `sweep` can tell a folder that
-    was left behind from one in use, across process namespaces that share a temporary folder too.
+    It is locked while its owner lives. The kernel releases the lock however the owner ends, so
+    `sweep` can tell a folder that was left behind from one in use, across process namespaces that
+    share a temporary folder too.
     """
     made = tempfile.mkdtemp(prefix=".rlkit-")
     lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
@@ -327,7 +340,8 @@ def folder() -> Iterator[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the folders of this user in the temporary folder whose owner is gone. Returns their paths."""
+    """Remove the folders of this user in the temporary folder whose owner is gone. Returns their
+    paths."""
     swept = []
     for entry in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
         try:
@@ -344,7 +358,8 @@ def remove_leftovers() -> list[str]:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether this process now holds the lock; no where another does, or where the file system has none."""
+    """Whether this process now holds the lock; no where another does, or where the file system has
+    none."""
     import fcntl  # not on Windows, where nothing here runs
 
     try:

@@ -1,4 +1,5 @@
-"""Values from untrusted programs: decoding what a child sent, and comparing it with a literal. Nothing here runs their code."""
+"""Values from untrusted programs: decoding what a child sent, and comparing it with a literal.
+Nothing here runs their code."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value that is of no literal type. It equals nothing expected, has no items and no order, and is no tuple."""
+    """A value that is of no literal type. It equals nothing expected, has no items and no order,
+    and is no tuple."""
 
     type: str
 
@@ -55,7 +57,8 @@ def records(data: bytes) -> list[tuple[str, bytes]]:
 
 
 def decode_value(data: bytes) -> Any:
-    """The value that `_child.encode` wrote: numbers, text, bytes, None, and lists, tuples, sets and dicts of them; else `Opaque`.
+    """The value that `_child.encode` wrote: numbers, text, bytes, None, and lists, tuples, sets and
+    dicts of them; else `Opaque`.
 
     Raises: Malformed for any other bytes. Time and memory are linear in the bytes.
     """
@@ -96,7 +99,8 @@ def _decode(data: bytes, position: int, depth: int) -> tuple[Any, int]:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether a value equals what is expected, types included: True is not 1, (1, 2) is not [1, 2]; 2.0 is 2, as numbers are one kind.
+    """Whether a value equals what is expected, types included: True is not 1, (1, 2) is not [1, 2];
+    2.0 is 2, as numbers are one kind.
 
     NaN equals nothing, as in Python. Dict order does not count.
     >>> same([1, (2.0, "a")], [1, (2, "a")]), same(True, 1), same((1,), [1])
@@ -121,7 +125,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _key(value: Any) -> tuple[str, Any]:
-    """A hashable value with its type, since hashing does not keep True and 1 apart, at any depth."""
+    """A hashable value with its type, since hashing does not keep True and 1 apart, at any
+    depth."""
     if isinstance(value, tuple):
         return "tuple", tuple(map(_key, value))
     if isinstance(value, frozenset):

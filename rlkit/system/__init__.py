@@ -1,1 +1,2 @@
-"""What rlkit asks of the machine: files, processors, devices, deadlines, random numbers, who owns a folder."""
+"""What rlkit asks of the machine: files, processors, devices, deadlines, random numbers, who owns a
+folder."""

@@ -1,7 +1,9 @@
-"""What a run folder holds: a resumed run knows its own files by it, and moves what is not its own to aside/.
+"""What a run folder holds: a resumed run knows its own files by it, and moves what is not its own
+to aside/.
 
-A checkpoint lists the files that the run appends to, each with its size and the SHA-256 of its bytes, and a short digest of each row of
-metrics.jsonl. So the files themselves stay plain, and a checkpoint, which names its run, says for all of them whose they are.
+A checkpoint lists the files that the run appends to, each with its size and the SHA-256 of its
+bytes, and a short digest of each row of metrics.jsonl. So the files themselves stay plain, and a
+checkpoint, which names its run, says for all of them whose they are.
 """
 
 from __future__ import annotations
@@ -63,17 +65,19 @@ class Hashed(NamedTuple):
 
 
 def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashed]:
-    """Size and digest of every file that a run appends to, by its path in the folder. A file that cannot be read is left out.
+    """Size and digest of every file that a run appends to, by its path in the folder. A file that
+    cannot be read is left out.
 
     Args:
-      before: the result of an earlier call in this process. Only bytes that were appended since are read.
+      before: the result of an earlier call in this process. Only bytes that were appended since are
+        read.
     """
     found = {}
     for path in _appended(folder):
         name = path.relative_to(folder).as_posix()
-        with suppress(
-            OSError
-        ):  # raised on one rank alone, it would leave the others waiting for their part of the checkpoint
+        with suppress(OSError):
+            # raised on one rank alone, it would leave the others waiting for their part of the
+            # checkpoint
             found[name] = _measure_file(path, before.get(name))
     return found
 
@@ -96,7 +100,8 @@ def _digest_more(file: Any, count: int, digest: Any) -> Any:
 
 
 def list_files(folder: Path, measured: Mapping[str, Hashed]) -> dict[str, Any]:
-    """What a checkpoint says of the run's files, in plain types: `files`, name → [size, digest], and `rows`, digests of lines."""
+    """What a checkpoint says of the run's files, in plain types: `files`, name → [size, digest],
+    and `rows`, digests of lines."""
     lines: list[bytes] = []
     with suppress(OSError):
         lines = read_regular(folder / METRICS).split(b"\n")
@@ -110,11 +115,12 @@ def _appended(folder: Path) -> list[Path]:
     return sorted(path for pattern in APPENDED for path in folder.glob(pattern))
 
 
-# ------------------------------------------------------------------------------------------------- before a resume
+# ---------------------------------------------------------------------------------- before a resume
 
 
 def clear_places(folder: Path) -> None:
-    """Moves to aside/ whatever has the place of one of the run's files and is no regular file: a FIFO would never be read to its end.
+    """Moves to aside/ whatever has the place of one of the run's files and is no regular file: a
+    FIFO would never be read to its end.
 
     Raises: DataError naming a file or folder that may not be read.
     """
@@ -152,7 +158,8 @@ def require_readable(path: Path) -> None:
 
 
 def set_aside(folder: Path, name: str) -> str:
-    """Moves a file or folder of a run folder to aside/, or to aside_2/ … where its name is taken. Returns the new path in the folder.
+    """Moves a file or folder of a run folder to aside/, or to aside_2/ … where its name is taken.
+    Returns the new path in the folder.
 
     Raises: DataError where it cannot be moved.
     """
@@ -177,9 +184,11 @@ def free_place(folder: Path, name: str) -> str:
 
 
 def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: int) -> None:
-    """Compares the run's files with the list in the checkpoint of RL step `step`, and says which are missing or not the run's own.
+    """Compares the run's files with the list in the checkpoint of RL step `step`, and says which
+    are missing or not the run's own.
 
-    Those are moved to aside/ whole. What stands behind the listed bytes belongs to later steps, and stays.
+    Those are moved to aside/ whole. What stands behind the listed bytes belongs to later steps, and
+    stays.
 
     Args:
       files: path in the folder → (size, SHA-256) of what the run had written.
@@ -222,7 +231,8 @@ def _fault(path: Path, size: int, digest: str, step: int) -> str:
 
 
 def _steps(path: Path) -> Iterator[tuple[int, int]]:
-    """(RL step, byte where it begins) of what a file holds, as far as that is known without unpacking it."""
+    """(RL step, byte where it begins) of what a file holds, as far as that is known without
+    unpacking it."""
     if path.name.endswith(".jsonl.gz"):
         yield from ((step, part.start) for step, part in members(path))
     elif path.suffix == ".parquet" and (found := SPAN.match(path.name)):

@@ -1,4 +1,5 @@
-"""Copies of rows and episodes, which a user's function may change without changing them for anybody else."""
+"""Copies of rows and episodes, which a user's function may change without changing them for anybody
+else."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ SHORT = 16  # entries of a tuple that are all looked at
 def copied(value: T) -> T:
     """A value that shares nothing with the original that can be changed.
 
-    Mappings, lists, sets and (named) tuples are copied at every depth, other objects with `copy.deepcopy`; one that cannot be copied,
-    such as a lock, is shared. A long tuple that begins and ends with a number is one of token ids or log-probs: it is not looked through.
-    So the copy of an episode takes as many operations as it has messages, not as it has tokens.
+    Mappings, lists, sets and (named) tuples are copied at every depth, other objects with
+    `copy.deepcopy`; one that cannot be copied, such as a lock, is shared. A long tuple that begins
+    and ends with a number is one of token ids or log-probs: it is not looked through. So the copy
+    of an episode takes as many operations as it has messages, not as it has tokens.
     """
     try:
         return _copied(value)

@@ -1,4 +1,5 @@
-"""Limits of plain Python that rlkit calls for the user: its wall-clock time, and that it does not end the process."""
+"""Limits of plain Python that rlkit calls for the user: its wall-clock time, and that it does not
+end the process."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class DeadlinePassed(TimeoutError):
 
 
 class ProcessEndAsked(RuntimeError):
-    """Code that rlkit called tried to end the process. The message says how and where: "os._exit(3) at tools.py:12"."""
+    """Code that rlkit called tried to end the process. The message says how and where: "os._exit(3)
+    at tools.py:12"."""
 
 
 class _Exit(BaseException):
@@ -42,8 +44,8 @@ class _Exit(BaseException):
 _Exit.__name__ = "os._exit"  # as a message names it
 
 
-# The process in which this thread, or this coroutine, runs user code; a fork of it may exit as it likes. A context variable, because
-# the coroutines of one thread take turns.
+# The process in which this thread, or this coroutine, runs user code; a fork of it may exit as it
+# likes. A context variable, because the coroutines of one thread take turns.
 CALLED: ContextVar[int] = ContextVar("CALLED", default=0)
 
 
@@ -51,9 +53,11 @@ CALLED: ContextVar[int] = ContextVar("CALLED", default=0)
 def containing(*passing: type[BaseException]) -> Iterator[None]:
     """A block of user code that ends neither the process nor the run; it may await.
 
-    SystemExit, KeyboardInterrupt, any other BaseException that the block raises, and os._exit in its thread, become ProcessEndAsked.
-    An interruption from outside passes: a signal that rlkit handles, and Ctrl-C where Python's own handler is in place. An exit from C,
-    or a crash, cannot be stopped here; what may do that belongs into a child process. Exceptions of `passing` pass too.
+    SystemExit, KeyboardInterrupt, any other BaseException that the block raises, and os._exit in
+    its thread, become ProcessEndAsked. An interruption from outside passes: a signal that rlkit
+    handles, and Ctrl-C where Python's own handler is in place. An exit from C, or a crash, cannot
+    be stopped here; what may do that belongs into a child process. Exceptions of `passing` pass
+    too.
     """
     outer = CALLED.get()
     CALLED.set(os.getpid())
@@ -73,20 +77,23 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
 
 
 def contained(call: Callable[[], T]) -> T:
-    """A call's result, or the exception that it raises. It ends neither the process nor the run (`containing`)."""
+    """A call's result, or the exception that it raises. It ends neither the process nor the run
+    (`containing`)."""
     with containing():
         return call()
 
 
 def _asked(status: int) -> None:
-    """os._exit while user code runs: where that code runs, an exception; anywhere else, and in a fork, the real one."""
+    """os._exit while user code runs: where that code runs, an exception; anywhere else, and in a
+    fork, the real one."""
     if CALLED.get() == os.getpid():
         raise _Exit(status)
     end_process(status)
 
 
 def _may_be_typed() -> bool:
-    """Whether a KeyboardInterrupt in this thread may come from Ctrl-C: only in the main thread, and only from Python's own handler."""
+    """Whether a KeyboardInterrupt in this thread may come from Ctrl-C: only in the main thread, and
+    only from Python's own handler."""
     main = threading.current_thread() is threading.main_thread()
     return main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -116,7 +123,8 @@ class _Work(Generic[T]):
             self.future.set_result(result)
 
     def give_up(self, what: str = "") -> None:
-        """No one waits any longer. Ends the call as it has said (`ended_by`); else it goes on, and `what` is named once."""
+        """No one waits any longer. Ends the call as it has said (`ended_by`); else it goes on, and
+        `what` is named once."""
         with self.lock:  # so that nothing is ended that is over
             if self.future.done() or self.given_up:
                 return
@@ -143,9 +151,11 @@ def warn_once(text: str) -> None:
 
 @contextmanager
 def ended_by(end: Callable[[], None]) -> Iterator[None]:
-    """Inside a tool or a reward in a thread: where no one waits for it any longer, what the block waits for is ended by `end()`.
+    """Inside a tool or a reward in a thread: where no one waits for it any longer, what the block
+    waits for is ended by `end()`.
 
-    That is called from another thread, and may kill a child process; the block is not left meanwhile.
+    That is called from another thread, and may kill a child process; the block is not left
+    meanwhile.
     """
     if (work := WORK.get()) is None:
         yield
@@ -165,13 +175,15 @@ def ended_by(end: Callable[[], None]) -> Iterator[None]:
 def in_thread(call: Callable[[], T], seconds: float | None) -> T:
     """A call's result, or what it raises, from a thread that does not keep the process alive.
 
-    A thread cannot be killed: a call that is given up and has not said how it is ended (`ended_by`) goes on in the background, and one
-    that never lets go of the interpreter (a single huge power, a C function that holds the lock) is not even noticed in time. What may
-    truly hang belongs into a child process, as the python tool and math_verify do it.
+    A thread cannot be killed: a call that is given up and has not said how it is ended (`ended_by`)
+    goes on in the background, and one that never lets go of the interpreter (a single huge power, a
+    C function that holds the lock) is not even noticed in time. What may truly hang belongs into a
+    child process, as the python tool and math_verify do it.
 
     Args:
       seconds: that are waited; None waits for ever.
-    Raises: DeadlinePassed after that time, and whatever the call raises; ProcessEndAsked where it tries to end the process.
+    Raises: DeadlinePassed after that time, and whatever the call raises; ProcessEndAsked where it
+      tries to end the process.
     """
     work = _Work(call)
     try:
@@ -187,9 +199,11 @@ PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> T:
-    """`in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS calls at the same time.
+    """`in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS
+    calls at the same time.
 
-    A call whose coroutine is cancelled is given up too. `what` names the call, for the warning where it cannot be ended.
+    A call whose coroutine is cancelled is given up too. `what` names the call, for the warning
+    where it cannot be ended.
     """
     async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
         work = _Work(call)
@@ -201,10 +215,12 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
 
 
 class Countdown:
-    """Seconds that blocks may await, all together; None: no limit. `spent` is their time on the clock.
+    """Seconds that blocks may await, all together; None: no limit. `spent` is their time on the
+    clock.
 
-    The event loop counts them in small ticks. While it is busy with something else, such as decoding, nothing that it awaits can go
-    on, so such a stretch counts as one tick, however long it is.
+    The event loop counts them in small ticks. While it is busy with something else, such as
+    decoding, nothing that it awaits can go on, so such a stretch counts as one tick, however long
+    it is.
     """
 
     def __init__(self, seconds: float | None):
@@ -214,7 +230,8 @@ class Countdown:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A block whose awaiting is cancelled when the time is up; GRACE later its task is left behind (`rlkit.system.loops`).
+        """A block whose awaiting is cancelled when the time is up; GRACE later its task is left
+        behind (`rlkit.system.loops`).
 
         Raises: DeadlinePassed then; Hung in a task that comes back after it was left behind.
         """
@@ -266,7 +283,8 @@ class Countdown:
 
 
 def within(seconds: float | None) -> AbstractAsyncContextManager[None]:
-    """A block whose awaiting is cancelled after these seconds (`Countdown`). None: never. Raises: DeadlinePassed then."""
+    """A block whose awaiting is cancelled after these seconds (`Countdown`). None: never. Raises:
+    DeadlinePassed then."""
     return Countdown(seconds).running()
 
 
@@ -286,14 +304,16 @@ async def call_user(
     closes: bool = False,
     **keywords: Any,
 ) -> Any:
-    """What a function of the user's gives, plain or async. The watcher names it while it is waited for (`rlkit.system.waiting`).
+    """What a function of the user's gives, plain or async. The watcher names it while it is waited
+    for (`rlkit.system.waiting`).
 
     rlkit's own functions are only called: they name and limit what they call themselves.
 
     Args:
-      what: kind and role, such as "the environment's answer". named: stands for the function in messages. count: episodes that wait.
-      closes: an async function is cancelled after CLOSE_LIMIT seconds, else after CALL_LIMIT. A plain one blocks its event loop, and
-        cannot be cancelled.
+      what: kind and role, such as "the environment's answer". named: stands for the function in
+        messages. count: episodes that wait.
+      closes: an async function is cancelled after CLOSE_LIMIT seconds, else after CALL_LIMIT. A
+        plain one blocks its event loop, and cannot be cancelled.
     Raises: Hung at that limit; what the function raises.
     """
     shown = function if named is None else named

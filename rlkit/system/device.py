@@ -1,4 +1,5 @@
-"""The device that a run computes on: which one, its threads and precision, and what the frameworks print there."""
+"""The device that a run computes on: which one, its threads and precision, and what the frameworks
+print there."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
 def pick_device(x: Any) -> Any:
-    """The device that the settings of an experiment's trainer name. Raises ConfigError where there is no GPU."""
+    """The device that the settings of an experiment's trainer name. Raises ConfigError where there
+    is no GPU."""
     import torch
 
     if x.trainer.accelerator == "gpu" and not torch.cuda.is_available():
@@ -37,7 +39,8 @@ def pick_device(x: Any) -> Any:
 
 
 def on_device(x: Any) -> tuple[Any, Any]:
-    """The policy of a run, loaded on its device with the threads that it asks for; and the device."""
+    """The policy of a run, loaded on its device with the threads that it asks for; and the
+    device."""
     quiet()
     device = pick_device(x)
     if device.type == "cpu":
@@ -56,7 +59,8 @@ def on_device(x: Any) -> tuple[Any, Any]:
 
 
 def use_threads(settings: Any, model: Any, device: Any) -> None:
-    """Gives torch the threads that the settings ask for, or as many as a model of this size can use. With a GPU torch's choice stays."""
+    """Gives torch the threads that the settings ask for, or as many as a model of this size can
+    use. With a GPU torch's choice stays."""
     import torch
 
     parameters = sum(p.numel() for p in model.parameters())
@@ -67,10 +71,12 @@ def use_threads(settings: Any, model: Any, device: Any) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other C libraries stay as they are.
+    """Lets glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other
+    C libraries stay as they are.
 
-    An update frees and takes the same blocks again and again, and each page that comes from the system is filled with zeros first: about an
-    eighth of the processor time of an update over 10,000 tokens. The peak stays, since larger blocks go back at once.
+    An update frees and takes the same blocks again and again, and each page that comes from the
+    system is filled with zeros first: about an eighth of the processor time of an update over
+    10,000 tokens. The peak stays, since larger blocks go back at once.
     """
     trim_threshold, mmap_threshold = (
         -1,
@@ -85,7 +91,8 @@ def keep_freed_memory() -> None:
 
 
 def precision(x: Any, device: Any) -> str:
-    """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the base is bfloat16 already)."""
+    """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the
+    base is bfloat16 already)."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
     lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
@@ -93,7 +100,8 @@ def precision(x: Any, device: Any) -> str:
 
 
 def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextManager[Any]:
-    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise. `updates`: weights move inside, so none stays cast."""
+    """The numerics of training: bfloat16 autocast under bf16-mixed, none otherwise. `updates`:
+    weights move inside, so none stays cast."""
     import torch
 
     return (
@@ -114,7 +122,8 @@ def quiet() -> None:
         ".*eval mode at the start of training.*",
         ".*`training_step` returned `None`.*",
         ".*GPU available but not used.*",
-        ".*`srun` command is available.*",  # where a cluster is entered; several nodes without srun are refused
+        # where a cluster is entered; several nodes without srun are refused
+        ".*`srun` command is available.*",
         ".*isinstance.treespec, LeafSpec.*",
         ".*Checkpoint directory .* exists.*",
     ):

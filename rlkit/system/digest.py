@@ -1,7 +1,8 @@
 """Digests of what was written, so that damage is found before anything is read.
 
-A checkpoint ends with a line that holds the SHA-256 of all bytes before it; `torch.load` ignores whatever follows the archive. A
-folder of weights holds `rlkit.sha256`, a list that `sha256sum -c rlkit.sha256` reads as well.
+A checkpoint ends with a line that holds the SHA-256 of all bytes before it; `torch.load` ignores
+whatever follows the archive. A folder of weights holds `rlkit.sha256`, a list that `sha256sum -c
+rlkit.sha256` reads as well.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def seal(file: IO[bytes], write: Callable[[Any], object]) -> None:
 def damage(path: Path) -> str:
     """Why a file of `torch.save` is not what was written, in a few words; empty where it is whole.
 
-    A file without a seal, of a version that wrote none, is held against the checksums that torch keeps of each tensor.
+    A file without a seal, of a version that wrote none, is held against the checksums that torch
+    keeps of each tensor.
     """
     try:
         with open_regular(path) as file:
@@ -96,7 +98,8 @@ def write_sums(folder: Path) -> None:
 
 
 def only_listed(folder: Path) -> bool:
-    """Whether a folder holds nothing but files that its rlkit.sha256 lists, so that nobody else's is lost with it."""
+    """Whether a folder holds nothing but files that its rlkit.sha256 lists, so that nobody else's
+    is lost with it."""
     try:
         names = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
     except (OSError, ValueError):
@@ -108,10 +111,12 @@ def only_listed(folder: Path) -> bool:
 
 
 def folder_damage(folder: Path, *, weights: bool = True) -> str:
-    """Which file of a folder is not the one that rlkit.sha256 lists, as a phrase; empty where all are, or where there is no list.
+    """Which file of a folder is not the one that rlkit.sha256 lists, as a phrase; empty where all
+    are, or where there is no list.
 
     Args:
-      weights: whether *.safetensors files are read too, which takes a second for each gigabyte or two.
+      weights: whether *.safetensors files are read too, which takes a second for each gigabyte or
+        two.
     """
     try:
         listed = (folder / SUMS).read_bytes()

@@ -1,7 +1,9 @@
-"""Writing files that are whole or not there, and what happens where they cannot be written: one place for all of a run's files.
+"""Writing files that are whole or not there, and what happens where they cannot be written: one
+place for all of a run's files.
 
-Before the first step a file that cannot be written refuses the run (`refusing`). From then on nothing that is written is worth a
-run: each loss is reported at once, the run goes on, and its end names what is missing (`lenient`, `LOST`).
+Before the first step a file that cannot be written refuses the run (`refusing`). From then on
+nothing that is written is worth a run: each loss is reported at once, the run goes on, and its end
+names what is missing (`lenient`, `LOST`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from rlkit.errors import ConfigError, Refusal
 
 @contextmanager
 def atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write into that takes its place, on the disk, when the block ends; where the block fails, what was there stays."""
+    """A file to write into that takes its place, on the disk, when the block ends; where the block
+    fails, what was there stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".tmp")
     try:
@@ -41,7 +44,8 @@ def atomic(path: Path) -> Iterator[IO[bytes]]:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file to read it. A plain `open` of a FIFO waits for a writer, possibly forever.
+    """Open a regular file to read it. A plain `open` of a FIFO waits for a writer, possibly
+    forever.
 
     Raises: OSError, also where the path is anything but a regular file.
     """
@@ -74,7 +78,8 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Appends to a file, which need not be there yet. Raises: OSError where there is no room for all of it; then nothing was appended."""
+    """Appends to a file, which need not be there yet. Raises: OSError where there is no room for
+    all of it; then nothing was appended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         size = file.tell()
@@ -88,7 +93,8 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def append_once(path: Path, data: bytes) -> None:
-    """Appends to a file, on the disk when it returns. What the file ends with already was appended before a kill. Raises: OSError."""
+    """Appends to a file, on the disk when it returns. What the file ends with already was appended
+    before a kill. Raises: OSError."""
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +111,11 @@ LOST: dict[str, str] = {}  # what this process could not write and has not writt
 
 @contextmanager
 def lenient(what: str, kind: str = "") -> Iterator[None]:
-    """Run a block that writes something the run can do without. A full disk or a read-only folder is reported, not raised.
+    """Run a block that writes something the run can do without. A full disk or a read-only folder
+    is reported, not raised.
 
-    The loss is kept in `LOST` until a later block of the same kind succeeds, so the end of the run can name it.
+    The loss is kept in `LOST` until a later block of the same kind succeeds, so the end of the run
+    can name it.
 
     Args:
       what: the file, as the user knows it.
@@ -125,8 +133,8 @@ def lenient(what: str, kind: str = "") -> Iterator[None]:
 
 
 def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
-    """Report that something was not written, the same thing once, and remember it for the end of the run; `quiet` where another rank
-    reports it."""
+    """Report that something was not written, the same thing once, and remember it for the end of
+    the run; `quiet` where another rank reports it."""
     again = LOST.get(what) == why
     LOST[kind or what] = why
     if not quiet and not again:
@@ -138,7 +146,8 @@ def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
 
 @contextmanager
 def refusing(place: Path | str) -> Iterator[None]:
-    """Run a block that writes before anything has been computed. Where it cannot, the command is refused in one sentence.
+    """Run a block that writes before anything has been computed. Where it cannot, the command is
+    refused in one sentence.
 
     Raises: ConfigError naming the place and the reason.
     """
@@ -153,8 +162,9 @@ def refusing(place: Path | str) -> Iterator[None]:
         ) from error
 
 
-# What the libraries raise where the file under them cannot grow or be made, besides OSError. Rust's (safetensors, tokenizers) name
-# the system's error number; torch's zip writer in C++ names only itself.
+# What the libraries raise where the file under them cannot grow or be made, besides OSError. Rust's
+# (safetensors, tokenizers) name the system's error number; torch's zip writer in C++ names only
+# itself.
 RUST = re.compile(r"\(os error (\d+)\)")
 TORCH = re.compile(
     r"PytorchStreamWriter|unexpected pos \d+|Parent directory .* does not exist|cannot be opened|iostream error"
@@ -162,7 +172,8 @@ TORCH = re.compile(
 
 
 def unwritable(error: BaseException) -> str | None:
-    """Why a file could not be written, in a few words; None for an error that is about something else."""
+    """Why a file could not be written, in a few words; None for an error that is about something
+    else."""
     if isinstance(error, OSError):
         return reason(error)
     if found := RUST.search(str(error)):
@@ -175,7 +186,8 @@ def unwritable(error: BaseException) -> str | None:
 
 @contextmanager
 def as_oserror() -> Iterator[None]:
-    """Run a library's writer. What it raises in a way of its own where the disk refuses becomes an OSError, on all ranks alike."""
+    """Run a library's writer. What it raises in a way of its own where the disk refuses becomes an
+    OSError, on all ranks alike."""
     try:
         yield
     except Exception as error:
@@ -217,7 +229,8 @@ def finite(value: Any) -> Any:
 
 
 def put_aside(path: Path, suffix: str) -> Path:
-    """Renames a file to its name with a suffix, and a number where that is taken: nothing is overwritten. Returns the new path."""
+    """Renames a file to its name with a suffix, and a number where that is taken: nothing is
+    overwritten. Returns the new path."""
     target, number = path.with_name(path.name + suffix), 2
     while target.exists():
         target, number = path.with_name(f"{path.name}{suffix}_{number}"), number + 1

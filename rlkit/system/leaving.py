@@ -12,15 +12,17 @@ from contextlib import suppress
 from rlkit.errors import defined_at, visible
 
 SHOWN = 3  # threads that are named
-GRACE = 10.0  # seconds for threads that are no daemons, and for handlers that libraries have left with atexit
+# seconds for threads that are no daemons, and for handlers that libraries have left with atexit
+GRACE = 10.0
 end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in os
 
 
 def leave_process(status: int) -> None:
     """End the process with this status, after all has been written. Does not return.
 
-    Threads that are no daemons and `atexit` handlers have GRACE seconds together, as Python would run them; then a line names what is
-    left, and the process ends all the same. The interpreter is not taken apart, so no finalizer of an object can hold it up.
+    Threads that are no daemons and `atexit` handlers have GRACE seconds together, as Python would
+    run them; then a line names what is left, and the process ends all the same. The interpreter is
+    not taken apart, so no finalizer of an object can hold it up.
     """
     ended = threading.Event()
 
@@ -55,7 +57,8 @@ def left_threads() -> list[threading.Thread]:
 
 
 def name_threads(threads: list[threading.Thread]) -> str:
-    """The first few of them as "the thread 'upload' of my_reward.send (/home/me/my_reward.py:7)", those of one function once."""
+    """The first few of them as "the thread 'upload' of my_reward.send (/home/me/my_reward.py:7)",
+    those of one function once."""
     targets = [getattr(thread, "_target", None) for thread in threads]
     names = Counter(
         f"the thread {thread.name!r}"

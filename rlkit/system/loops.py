@@ -21,9 +21,11 @@ P = ParamSpec("P")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns. Works where a loop is running already, as in a notebook: that one waits meanwhile.
+    """What a coroutine returns. Works where a loop is running already, as in a notebook: that one
+    waits meanwhile.
 
-    `asyncio.run` waits without a limit for every task and thread that is left. Here those that do not end are abandoned.
+    `asyncio.run` waits without a limit for every task and thread that is left. Here those that do
+    not end are abandoned.
     """
     with outside_loops():
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -96,7 +98,8 @@ def blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Cal
 def outside_loops() -> Iterator[None]:
     """A block in which another event loop may run, even where one is running already.
 
-    It runs in this same thread, because grad mode, autocast and signal handlers belong to the thread.
+    It runs in this same thread, because grad mode, autocast and signal handlers belong to the
+    thread.
     """
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
@@ -111,8 +114,9 @@ async def together(
 ) -> list[T]:
     """What coroutines return that run at the same time.
 
-    At the first error, or where this one is cancelled, the others are cancelled and awaited; those that are closing end by themselves.
-    A task that is left behind (`leave_behind`) counts as an error, unless it has named what takes its place.
+    At the first error, or where this one is cancelled, the others are cancelled and awaited; those
+    that are closing end by themselves. A task that is left behind (`leave_behind`) counts as an
+    error, unless it has named what takes its place.
 
     Args:
       announced: the first error ends a step, and is printed before the others are awaited.
@@ -140,7 +144,7 @@ async def together(
     return [result_of(task) for task in tasks]
 
 
-# ------------------------------------------------------------------------------------------------- tasks left behind
+# -------------------------------------------------------------------------------- tasks left behind
 
 LEFT: WeakKeyDictionary[asyncio.Future[Any], Any] = (
     WeakKeyDictionary()
@@ -164,7 +168,8 @@ def instead(make: Callable[[BaseException], Any]) -> None:
 
 
 def leave_behind(task: asyncio.Task[Any], error: BaseException) -> None:
-    """No one waits for this task any longer, which swallows its cancellation. It may go on; nothing is made of what it gives."""
+    """No one waits for this task any longer, which swallows its cancellation. It may go on; nothing
+    is made of what it gives."""
     if is_over(task):
         return
     make = INSTEAD.pop(task, None)
@@ -186,7 +191,8 @@ def is_over(task: asyncio.Future[Any]) -> bool:
 
 
 def error_of(task: asyncio.Future[Any]) -> BaseException | None:
-    """The error with which a task ended or was left behind; None where there is none, or it was cancelled."""
+    """The error with which a task ended or was left behind; None where there is none, or it was
+    cancelled."""
     if task in LEFT:
         found = LEFT[task]
         return found if isinstance(found, BaseException) else None
@@ -214,7 +220,8 @@ async def settled(
     until: Callable[[asyncio.Future[Any]], bool] = lambda task: False,
     seconds: float | None = None,
 ) -> None:
-    """Waits until all of these tasks are over, or one is for which `until` holds, or for so many seconds.
+    """Waits until all of these tasks are over, or one is for which `until` holds, or for so many
+    seconds.
 
     As `asyncio.wait`, which knows of no task that is left behind.
     """
@@ -249,8 +256,8 @@ async def settled(
 
 
 async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Waits for tasks that have been cancelled. One that is not over within GRACE is left behind; one that is closing has longer, because
-    its close has a limit of its own."""
+    """Waits for tasks that have been cancelled. One that is not over within GRACE is left behind;
+    one that is closing has longer, because its close has a limit of its own."""
     told = {task for task in tasks if task not in CLOSING}
     while any(not is_over(task) for task in tasks):
         await settled(tasks, seconds=waiting.GRACE)
@@ -274,7 +281,8 @@ CLOSING: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 @contextmanager
 def closing() -> Iterator[None]:
-    """A block that frees what a task holds: an error in one of the others of `together` does not cut it short."""
+    """A block that frees what a task holds: an error in one of the others of `together` does not
+    cut it short."""
     task = asyncio.current_task()
     assert task is not None
     CLOSING.add(task)
@@ -290,14 +298,16 @@ async def awaited(value: Any) -> Any:
 
 
 class AtMost:
-    """At most `n` blocks run at the same time, in whichever event loops and threads. Those that wait are served in their order."""
+    """At most `n` blocks run at the same time, in whichever event loops and threads. Those that
+    wait are served in their order."""
 
     def __init__(self, n: int):
         self.free, self.lock, self.queue = n, threading.Lock(), deque[Future[None]]()
 
     @asynccontextmanager
     async def held(self, late: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-        """A block that holds a slot. `late` is called where it has to wait for one, before it waits."""
+        """A block that holds a slot. `late` is called where it has to wait for one, before it
+        waits."""
         turn: Future[None] = Future()
         self.queue.append(turn)
         self._give(0)

@@ -1,7 +1,8 @@
-"""Which run folders are the user's own: the state folder keeps a digest of each folder that rlkit has written for this user.
+"""Which run folders are the user's own: the state folder keeps a digest of each folder that rlkit
+has written for this user.
 
-A note holds the resolved path of a folder and digests of that path with the bytes of every config file in it. A folder that is moved,
-copied or edited has another digest, and counts as a stranger's.
+A note holds the resolved path of a folder and digests of that path with the bytes of every config
+file in it. A folder that is moved, copied or edited has another digest, and counts as a stranger's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 
 from rlkit.system.files import write_atomic
 
-KEPT = 8  # digests of a folder: while rlkit replaces its files one by one, each state on the way is noted
+# digests of a folder: while rlkit replaces its files one by one, each state on the way is noted
+KEPT = 8
 LARGEST = 4 << 20  # bytes of a config file
 
 
 def state_folder() -> Path | None:
-    """Where notes are kept: $XDG_STATE_HOME/rlkit, else ~/.local/state/rlkit. None where there is no such place of the user's own.
+    """Where notes are kept: $XDG_STATE_HOME/rlkit, else ~/.local/state/rlkit. None where there is
+    no such place of the user's own.
 
     A folder that belongs to somebody else, or in which others may write, is none.
     """
@@ -53,7 +56,8 @@ def note(folder: Path, files: Mapping[str, bytes] | None = None) -> None:
     """Note that a folder is the user's own. Where nothing can be written, nothing is noted.
 
     Args:
-      files: relative path → what is about to be written there. The note is made before, so that a kill finds the folder noted.
+      files: relative path → what is about to be written there. The note is made before, so that a
+        kill finds the folder noted.
     """
     state = state_folder()
     digest = _digest(folder, files or {})
@@ -75,7 +79,8 @@ def _name(folder: Path) -> str:
 
 
 def _digest(folder: Path, files: Mapping[str, bytes]) -> str | None:
-    """SHA-256 of the resolved path and of every config file, `files` in place of those that are there.
+    """SHA-256 of the resolved path and of every config file, `files` in place of those that are
+    there.
 
     None where a file is too large, or cannot be read.
     """

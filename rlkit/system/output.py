@@ -1,4 +1,5 @@
-"""What a command prints: secrets are covered, and a terminal that is gone or a full disk ends no run."""
+"""What a command prints: secrets are covered, and a terminal that is gone or a full disk ends no
+run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Descriptor(io.FileIO):
-    """A file descriptor whose writes never fail. What a full disk refuses is remembered; a closed terminal's is dropped."""
+    """A file descriptor whose writes never fail. What a full disk refuses is remembered; a closed
+    terminal's is dropped."""
 
     def write(self, data: Any) -> int:
         try:
@@ -28,14 +30,16 @@ class Descriptor(io.FileIO):
 
 
 class Output(io.TextIOWrapper):
-    """A standard stream that covers secrets in what is printed: prints, warnings, logs and tracebacks alike."""
+    """A standard stream that covers secrets in what is printed: prints, warnings, logs and
+    tracebacks alike."""
 
     def write(self, text: str) -> int:
         return super().write(cover(text))
 
 
 def guard_output() -> None:
-    """Puts an Output in the place of standard output and standard error, where they are the process's own."""
+    """Puts an Output in the place of standard output and standard error, where they are the
+    process's own."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         try:

@@ -1,20 +1,22 @@
-"""One process at a time works in a run folder: who does, whether it lives, and what becomes of one that has to give way.
+"""One process at a time works in a run folder: who does, whether it lives, and what becomes of one
+that has to give way.
 
-The owner writes owner.json when it starts, renews its `beat` every 30 seconds, and removes the file when it ends. A second process is
-refused while the owner lives:
+The owner writes owner.json when it starts, renews its `beat` every 30 seconds, and removes the file
+when it ends. A second process is refused while the owner lives:
 
     the same machine   its process id exists, with the same start time
     another machine    its beat is younger than 5 minutes, by the clocks of the two
 
-A beat in the future says that the two clocks differ. It tells nothing of how long the owner has been
-silent, so the second process is refused, and the refusal names both times.
+A beat in the future says that the two clocks differ. It tells nothing of how long the owner has
+been silent, so the second process is refused, and the refusal names both times.
 
-A machine that was started again and another container count as another machine: neither shows the owner's processes. A SLURM job
-that was queued again knows that its earlier self is gone.
+A machine that was started again and another container count as another machine: neither shows the
+owner's processes. A SLURM job that was queued again knows that its earlier self is gone.
 
-The file is created with O_EXCL and changed while the folder is locked, so of several processes that find a dead owner exactly one
-takes its place. On a file system without locks two may do so at the same instant: then the later one has the folder, and the other
-one finds out at its next check. An owner that finds another name in the file ends, and writes nothing more.
+The file is created with O_EXCL and changed while the folder is locked, so of several processes that
+find a dead owner exactly one takes its place. On a file system without locks two may do so at the
+same instant: then the later one has the folder, and the other one finds out at its next check. An
+owner that finds another name in the file ends, and writes nothing more.
 """
 
 from __future__ import annotations
@@ -60,13 +62,14 @@ HELD: dict[
 def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
     """A block in which this process owns a run folder, which is made if it is missing.
 
-    A thread renews the beat, because an RL step may take longer than five minutes. A process that hangs therefore counts as alive: it
-    might go on and write.
+    A thread renews the beat, because an RL step may take longer than five minutes. A process that
+    hangs therefore counts as alive: it might go on and write.
 
     Args:
       folder: the run's.
       takeover: take it even from an owner that lives.
-    Raises: Occupied if another process owns it. If owner.json cannot be written, a warning says so and the block runs.
+    Raises: Occupied if another process owns it. If owner.json cannot be written, a warning says so
+      and the block runs.
     """
     folder = folder.resolve()
     record = identity() | {"token": secrets.token_hex(8)}
@@ -94,7 +97,8 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
 
 
 def identity() -> dict[str, Any]:
-    """This process: host, pid, which boot and which container of that host, start time, SLURM job, and the time as its first beat."""
+    """This process: host, pid, which boot and which container of that host, start time, SLURM job,
+    and the time as its first beat."""
     job = os.environ.get("SLURM_JOB_ID")
     return {
         **describe_process(os.getpid()),
@@ -107,12 +111,14 @@ def identity() -> dict[str, Any]:
 
 
 def describe_process(pid: int) -> dict[str, Any]:
-    """A process of this machine: host, pid, boot and container, start time. No later process that gets its number is equal."""
+    """A process of this machine: host, pid, boot and container, start time. No later process that
+    gets its number is equal."""
     return {"host": socket.gethostname(), "pid": pid, "place": _place(), "started": started(pid)}
 
 
 def _place() -> str:
-    """Which processes a pid can mean here: the boot of the kernel and the namespace of process ids; empty if the system has neither."""
+    """Which processes a pid can mean here: the boot of the kernel and the namespace of process ids;
+    empty if the system has neither."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -120,7 +126,8 @@ def _place() -> str:
 
 
 def started(pid: int) -> str | None:
-    """When a process of this machine was started, in the system's own words; None if there is none, or only a zombie."""
+    """When a process of this machine was started, in the system's own words; None if there is none,
+    or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -160,7 +167,8 @@ def lives(found: Mapping[str, Any]) -> bool:
 
 
 def occupied(folder: Path) -> str:
-    """Who works in a folder, as a sentence that tells how to go on. Empty if no one does, or if it cannot be found out."""
+    """Who works in a folder, as a sentence that tells how to go on. Empty if no one does, or if it
+    cannot be found out."""
     try:
         found = _read(folder)
     except OSError:
@@ -199,9 +207,11 @@ def _clock(seconds: float) -> str:
 
 
 def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) -> str:
-    """Writes a record to the folder's owner.json. Returns what became of an earlier owner, or nothing.
+    """Writes a record to the folder's owner.json. Returns what became of an earlier owner, or
+    nothing.
 
-    Raises: Occupied if another process lives there and `takeover` is not set; OSError if the file cannot be written.
+    Raises: Occupied if another process lives there and `takeover` is not set; OSError if the file
+    cannot be written.
     """
     with _locked(folder):
         try:
@@ -224,7 +234,8 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
 
 
 def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> None:
-    """Renews a record until `ended` is set or another process has the folder. A file that someone deleted is written again."""
+    """Renews a record until `ended` is set or another process has the folder. A file that someone
+    deleted is written again."""
     while not ended.wait(BEAT):
         with suppress(OSError), _locked(folder):
             with suppress(FileNotFoundError):
@@ -235,7 +246,8 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
 
 
 def check_owner(folder: Path) -> None:
-    """Raises TakenOver if this process owned a run folder and another one does now; nothing if it never did."""
+    """Raises TakenOver if this process owned a run folder and another one does now; nothing if it
+    never did."""
     if said := lost(folder):
         raise TakenOver(said)
 
@@ -247,7 +259,8 @@ def check_path(path: Path) -> None:
 
 
 def lost(folder: Path) -> str:
-    """Who has taken a run folder from this process, as a sentence; empty if it is still its own, or never was."""
+    """Who has taken a run folder from this process, as a sentence; empty if it is still its own, or
+    never was."""
     folder = folder.resolve()
     if folder not in HELD:
         return ""
@@ -272,7 +285,7 @@ def release(folder: Path) -> None:
             (folder / NAME).unlink()
 
 
-# ------------------------------------------------------------------------------------------------------------ the file
+# ----------------------------------------------------------------------------------------- the file
 
 
 @contextmanager
@@ -288,7 +301,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The record of a folder. If it cannot be read, as while it is being written, only the time: its last change counts as a beat."""
+    """The record of a folder. If it cannot be read, as while it is being written, only the time:
+    its last change counts as a beat."""
     file = folder / NAME
     try:
         found = json.loads(read_regular(file).decode())

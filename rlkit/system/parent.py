@@ -1,10 +1,13 @@
-"""Processes that end when the process that started them is gone, however that ended, SIGKILL included.
+"""Processes that end when the process that started them is gone, however that ended, SIGKILL
+included.
 
-rlkit's own children read RLKIT_PARENT when they start (`end_with_parent`). Any other program is run by this file as a script:
+rlkit's own children read RLKIT_PARENT when they start (`end_with_parent`). Any other program is run
+by this file as a script:
 
     python -I -S -B parent.py PID COMMAND …
 
-The script runs the command, ends with its exit status, and kills its process group once process PID, which started it, is gone.
+The script runs the command, ends with its exit status, and kills its process group once process
+PID, which started it, is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ def tied() -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """Tie this process to the one that started it, if that one asked for it by `tied`. Its own children are not tied by that."""
+    """Tie this process to the one that started it, if that one asked for it by `tied`. Its own
+    children are not tied by that."""
     parent = os.environ.pop(PARENT, "")
     if parent.isdecimal():
         end_with(int(parent))
@@ -37,10 +41,12 @@ def end_with_parent() -> None:
 def end_with(parent: int) -> None:
     """Have this process killed when its parent ends.
 
-    On Linux the kernel does it, when the parent's thread that started this process ends; elsewhere a thread of this process looks.
+    On Linux the kernel does it, when the parent's thread that started this process ends; elsewhere
+    a thread of this process looks.
 
     Args:
-      parent: the parent's process id, as the parent knows it. If that process is gone already, this one ends at once.
+      parent: the parent's process id, as the parent knows it. If that process is gone already, this
+        one ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -61,7 +67,8 @@ def _watch(parent: int) -> None:
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """The command that runs another one, and kills it when this process is gone. It needs a session of its own."""
+    """The command that runs another one, and kills it when this process is gone. It needs a session
+    of its own."""
     return [sys.executable, "-I", "-S", "-B", __file__, str(os.getpid()), *command]
 
 

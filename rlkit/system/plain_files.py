@@ -1,4 +1,5 @@
-"""Reading a file that somebody else may have made: never a hang, and never another file than the one that has the name."""
+"""Reading a file that somebody else may have made: never a hang, and never another file than the
+one that has the name."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ def read_plain_file(path: str | Path, *, most: int, folder: int | None = None) -
 
     Args:
       most: bytes that it may have, >= 0.
-      folder: a descriptor of the open folder that a relative path is in. Whoever renames that folder changes nothing.
-    Raises: OSError where the path is a link, a FIFO, a folder, a device or a socket, has a second name (a hard link shows a file of
-      somebody else), is larger, or cannot be read. Nothing of the content is in the message.
+      folder: a descriptor of the open folder that a relative path is in. Whoever renames that
+        folder changes nothing.
+    Raises: OSError where the path is a link, a FIFO, a folder, a device or a socket, has a second
+      name (a hard link shows a file of somebody else), is larger, or cannot be read. Nothing of the
+      content is in the message.
     """
     check_plain(
         os.stat(path, dir_fd=folder, follow_symlinks=False), most

@@ -7,14 +7,16 @@ import os
 from pathlib import Path
 
 # The default run of 0.9 million parameters is as fast with one thread as with two, and beside busy
-# processes much faster; at 4.5 million two threads are 1.4 to 1.8 times as fast (experiments/benchmarks).
+# processes much faster; at 4.5 million two threads are 1.4 to 1.8 times as fast
+# (experiments/benchmarks).
 PARAMETERS_PER_THREAD = 2_000_000
 CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Cores that this process may use: its affinity, and the processor time that its container may take, rounded up; at least 1."""
+    """Cores that this process may use: its affinity, and the processor time that its container may
+    take, rounded up; at least 1."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -22,7 +24,8 @@ def cores() -> int:
 
 
 def groups() -> list[Path]:
-    """The folders of the control groups (version 2) that this process is in, the innermost first."""
+    """The folders of the control groups (version 2) that this process is in, the innermost
+    first."""
     try:
         inner = next(
             CGROUP / line[3:].lstrip("/")
@@ -57,8 +60,10 @@ def threads_for(parameters: int, available: int) -> int:
 
 
 def wait_without_spinning() -> None:
-    """Have OpenMP's threads sleep between operations instead of spinning. Acts only before torch is imported.
+    """Have OpenMP's threads sleep between operations instead of spinning. Acts only before torch is
+    imported.
 
-    A spinning thread keeps a core from other processes, and small operations end every few microseconds.
+    A spinning thread keeps a core from other processes, and small operations end every few
+    microseconds.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,9 +1,12 @@
-"""Secrets are kept out of every text that leaves a run: its files, what it prints, what its loggers show.
+"""Secrets are kept out of every text that leaves a run: its files, what it prints, what its loggers
+show.
 
 A secret is found in three ways and then covered by its value, wherever it turns up:
-by name     the text under a key such as `api_key` or `password`, and the value of an environment variable of such a name
-by origin   what a config took from the environment (`${oc.env:NAME}`); the same words come in its place, so a reader knows the source
-by form     the password of a URL, and a token among the parameters of one
+by name     the text under a key such as `api_key` or `password`, and the value of an environment
+            variable of such a name
+by origin   what a config took from the environment (`${oc.env:NAME}`); the same words come in its
+            place, so a reader knows the source by form     the password of a URL, and a token among
+            the parameters of one
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ PARAMETER = re.compile(
     re.IGNORECASE,
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
+# characters that the value of a variable needs to be covered in any text: found by its name, or by
+# its origin
 NAMED, TAKEN = (
     8,
     6,
-)  # characters that the value of a variable needs to be covered in any text: found by its name, or by its origin
+)
 PLAIN = re.compile(
     r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE
 )  # values that say nothing
@@ -44,7 +49,8 @@ def learn(config: Any, raw: Any = None) -> None:
 
     Args:
       config: composed and resolved, in plain containers.
-      raw: the same before its interpolations were resolved. What it says in clear is no secret, whatever variable holds it too.
+      raw: the same before its interpolations were resolved. What it says in clear is no secret,
+        whatever variable holds it too.
     """
     for value in _variables():
         _add(value, REDACTED)
@@ -65,7 +71,8 @@ def learn(config: Any, raw: Any = None) -> None:
 
 
 def _add(value: str, place: str) -> None:
-    """A secret in the forms in which it may be written: as it is, line by line, in JSON or Python, in a URL."""
+    """A secret in the forms in which it may be written: as it is, line by line, in JSON or Python,
+    in a URL."""
     lines = [line for line in value.splitlines() if len(line) >= 2 * NAMED] if "\n" in value else []
     for form in (value, *lines):
         KNOWN.update(
@@ -91,8 +98,8 @@ def _covered(text: str, known: Mapping[str, str]) -> str:
 
 
 def redacted(config: Any) -> Any:
-    """The config as it may be written: a secret under its key, and the value of one wherever it was put, is replaced. Names of
-    functions stay as they are."""
+    """The config as it may be written: a secret under its key, and the value of one wherever it was
+    put, is replaced. Names of functions stay as they are."""
     known = KNOWN | {value: KNOWN.get(value, REDACTED) for value in _variables() | _found(config)}
 
     def hide(node: Any, key: str = "") -> Any:

@@ -1,7 +1,9 @@
-"""The generators of python, numpy and torch, as plain types: saved with a run, put back, kept from moving.
+"""The generators of python, numpy and torch, as plain types: saved with a run, put back, kept from
+moving.
 
-rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A user's reward or environment may:
-then its draws are a function of the same numbers (`drawing`, `drawn_from`), whatever else runs, in whichever process.
+rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A
+user's reward or environment may: then its draws are a function of the same numbers (`drawing`,
+`drawn_from`), whatever else runs, in whichever process.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def _seed_on_host(value: int) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Where every generator stands, as numbers and tensors that `torch.load(weights_only=True)` takes."""
+    """Where every generator stands, as numbers and tensors that `torch.load(weights_only=True)`
+    takes."""
     import numpy as np
 
     version, keys, gauss = random.getstate()
@@ -69,7 +72,8 @@ def restore(saved: dict[str, Any]) -> None:
 
 @contextmanager
 def drawn_from(value: int) -> Iterator[None]:
-    """A block that draws what this seed gives; after it every generator stands where it stood before."""
+    """A block that draws what this seed gives; after it every generator stands where it stood
+    before."""
     with kept():
         seed(value)
         yield
@@ -87,11 +91,12 @@ def kept() -> Iterator[None]:
 
 @types.coroutine
 def drawing(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Awaits a coroutine that draws what this seed gives, whatever runs while it waits for something.
+    """Awaits a coroutine that draws what this seed gives, whatever runs while it waits for
+    something.
 
-    Leaves the generators where they are then: `kept` belongs around all coroutines of a loop together. A thread that the coroutine
-    waits for has no generators of its own. Whenever the coroutine waits, shared state that it has changed is put back
-    (`rlkit.system.shared_state`).
+    Leaves the generators where they are then: `kept` belongs around all coroutines of a loop
+    together. A thread that the coroutine waits for has no generators of its own. Whenever the
+    coroutine waits, shared state that it has changed is put back (`rlkit.system.shared_state`).
     """
     _seed_on_host(value)
     resume, given = coroutine.send, None

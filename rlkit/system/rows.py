@@ -1,4 +1,5 @@
-"""metrics.jsonl, the truth of a run: rows appended, read back, cut back by a resumed run, and repeated in metrics.csv."""
+"""metrics.jsonl, the truth of a run: rows appended, read back, cut back by a resumed run, and
+repeated in metrics.csv."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ WAITING: dict[
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows that can be read; none where there is no file. A line that is no row, as one cut by a kill, is passed over."""
+    """All rows that can be read; none where there is no file. A line that is no row, as one cut by
+    a kill, is passed over."""
     return [row for _, row in read_lines(path) if row is not None]
 
 
@@ -53,18 +55,20 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def digest_line(line: bytes) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a line, by which a checkpoint knows it again."""
+    """The first 16 hexadecimal digits of the SHA-256 of a line, by which a checkpoint knows it
+    again."""
     return hashlib.sha256(line).hexdigest()[:16]
 
 
 def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
-    """Moves the rows after `step`, which a resumed run writes again, to metrics.discarded.jsonl, and unreadable lines to
-    metrics.unreadable, and says so.
+    """Moves the rows after `step`, which a resumed run writes again, to metrics.discarded.jsonl,
+    and unreadable lines to metrics.unreadable, and says so.
 
     Args:
-      own: digests of the lines that the run had written up to `step`, by its checkpoint. If one of them is not there, the file was
-        damaged or exchanged: then other lines up to `step` go to aside/metrics.jsonl, and without any line of its own the whole file.
-        None: no checkpoint says so.
+      own: digests of the lines that the run had written up to `step`, by its checkpoint. If one of
+        them is not there, the file was damaged or exchanged: then other lines up to `step` go to
+        aside/metrics.jsonl, and without any line of its own the whole file. None: no checkpoint
+        says so.
     Raises: DataError, with everything in its place, where a file cannot be written.
     """
     lines = read_lines(path)
@@ -128,7 +132,8 @@ def _joined(lines: Sequence[bytes]) -> bytes:
 
 
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
-    """One more line; nan becomes null. Where the disk is full it waits for the next one; the file ends with a whole line."""
+    """One more line; nan becomes null. Where the disk is full it waits for the next one; the file
+    ends with a whole line."""
     waiting = WAITING.get(path, b"") + (json.dumps(finite({"step": step, **row})) + "\n").encode()
     try:
         append_whole(path, waiting)

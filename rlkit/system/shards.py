@@ -1,9 +1,12 @@
-"""What a run writes at each RL step, in few files: a gzip member a step, whose header says which step it is and how long.
+"""What a run writes at each RL step, in few files: a gzip member a step, whose header says which
+step it is and how long.
 
-    rollouts/steps_000001-000100.jsonl.gz:  [step 1, its bytes | compressed lines] [step 2, its bytes | compressed lines] …
+    rollouts/steps_000001-000100.jsonl.gz:  [step 1, its bytes | compressed lines] [step 2, its
+    bytes | compressed lines] …
 
-A step is found by its header alone, and what was cut off in the middle holds the steps before. To other programs it is one gzip file.
-Step and length are a subfield of the header's extra field (RFC 1952, 2.3.1.1), as in bgzip's files.
+A step is found by its header alone, and what was cut off in the middle holds the steps before. To
+other programs it is one gzip file. Step and length are a subfield of the header's extra field (RFC
+1952, 2.3.1.1), as in bgzip's files.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class Part(NamedTuple):
 
 
 def append_lines(folder: Path, step: int, lines: bytes) -> None:
-    """Adds the lines of an RL step behind those of earlier ones. Raises: OSError; then nothing was added."""
+    """Adds the lines of an RL step behind those of earlier ones. Raises: OSError; then nothing was
+    added."""
     data = gzip.compress(lines, compresslevel=3, mtime=0)[10:]  # its own header has 10 bytes
     append_whole(
         folder / f"{stem(step)}.jsonl.gz", HEAD.pack(SAME, step, HEAD.size + len(data)) + data
@@ -53,7 +57,8 @@ def append_lines(folder: Path, step: int, lines: bytes) -> None:
 
 
 def stem(step: int) -> str:
-    """The name, without its ending, of the file that an RL step belongs to; what is before the first step is with it.
+    """The name, without its ending, of the file that an RL step belongs to; what is before the
+    first step is with it.
 
     >>> stem(101)
     'steps_000101-000200'
@@ -63,7 +68,8 @@ def stem(step: int) -> str:
 
 
 def recorded(folder: Path) -> dict[int, Part]:
-    """Where each RL step is that the folder holds, in their order; none where there is no folder."""
+    """Where each RL step is that the folder holds, in their order; none where there is no
+    folder."""
     found: dict[int, Part] = {}
     for path in files(folder):
         found |= members(path)
@@ -76,7 +82,8 @@ def files(folder: Path) -> list[Path]:
 
 
 def members(path: Path) -> Iterator[tuple[int, Part]]:
-    """(step, where it is) in a file that may end in the middle of the last. Behind a damaged header it goes on with the next one."""
+    """(step, where it is) in a file that may end in the middle of the last. Behind a damaged header
+    it goes on with the next one."""
     if path.stat().st_size < HEAD.size:
         return
     with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -90,7 +97,8 @@ def members(path: Path) -> Iterator[tuple[int, Part]]:
 
 
 def cut_steps(folder: Path, step: int) -> None:
-    """Moves what comes after an RL step, which a resumed run writes again, to NAME.discarded.jsonl.gz beside the folder, and says so.
+    """Moves what comes after an RL step, which a resumed run writes again, to
+    NAME.discarded.jsonl.gz beside the folder, and says so.
 
     Raises: DataError, with everything in its place, where that fails.
     """

@@ -1,10 +1,13 @@
-"""State of the whole process that a user's function may change in passing: gradients off, another default type, another folder.
+"""State of the whole process that a user's function may change in passing: gradients off, another
+default type, another folder.
 
-rlkit reads it before a stretch of user code and compares it where none of that code runs. What differs is put back, so that the run
-computes what it would have computed, and one sentence names the functions that ran. A change holds until its function returns or waits.
+rlkit reads it before a stretch of user code and compares it where none of that code runs. What
+differs is put back, so that the run computes what it would have computed, and one sentence names
+the functions that ran. A change holds until its function returns or waits.
 
-Left alone are changes that are usually meant and that move no number of a run: environment variables, warning filters, the recursion
-limit, `sys.path`. The umask cannot be read without being set. Random generators have rules of their own (`rlkit.system.rng`).
+Left alone are changes that are usually meant and that move no number of a run: environment
+variables, warning filters, the recursion limit, `sys.path`. The umask cannot be read without being
+set. Random generators have rules of their own (`rlkit.system.rng`).
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ class SharedStateError(RLKitError, RuntimeError):
 class Kind(NamedTuple):
     """Something that code may change for all other code.
 
-    place   process: one value for all threads. thread: each thread has its own, which ends with it. both: a thread has its own, and what
-            it sets reaches the others too
+    place   process: one value for all threads. thread: each thread has its own, which ends with it.
+            both: a thread has its own, and what it sets reaches the others too
     """
 
     read: Callable[[], Any]  # a value, or several by name
@@ -62,7 +65,8 @@ def _handlers() -> dict[str, Any]:
 
 
 def _handler(number: signal.Signals) -> Any:
-    """What handles a signal; an event loop's own handler of Ctrl-C, which comes and goes with it, counts as Python's."""
+    """What handles a signal; an event loop's own handler of Ctrl-C, which comes and goes with it,
+    counts as Python's."""
     found = signal.getsignal(number)
     of_loop = isinstance(found, partial) and getattr(found.func, "__name__", "") == "_on_sigint"
     return signal.default_int_handler if of_loop else found
@@ -219,7 +223,7 @@ def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
     return changed
 
 
-# -------------------------------------------------------------------------------------------------- a stretch of user code
+# --------------------------------------------------------------------------- a stretch of user code
 
 NAMED: dict[
     tuple[str, ...], str
@@ -238,8 +242,8 @@ class Watch:
     """The state before a stretch of user code, and who ran since it was last looked at.
 
     Args:
-      parts: functions, or values that hold some, such as an Environment. They are named where nothing closer is known. A text stands
-        for itself.
+      parts: functions, or values that hold some, such as an Environment. They are named where
+        nothing closer is known. A text stands for itself.
       kinds: what is looked at; all where none is named.
     """
 
@@ -251,8 +255,9 @@ class Watch:
     def look(self, *, over: bool = False) -> None:
         """Puts back what differs and names who ran. Call it where no user code runs in this thread.
 
-        While user code runs in other threads, what belongs to the whole process stays: it may be theirs, and still be needed. Once the
-        stretch is `over`, only functions that were given up still run.
+        While user code runs in other threads, what belongs to the whole process stays: it may be
+        theirs, and still be needed. Once the stretch is `over`, only functions that were given up
+        still run.
         """
         with self.lock:
             self._compare(
@@ -335,7 +340,7 @@ def current() -> Watch:
     return WATCH.get() or Watch()
 
 
-# ------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 def is_own(function: Any) -> bool:
@@ -346,7 +351,8 @@ def is_own(function: Any) -> bool:
 
 
 def users_functions(part: Any, depth: int = 6) -> list[Any]:
-    """The functions and classes in a value that are not rlkit's own, also those that rlkit's functions hold."""
+    """The functions and classes in a value that are not rlkit's own, also those that rlkit's
+    functions hold."""
     found: list[Any] = []
     if depth == 0 or part is None or isinstance(part, str | bytes | int | float):
         return found

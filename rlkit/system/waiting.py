@@ -3,8 +3,9 @@
     with waiting("the tool", tool):      # any thread, any coroutine; two operations on a dict
         …
 
-One watcher thread for a process prints a line about each function that is waited for longer than NAMED_AFTER, and ends the process where
-nothing has moved for `trainer.max_step_time` (`limit_waiting`). It lives while something is waited for or a limit is set.
+One watcher thread for a process prints a line about each function that is waited for longer than
+NAMED_AFTER, and ends the process where nothing has moved for `trainer.max_step_time`
+(`limit_waiting`). It lives while something is waited for or a limit is set.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ CALL_LIMIT = (
 CLOSE_LIMIT = 30.0  # seconds of an async close
 THREAD = "rlkit watcher"
 MAX_STEP_TIME = "trainer.max_step_time"
-LATE = 5.0  # seconds after the limit at which a process ends whose interpreter is held by one call, so that no watcher can run
+# seconds after the limit at which a process ends whose interpreter is held by one call, so that no
+# watcher can run
+LATE = 5.0
 end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in os
 
 
 class Wait:
     """A call that has not returned yet.
 
-    what: kind and role, such as "the tool". function: what is called, or its name as a text. count: episodes that wait for it.
-    inner: further waits inside this one, which are named in its place.
+    what: kind and role, such as "the tool". function: what is called, or its name as a text. count:
+    episodes that wait for it. inner: further waits inside this one, which are named in its place.
     """
 
     __slots__ = ("count", "function", "inner", "since", "task", "thread", "what", "worked")
@@ -76,7 +79,8 @@ class Wait:
             WATCHER.moved = self.since
 
     def age(self, now: float) -> float:
-        """Seconds so far. For a coroutine those do not count in which a decoder keeps its event loop."""
+        """Seconds so far. For a coroutine those do not count in which a decoder keeps its event
+        loop."""
         return (
             now - self.since - (WORK.seconds(now) - self.worked if self.task is not None else 0.0)
         )
@@ -105,8 +109,9 @@ class Work:
 class Limit:
     """A time after which the process ends.
 
-    key: the option that sets it. place: says where the run is, as "step 3 hangs in generate"; "" where it need not move.
-    whole: the time is that of the block, whatever happens in it; else the time in which nothing moves.
+    key: the option that sets it. place: says where the run is, as "step 3 hangs in generate"; ""
+    where it need not move. whole: the time is that of the block, whatever happens in it; else the
+    time in which nothing moves.
     """
 
     def __init__(self, minutes: float, key: str, place: Callable[[], str], *, whole: bool):
@@ -164,12 +169,13 @@ WATCHER = Watcher()
 
 
 def name_of(function: Any) -> str:
-    """The name of a function and where it is defined; a text as it is. A function made by rlkit says in `shown` what it stands for."""
+    """The name of a function and where it is defined; a text as it is. A function made by rlkit
+    says in `shown` what it stands for."""
     shown = function if isinstance(function, str) else getattr(function, "shown", None)
     return str(shown or defined_at(function))
 
 
-# ------------------------------------------------------------------------------------------------------ who waits
+# ---------------------------------------------------------------------------------------- who waits
 
 
 @contextmanager
@@ -177,7 +183,8 @@ def waiting(what: str | Wait, function: Any = None, *, count: int = 1) -> Iterat
     """A block that waits for a call of `function`.
 
     Args:
-      what: kind and role, such as "the tool"; or a Wait that was made before. function: or a text that names what is waited for.
+      what: kind and role, such as "the tool"; or a Wait that was made before. function: or a text
+        that names what is waited for.
       count: episodes that wait in it.
     """
     outer = CURRENT.get()
@@ -207,7 +214,8 @@ def note_movement() -> None:
 
 @contextmanager
 def working() -> Iterator[None]:
-    """A block in which the model computes, which takes as long as it takes. Blocks inside count once."""
+    """A block in which the model computes, which takes as long as it takes. Blocks inside count
+    once."""
     outer = WORK.begun
     if outer is None:
         WORK.begun = monotonic()
@@ -266,10 +274,12 @@ def forget(*, task: asyncio.Task[Any] | None = None, thread: int | None = None) 
 def limit_waiting(
     minutes: float | None, key: str, place: Callable[[], str], *, whole: bool = False
 ) -> Iterator[None]:
-    """A block at whose limit the process says what hangs and where each of its threads stands, and ends with status 1.
+    """A block at whose limit the process says what hangs and where each of its threads stands, and
+    ends with status 1.
 
-    Nothing milder ends plain code of the user's that never returns. Only what waits can stand still: while the model computes, nothing
-    is reached, unless the limit is one of the `whole` block.
+    Nothing milder ends plain code of the user's that never returns. Only what waits can stand
+    still: while the model computes, nothing is reached, unless the limit is one of the `whole`
+    block.
 
     Args:
       minutes: None: no limit. The rest as for `Limit`.
@@ -291,7 +301,7 @@ def limit_waiting(
         _arm(monotonic())
 
 
-# ---------------------------------------------------------------------------------------------------- the watcher
+# -------------------------------------------------------------------------------------- the watcher
 
 
 def _start() -> None:
@@ -325,7 +335,8 @@ def _watch() -> None:
 
 
 def _pass_over(stopped: float) -> None:
-    """Does not count seconds in which the whole process stood still, such as under SIGSTOP: nothing hung meanwhile."""
+    """Does not count seconds in which the whole process stood still, such as under SIGSTOP: nothing
+    hung meanwhile."""
     if stopped > 0:
         WATCHER.moved += stopped
         for wait in list(WAITS.values()):
@@ -382,7 +393,8 @@ def end_at(limit: Limit, lines: list[str]) -> None:
 
 
 def _arm(now: float) -> None:
-    """Ends the process a little after its limit even if a call holds the interpreter, so that the watcher cannot run."""
+    """Ends the process a little after its limit even if a call holds the interpreter, so that the
+    watcher cannot run."""
     if WATCHER.limits:
         left = [limit.left(now) if limit.whole else 60 * limit.minutes for limit in WATCHER.limits]
         faulthandler.dump_traceback_later(max(0.0, min(left)) + LATE, exit=True, file=2)

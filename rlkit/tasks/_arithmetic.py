@@ -1,9 +1,10 @@
 """Generated arithmetic word problems: the embedded default task.
 
-A problem has a name, an item, a start amount and one to three operations on it; some carry a distractor sentence about
-another person. Everything follows from (seed, index). Test problems are those whose *expression* falls in one tenth of
-the hash space, and validation problems those of another tenth, so no expression is in two splits, under any wording or
-seed. The warm-up of the embedded model has seen train and validation expressions, never a test one.
+A problem has a name, an item, a start amount and one to three operations on it; some carry a
+distractor sentence about another person. Everything follows from (seed, index). Test problems are
+those whose *expression* falls in one tenth of the hash space, and validation problems those of
+another tenth, so no expression is in two splits, under any wording or seed. The warm-up of the
+embedded model has seen train and validation expressions, never a test one.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ TOTAL = "How many {item} does {name} have now?"
 
 
 class Problem(NamedTuple):
-    """One word problem. `operations` are (operator, operand) pairs applied from left to right to `start`."""
+    """One word problem. `operations` are (operator, operand) pairs applied from left to right to
+    `start`."""
 
     question: str
     start: int
@@ -77,7 +79,8 @@ class Problem(NamedTuple):
 
     @property
     def expression(self) -> str:
-        """The operations as one calculator expression, with the parentheses that a final division needs."""
+        """The operations as one calculator expression, with the parentheses that a final division
+        needs."""
         return expression(self.start, self.operations)
 
     @property
@@ -130,7 +133,8 @@ def draw_of(rng: random.Random, splits: Collection[Split]) -> Problem:
 
 
 def _draw(rng: random.Random) -> Problem | None:
-    """One problem, or None where the numbers drawn do not fit (a negative total, a division with a remainder)."""
+    """One problem, or None where the numbers drawn do not fit (a negative total, a division with a
+    remainder)."""
     name, other = rng.sample(NAMES, 2)
     item, other_item = rng.sample(ITEMS, 2)
     words = {"name": name, "other": other, "item": item}

@@ -37,20 +37,25 @@ def conversations(
     environment: str = "single_turn",
     system_prompt: str | None = None,
 ) -> Sequence[Task]:
-    """The rows of a .jsonl or .parquet file, of a folder or of a hub data set, as tasks that hold their whole conversation.
+    """The rows of a .jsonl or .parquet file, of a folder or of a hub data set, as tasks that hold
+    their whole conversation.
 
-    A task's messages are those before the first reply; the whole conversation is its `metadata["messages"]`. Thinking between think tags
-    in a reply's content becomes its `reasoning_content`.
+    A task's messages are those before the first reply; the whole conversation is its
+    `metadata["messages"]`. Thinking between think tags in a reply's content becomes its
+    `reasoning_content`.
 
     Args:
       path, split, seed, validation_path, test_path, max_samples: as in `jsonl`.
       validation, held_out: as in `jsonl`; the prompt is what stands before the first reply.
-      field: of a row, the list of messages: role (system, user, assistant, tool) and content; an assistant's may have
-        reasoning_content and tool_calls.
-      answer: of a row, the gold answer that `reward` compares with, where rows are to be scored; None: there is none.
-      reward, environment: the names for all rows; the environment says which tools the prompt lists.
+      field: of a row, the list of messages: role (system, user, assistant, tool) and content; an
+        assistant's may have reasoning_content and tool_calls.
+      answer: of a row, the gold answer that `reward` compares with, where rows are to be scored;
+        None: there is none.
+      reward, environment: the names for all rows; the environment says which tools the prompt
+        lists.
       system_prompt: put in front of every row's messages.
-    Raises: DataError naming the row, for a list that is none, an unknown role, or a conversation without a reply to learn.
+    Raises: DataError naming the row, for a list that is none, an unknown role, or a conversation
+      without a reply to learn.
     """
     source, rows = read_split(
         path,

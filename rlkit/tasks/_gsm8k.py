@@ -28,14 +28,17 @@ def gsm8k(
     """The problems of one split as tasks for the `numeric` reward.
 
     Args:
-      path: a hub id, or a local file or folder of rows with `question` and `answer` (see `read_rows`).
-      split: train, validation or test. GSM8K has no validation rows of its own: they are a share of train.
+      path: a hub id, or a local file or folder of rows with `question` and `answer` (see
+        `read_rows`).
+      split: train, validation or test. GSM8K has no validation rows of its own: they are a share of
+        train.
       seed: of the order. It moves no row from one split to another.
-      validation, held_out: shares of the questions, for splits that the source does not have (see `read_split`).
+      validation, held_out: shares of the questions, for splits that the source does not have (see
+        `read_split`).
       max_samples: how many, after the shuffle; None for all.
       environment: name of the environment that every task asks for.
-    Returns: tasks called gsm8k/SPLIT/ROW. `answer` is what follows the last `####` (the whole answer where there is
-      none); `metadata["solution"]` is the whole gold solution.
+    Returns: tasks called gsm8k/SPLIT/ROW. `answer` is what follows the last `####` (the whole
+      answer where there is none); `metadata["solution"]` is the whole gold solution.
     Raises: DataError naming the row without a question or an answer; see also `read_rows`.
     Source: Cobbe et al. 2021, arXiv:2110.14168.
     """

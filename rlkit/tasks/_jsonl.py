@@ -37,23 +37,25 @@ def jsonl(
     """The rows of a .jsonl or .parquet file, of a folder of them, or of a hub data set, as tasks.
 
     Args:
-      path: see `read_rows`. A folder or a data set gives the splits that it has. What it lacks, and a single file has
-        only training rows, is cut from "train" as a share that "train" then leaves out.
+      path: see `read_rows`. A folder or a data set gives the splits that it has. What it lacks, and
+        a single file has only training rows, is cut from "train" as a share that "train" then
+        leaves out.
       split: train, validation or test.
       seed: of the order. It moves no row from one split to another.
-      fields: our name → the row's field; null for a name that is not used. `prompt` (text, or a list of messages) is
-        needed; `answer` (text or a number) as soon as the reward has a truth; `id`, `reward` and `environment` let each
-        row choose its own.
+      fields: our name → the row's field; null for a name that is not used. `prompt` (text, or a
+        list of messages) is needed; `answer` (text or a number) as soon as the reward has a truth;
+        `id`, `reward` and `environment` let each row choose its own.
       validation_path, test_path: other sources for "validation" and "test".
-      validation, held_out: shares of the different prompts that are "validation" and "test", at least 0 and together
-        below 1. The cut goes by the hash of the prompt (`split_of`), whatever a row's id: rows with the same prompt share
-        a split, and neither the order nor the number of rows moves a row.
+      validation, held_out: shares of the different prompts that are "validation" and "test", at
+        least 0 and together below 1. The cut goes by the hash of the prompt (`split_of`), whatever
+        a row's id: rows with the same prompt share a split, and neither the order nor the number of
+        rows moves a row.
       max_samples: how many, after the shuffle; None for all.
       reward, environment: the names for rows that name none.
       system_prompt: put in front of every row's messages.
     Returns: tasks; without an `id` field they are called SOURCE/SPLIT/ROW.
-    Raises: ConfigError for fields or shares that make no sense; DataError naming the row for one that lacks a mapped
-      field or whose prompt is no prompt; see also `read_rows`.
+    Raises: ConfigError for fields or shares that make no sense; DataError naming the row for one
+      that lacks a mapped field or whose prompt is no prompt; see also `read_rows`.
     """
     fields = {name: field for name, field in fields.items() if field}
     _check(fields)
@@ -124,7 +126,8 @@ def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
 
 
 def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
-    """A prompt as chat messages: text is one user message; a list must already be messages, the last not a reply."""
+    """A prompt as chat messages: text is one user message; a list must already be messages, the
+    last not a reply."""
     if isinstance(prompt, str) and prompt.strip():
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, list) or not prompt:

@@ -34,20 +34,24 @@ def mbpp(
 ) -> Sequence[Task]:
     """The problems of one split as tasks for the `code_exec` reward.
 
-    The prompt shows the first test, because it tells the function's name; only the others score, so that a program that
-    knows one case does not pass.
+    The prompt shows the first test, because it tells the function's name; only the others score, so
+    that a program that knows one case does not pass.
 
     Args:
-      path: a hub id, or a local file or folder of rows with `text` (or `prompt`), `code` and `test_list` (see `read_rows`).
+      path: a hub id, or a local file or folder of rows with `text` (or `prompt`), `code` and
+        `test_list` (see `read_rows`).
       split: train, validation or test; the data set has all three.
       seed: of the order. It moves no row from one split to another.
-      validation, held_out: shares of the texts, for splits that the source does not have (see `read_split`).
+      validation, held_out: shares of the texts, for splits that the source does not have (see
+        `read_split`).
       max_samples: how many, after the shuffle; None for all.
       exclude: task_ids to leave out.
       environment: name of the environment that every task asks for.
-    Returns: tasks called mbpp/SPLIT/TASK_ID. `answer` is the reference solution in a block; `metadata` has `tests` (hidden), `shown`
-      and `setup`. Rows with fewer than two tests that the sandbox can check are left out, and named in a warning of the log.
-    Raises: DataError naming the row that lacks a field, or where nothing is left; see also `read_rows`.
+    Returns: tasks called mbpp/SPLIT/TASK_ID. `answer` is the reference solution in a block;
+      `metadata` has `tests` (hidden), `shown` and `setup`. Rows with fewer than two tests that the
+      sandbox can check are left out, and named in a warning of the log.
+    Raises: DataError naming the row that lacks a field, or where nothing is left; see also
+      `read_rows`.
     Source: Austin et al. 2021, arXiv:2108.07732.
     """
     name = "full" if path == "google-research-datasets/mbpp" else None
@@ -92,7 +96,8 @@ def _task(id: str, where: str, row: Row, environment: str) -> Task:
 
 
 def _lines(text: str) -> str:
-    """The text with the line ends of Unix; the rows have those of Windows. Other separators may stand in strings and stay."""
+    """The text with the line ends of Unix; the rows have those of Windows. Other separators may
+    stand in strings and stay."""
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 

@@ -1,4 +1,5 @@
-"""Several tasks in one run: shares of the prompts by weight, every row with the reward and the environment that its own task names."""
+"""Several tasks in one run: shares of the prompts by weight, every row with the reward and the
+environment that its own task names."""
 
 from __future__ import annotations
 
@@ -21,16 +22,19 @@ def mixture(
 ) -> Callable[..., list[Task]]:
     """A task made of named tasks, `(split=…)` → their rows in turn, each with `Task.part`.
 
-    The first k rows hold k · weight / Σ weights rows of every part, to within one, for every k; the prompt stream keeps that
-    (`rlkit.tasks.take`), so a step of n prompts has its shares too. Of "train", an epoch ends when every part has been gone through whole:
-    rows of the parts that are shorter for their weight repeat. Of any other split no row stands twice: it ends when a part ends.
+    The first k rows hold k · weight / Σ weights rows of every part, to within one, for every k; the
+    prompt stream keeps that (`rlkit.tasks.take`), so a step of n prompts has its shares too. Of
+    "train", an epoch ends when every part has been gone through whole: rows of the parts that are
+    shorter for their weight repeat. Of any other split no row stands twice: it ends when a part
+    ends.
 
     Args:
       parts: name → factory of a task, called with `split`.
-      weights: name → share of the prompts, relative to the sum, ≥ 0; 0 leaves the part out, and a part without a weight has 1.
+      weights: name → share of the prompts, relative to the sum, ≥ 0; 0 leaves the part out, and a
+        part without a weight has 1.
       max_samples: rows at most, > 0; None for all.
-    Raises: ConfigError for no parts, a weight that is no such number or belongs to no part, or max_samples below 1; DataError, when called,
-      naming a part without rows.
+    Raises: ConfigError for no parts, a weight that is no such number or belongs to no part, or
+      max_samples below 1; DataError, when called, naming a part without rows.
     """
     if unknown := [name for name in weights if name not in parts]:
         raise ConfigError(
@@ -84,9 +88,11 @@ def _of_part(task: Task, name: str) -> Task:
 
 
 def turns(weights: Mapping[str, float]) -> Iterator[str]:
-    """Names in turn, without end: after any number k of turns, each has had k · weight / Σ weights of them, to within one.
+    """Names in turn, without end: after any number k of turns, each has had k · weight / Σ weights
+    of them, to within one.
 
-    Of the names that are behind their share, the one goes first that would fall a whole turn behind first.
+    Of the names that are behind their share, the one goes first that would fall a whole turn behind
+    first.
 
     Args:
       weights: > 0.

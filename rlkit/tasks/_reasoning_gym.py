@@ -1,4 +1,5 @@
-"""Problems that the package `reasoning-gym` generates, as tasks that its own `score_answer` scores."""
+"""Problems that the package `reasoning-gym` generates, as tasks that its own `score_answer`
+scores."""
 
 from __future__ import annotations
 
@@ -31,19 +32,22 @@ def reasoning_gym(
 ) -> list[Task]:
     """The first `rows` problems of a generated data set, for the reward `reasoning_gym`.
 
-    A row keeps the name, the options, the seed and the number of its problem. The reward generates the problem again from them, because
-    the entries of some data sets hold objects that no file of rlkit can store.
+    A row keeps the name, the options, the seed and the number of its problem. The reward generates
+    the problem again from them, because the entries of some data sets hold objects that no file of
+    rlkit can store.
 
     Args:
       dataset: its name in the package, such as countdown or knights_knaves.
-      split: train, validation or test, cut by the hash of the question. Equal questions share a split.
+      split: train, validation or test, cut by the hash of the question. Equal questions share a
+        split.
       seed: of the problems, unless `options` has one, and of their order.
       options: what the data set's own config takes, such as {min_numbers: 3}.
       rows: how many problems are generated, > 0.
       system: a system prompt in front of each question; None gives none.
       validation, held_out: these shares, at least 0 and together below 1.
       max_samples: how many, after the shuffle; None for all.
-    Returns: tasks called DATASET/SPLIT/NUMBER. `answer` is the package's, empty where it names none.
+    Returns: tasks called DATASET/SPLIT/NUMBER. `answer` is the package's, empty where it names
+      none.
     Raises: ConfigError where the package, the data set or an option is not there.
     """
     check_split(split, validation, held_out)
@@ -64,7 +68,8 @@ def reasoning_gym(
 
 
 def generated(dataset: str, options: Mapping[str, Any]) -> Entries:
-    """The data set of a name and options. It is made once, and each of its entries is generated once.
+    """The data set of a name and options. It is made once, and each of its entries is generated
+    once.
 
     Raises: ConfigError where the package, the data set or an option is not there.
     """

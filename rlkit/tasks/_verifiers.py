@@ -1,4 +1,5 @@
-"""Task sets of the package `verifiers` (0.4 and later): their rows as tasks, scored by their own rewards."""
+"""Task sets of the package `verifiers` (0.4 and later): their rows as tasks, scored by their own
+rewards."""
 
 from __future__ import annotations
 
@@ -27,21 +28,26 @@ def verifiers(
     max_samples: int | None = None,
     environment: str = "single_turn",
 ) -> list[Task]:
-    """The rows of a task set whose tasks are a prompt, a reply and rewards of the conversation, for the reward `verifiers`.
+    """The rows of a task set whose tasks are a prompt, a reply and rewards of the conversation, for
+    the reward `verifiers`.
 
     Args:
       id: of an installed task set, as `verifiers` finds it.
-      split: train, validation or test. A task set has none of its own: "validation" and "test" are shares that "train" leaves out.
+      split: train, validation or test. A task set has none of its own: "validation" and "test" are
+        shares that "train" leaves out.
       seed: of the order. It moves no row from one split to another.
       config: of the task set: what its own config takes.
-      validation, held_out: these shares, at least 0 and together below 1. The cut goes by the hash of a task's prompt, or of its `key`
-        where the task set defines one (the package's own key changes with a row's position).
+      validation, held_out: these shares, at least 0 and together below 1. The cut goes by the hash
+        of a task's prompt, or of its `key` where the task set defines one (the package's own key
+        changes with a row's position).
       limit: rows read at most; a task set without end needs it. None reads all.
       max_samples: how many, after the shuffle; None for all.
       environment: name of the environment that every task asks for.
-    Returns: tasks called ID/SPLIT/INDEX. `metadata["verifiers"]` holds the task set's id, its config and the row.
-    Raises: ConfigError where the package, the task set or a value of its config is not there; DataError where the task set needs what
-      only a harness of `verifiers` gives: a container, tool servers, hooks or rewards that ask for a runtime, a user of its own, images.
+    Returns: tasks called ID/SPLIT/INDEX. `metadata["verifiers"]` holds the task set's id, its
+      config and the row.
+    Raises: ConfigError where the package, the task set or a value of its config is not there;
+      DataError where the task set needs what only a harness of `verifiers` gives: a container, tool
+      servers, hooks or rewards that ask for a runtime, a user of its own, images.
     """
     check_split(split, validation, held_out)
     taskset = _taskset(id, config)

@@ -1,11 +1,14 @@
-"""Small generated tasks, each of which isolates one thing that algorithms differ in, with an optimum that is computed.
+"""Small generated tasks, each of which isolates one thing that algorithms differ in, with an
+optimum that is computed.
 
-Every problem lists the replies that are right, or is a game whose states can be counted. So the expected reward of a random policy and
-of the best possible one are known, and a run's score is its regret between the two: 1 as good as random, 0 as good as possible.
-All splits hold the same problems: what is measured is how fast they are learned, not how far that carries.
+Every problem lists the replies that are right, or is a game whose states can be counted. So the
+expected reward of a random policy and of the best possible one are known, and a run's score is its
+regret between the two: 1 as good as random, 0 as good as possible. All splits hold the same
+problems: what is measured is how fast they are learned, not how far that carries.
 
-Every factory takes `placebo`: "coin" makes the rewards of training rows a coin, "format" makes them 1 for any reply; validation and test
-rows stay as they are. A method counts only above these two (Shao et al. 2025, "Spurious Rewards", arXiv:2506.10947).
+Every factory takes `placebo`: "coin" makes the rewards of training rows a coin, "format" makes them
+1 for any reply; validation and test rows stay as they are. A method counts only above these two
+(Shao et al. 2025, "Spurious Rewards", arXiv:2506.10947).
 """
 
 from __future__ import annotations
@@ -62,10 +65,12 @@ def dealt(
     max_samples: int,
     placebo: Placebo,
 ) -> list[Task]:
-    """Problems as tasks, every one of them once before any comes again, in an order of the split's and seed's own.
+    """Problems as tasks, every one of them once before any comes again, in an order of the split's
+    and seed's own.
 
     Args:
-      form: the characters that may stand at each place of a reply; the value of each problem is an enumeration of all of them.
+      form: the characters that may stand at each place of a reply; the value of each problem is an
+        enumeration of all of them.
     """
     replies = ["".join(reply) for reply in itertools.product(*form)]
     tasks = []
@@ -101,7 +106,8 @@ def games(
     max_samples: int,
     placebo: Placebo,
 ) -> list[Task]:
-    """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with, is the number (see `OF_A_GAME`).
+    """Episodes of a game whose problems are numbered; `metadata["seed"]`, which it is reset with,
+    is the number (see `OF_A_GAME`).
 
     Args:
       values: of the problems.
@@ -119,7 +125,7 @@ def mean_value(tasks: Sequence[Task]) -> Value:
     return Value(*(sum(task.metadata["value"][i] for task in tasks) / len(tasks) for i in (0, 1)))
 
 
-# ------------------------------------------------------------------------------------------------------ one reply
+# ---------------------------------------------------------------------------------------- one reply
 
 
 def needle(
@@ -132,10 +138,12 @@ def needle(
     letters: int = 16,
     depths: int = 3,
 ) -> list[Task]:
-    """Exploration: two symbols are to be found. A random reply finds those of problem i with chance 1/letters, half of that, a quarter, …
+    """Exploration: two symbols are to be found. A random reply finds those of problem i with chance
+    1/letters, half of that, a quarter, …
 
     Args:
-      problems: how many, at most 32. letters: that a reply may have at each place, a power of 2 up to 32.
+      problems: how many, at most 32. letters: that a reply may have at each place, a power of 2 up
+        to 32.
       depths: chances that there are; they repeat every so many problems.
     """
     rng, rows = random.Random(f"needle of {seed}"), []
@@ -164,7 +172,8 @@ def scales(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """Normalisation: one of eight letters is right, and pays 1, 10, 100 or 1000 in training, by problem; in evaluations it pays 1."""
+    """Normalisation: one of eight letters is right, and pays 1, 10, 100 or 1000 in training, by
+    problem; in evaluations it pays 1."""
     rng = random.Random(f"scales of {seed}")
     rows = [
         Question(LETTERS[i], [rng.choice(LETTERS[:8])], pay=10.0 ** (i % 4))
@@ -189,7 +198,8 @@ def noisy(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """A verifier that errs: one of eight letters is right, and that of training errs with a chance of 0, 0.15, 0.3 or 0.45 by problem."""
+    """A verifier that errs: one of eight letters is right, and that of training errs with a chance
+    of 0, 0.15, 0.3 or 0.45 by problem."""
     rng = random.Random(f"noisy of {seed}")
     rows = [
         Question(LETTERS[i], [rng.choice(LETTERS[:8])], flip=0.15 * (i % 4))
@@ -214,7 +224,8 @@ def stale(
     placebo: Placebo = "none",
     problems: int = 16,
 ) -> list[Task]:
-    """Off-policy corrections: one of eight letters is right. What is hard stands in the preset, which samples with old weights."""
+    """Off-policy corrections: one of eight letters is right. What is hard stands in the preset,
+    which samples with old weights."""
     rng = random.Random(f"stale of {seed}")
     rows = [Question(LETTERS[i], [rng.choice(LETTERS[:8])]) for i in range(problems)]
     return dealt(
@@ -238,11 +249,13 @@ def proxy(
     problems: int = 16,
     fooled: int = 3,
 ) -> list[Task]:
-    """Reward hacking: the first letter of three is right or wrong, and a reply that ends in "aa" fools the verifier of some problems.
+    """Reward hacking: the first letter of three is right or wrong, and a reply that ends in "aa"
+    fools the verifier of some problems.
 
-    That verifier passes one random reply in eight for the right reason and one in 73 by the trick, and does not tell them apart; the trick
-    is the same for all its problems, what is right is not. In evaluations a reply with the trick is wrong. A policy that is kept close to
-    the start, π ∝ π_start · exp(r/β), has the right reason eight times as often as the trick, however small β.
+    That verifier passes one random reply in eight for the right reason and one in 73 by the trick,
+    and does not tell them apart; the trick is the same for all its problems, what is right is not.
+    In evaluations a reply with the trick is wrong. A policy that is kept close to the start, π ∝
+    π_start · exp(r/β), has the right reason eight times as often as the trick, however small β.
 
     Args:
       fooled: one problem in so many has such a verifier.
@@ -278,10 +291,12 @@ def lengthy(
     problems: int = 16,
     price: float = 0.05,
 ) -> list[Task]:
-    """Length: a reply that has the right letter of eight among others is right, too, and every letter but the first costs.
+    """Length: a reply that has the right letter of eight among others is right, too, and every
+    letter but the first costs.
 
-    To name all eight is easier to learn than which of them is right, and earns less. A random reply has one letter and n more, where n is
-    the sum of three geometric numbers of mean 1; so its expected score is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
+    To name all eight is easier to learn than which of them is right, and earns less. A random reply
+    has one letter and n more, where n is the sum of three geometric numbers of mean 1; so its
+    expected score is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
 
     Args:
       price: of a letter, in training and in evaluations.
@@ -302,7 +317,7 @@ def lengthy(
     return in_turn(tasks, split, seed, max_samples)
 
 
-# ------------------------------------------------------------------------------------------------------ games
+# -------------------------------------------------------------------------------------------- games
 
 
 def chain(
@@ -317,7 +332,8 @@ def chain(
     """Credit: the game `Chain`, of which one turn counts.
 
     Args:
-      problems: each has a turn that counts and a letter that is right there. choices: letters of the game.
+      problems: each has a turn that counts and a letter that is right there. choices: letters of
+        the game.
     """
     return games(
         "chain",
@@ -330,10 +346,12 @@ def chain(
 
 
 class Chain:
-    """Of `length` turns one counts, and its problem says which. The others pay `coin` or -`coin` in training, and nothing in evaluations.
+    """Of `length` turns one counts, and its problem says which. The others pay `coin` or -`coin` in
+    training, and nothing in evaluations.
 
-    The first observation is the problem, each later one the number of the turn. Every reward stands at its turn, so an algorithm that
-    gives each turn its own credit does not see the coins, and one that gives all turns the episode's sees little else.
+    The first observation is the problem, each later one the number of the turn. Every reward stands
+    at its turn, so an algorithm that gives each turn its own credit does not see the coins, and one
+    that gives all turns the episode's sees little else.
     """
 
     def __init__(self, *, length: int = 6, choices: int = 8, coin: float = 1.0):
@@ -386,12 +404,15 @@ GOAL = 15  # the last of 4 × 4 cells; the first is the start
 
 
 class Lake:
-    """FrozenLake without slipping: cross 4 × 4 cells from corner to corner within `length` turns, by u, d, l and r, and fall into no hole.
+    """FrozenLake without slipping: cross 4 × 4 cells from corner to corner within `length` turns,
+    by u, d, l and r, and fall into no hole.
 
-    The goal pays 1 and ends the episode; a hole and the last turn end it with nothing. A move off the ice, and a reply that is none, stay
-    where they are. The first observation is the problem, which says where the holes are, each later one the cell.
+    The goal pays 1 and ends the episode; a hole and the last turn end it with nothing. A move off
+    the ice, and a reply that is none, stay where they are. The first observation is the problem,
+    which says where the holes are, each later one the cell.
 
-    Source: the environment FrozenLake-v1 of Gymnasium (Towers et al. 2024, arXiv:2407.17032), with is_slippery=False and maps of its own.
+    Source: the environment FrozenLake-v1 of Gymnasium (Towers et al. 2024, arXiv:2407.17032), with
+    is_slippery=False and maps of its own.
     """
 
     def __init__(self, *, holes: int = 3, length: int = 10):
@@ -427,7 +448,8 @@ def ice(number: int, holes: int) -> frozenset[int]:
 
 
 def crossing(thin: frozenset[int], length: int) -> Value:
-    """Chance that moves at random cross the ice, and 1 where any moves do, in at most `length`: by dynamic programming over turns."""
+    """Chance that moves at random cross the ice, and 1 where any moves do, in at most `length`: by
+    dynamic programming over turns."""
     there, crossed = {0: 1.0}, 0.0
     for _ in range(length):
         after: dict[int, float] = {}

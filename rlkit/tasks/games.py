@@ -70,21 +70,23 @@ def guess_number(
 ) -> list[Task]:
     """Games as Tasks, played in the environment guess_number and scored by how few guesses it took.
 
-    All prompts are alike, so prompts cannot be disjoint. Hidden numbers can, by `validation` and `held_out`. By default they are not: every
-    split hides every number of the range. The number is secret, so no game can be learned by heart, and numbers that training never hides
-    teach the policy never to say them. Figures of such a run are of the whole game, not of unseen games.
+    All prompts are alike, so prompts cannot be disjoint. Hidden numbers can, by `validation` and
+    `held_out`. By default they are not: every split hides every number of the range. The number is
+    secret, so no game can be learned by heart, and numbers that training never hides teach the
+    policy never to say them. Figures of such a run are of the whole game, not of unseen games.
 
-    Every number of a split comes up once before any comes up again, so that without shares `evaluation.n` = high - low + 1 plays each
-    game there is exactly once.
+    Every number of a split comes up once before any comes up again, so that without shares
+    `evaluation.n` = high - low + 1 plays each game there is exactly once.
 
     Args:
       split: train, validation or test; each has an order of its own.
       seed: another seed gives another order.
       max_samples: how many games, > 0. None gives 1024.
       low, high: the range that is named to the policy, 0 ≤ low < high.
-      validation, held_out: shares of the numbers that only validation and only test games hide, by the hash of range and number. Both 0:
-        all games hide all numbers.
-    Raises: DataError where that is no range, or where the shares leave a split without a number; ConfigError for other shares.
+      validation, held_out: shares of the numbers that only validation and only test games hide, by
+        the hash of range and number. Both 0: all games hide all numbers.
+    Raises: DataError where that is no range, or where the shares leave a split without a number;
+      ConfigError for other shares.
     """
     if not 0 <= low < high:
         raise DataError(

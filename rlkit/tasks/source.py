@@ -18,16 +18,18 @@ Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → what r
 
 
 def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tuple[str, Row]]:
-    """The rows of one split, each with the place it comes from (for messages): "file:line" or "data set[split] row i".
+    """The rows of one split, each with the place it comes from (for messages): "file:line" or "data
+    set[split] row i".
 
     Args:
-      path: a .jsonl or .parquet file (the whole file, whatever the split), a folder that holds SPLIT.jsonl or
-        SPLIT.parquet, or a hub id. What exists locally, and what looks like a path (it has one of these endings, or
-        starts with / . or ~), is never looked up on the hub. Relative paths start at the current folder.
+      path: a .jsonl or .parquet file (the whole file, whatever the split), a folder that holds
+        SPLIT.jsonl or SPLIT.parquet, or a hub id. What exists locally, and what looks like a path
+        (it has one of these endings, or starts with / . or ~), is never looked up on the hub.
+        Relative paths start at the current folder.
       split: "train", "validation", "test" or another name that the source knows.
       name: which configuration of a hub data set.
-    Raises: DataError naming the path, line or row, and the remedy: nothing there, no such split, a file that cannot be
-      read, a line that is not JSON, a row that is not an object.
+    Raises: DataError naming the path, line or row, and the remedy: nothing there, no such split, a
+      file that cannot be read, a line that is not JSON, a row that is not an object.
     """
     found = _sources(path, name)
     one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()  # for all splits
@@ -45,15 +47,19 @@ def read_split(
     test_path: str | None = None,
     name: str | None = None,
 ) -> tuple[str, Sequence[Place]]:
-    """The source of a split's rows, and the rows: a source or a split of their own where there is one, else a share of the training rows.
+    """The source of a split's rows, and the rows: a source or a split of their own where there is
+    one, else a share of the training rows.
 
     Args:
       path, name: as in `read_rows`.
       split: train, validation or test.
-      content: (place for messages, row) → what the cut goes by (see `split_of`), such as the prompt.
-      validation, held_out: shares of the training rows that are validation and test where these have no rows of their own.
+      content: (place for messages, row) → what the cut goes by (see `split_of`), such as the
+        prompt.
+      validation, held_out: shares of the training rows that are validation and test where these
+        have no rows of their own.
       validation_path, test_path: sources of their own.
-    Raises: ConfigError for shares that leave nothing; DataError where the split has no rows; see also `read_rows`.
+    Raises: ConfigError for shares that leave nothing; DataError where the split has no rows; see
+      also `read_rows`.
     """
     check_split(split, validation, held_out)
     own = {"validation": validation_path, "test": test_path}

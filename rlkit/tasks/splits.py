@@ -1,4 +1,5 @@
-"""Which split a problem belongs to, told by what it asks and by nothing around it; and the order of the rows of a split."""
+"""Which split a problem belongs to, told by what it asks and by nothing around it; and the order of
+the rows of a split."""
 
 from __future__ import annotations
 
@@ -16,15 +17,19 @@ Row = TypeVar("Row")
 
 
 def split_of(content: Any, *, validation: float, held_out: float) -> Split:
-    """The split of a problem: "test" for a share `held_out` of all contents, "validation" for a share `validation`, else "train".
+    """The split of a problem: "test" for a share `held_out` of all contents, "validation" for a
+    share `validation`, else "train".
 
-    u = (first 48 bits of SHA-256 of the content as JSON) / 2⁴⁸, 0 ≤ u < 1; test: u < held_out; validation: u ≥ 1 - validation
+    u = (first 48 bits of SHA-256 of the content as JSON) / 2⁴⁸, 0 ≤ u < 1; test: u < held_out;
+    validation: u ≥ 1 - validation
 
-    The split follows from the content alone. So no row is moved by the order or the number of the others, rows with equal contents share
-    a split, and each share moves rows between its own split and train only.
+    The split follows from the content alone. So no row is moved by the order or the number of the
+    others, rows with equal contents share a split, and each share moves rows between its own split
+    and train only.
 
     Args:
-      content: what makes the problem, such as its prompt: text, or lists and mappings that JSON can hold.
+      content: what makes the problem, such as its prompt: text, or lists and mappings that JSON can
+        hold.
       validation, held_out: shares, ≥ 0, with a sum below 1 (see `check_split`).
     """
     text = json.dumps(content, sort_keys=True, default=str)
@@ -33,7 +38,8 @@ def split_of(content: Any, *, validation: float, held_out: float) -> Split:
 
 
 def check_split(split: str, validation: float = 0.0, held_out: float = 0.0) -> None:
-    """Raises DataError for a name that is no split; ConfigError for shares that are below 0 or leave nothing to train on."""
+    """Raises DataError for a name that is no split; ConfigError for shares that are below 0 or
+    leave nothing to train on."""
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r}; use train, validation or test")
     for name, share in (("validation", validation), ("held_out", held_out)):
@@ -100,9 +106,11 @@ def in_order(
 
 
 def overlaps(splits: Splits) -> list[str]:
-    """Sentences on problems that stand in two splits: with the same prompt and answer, or without a prompt with the same metadata.
+    """Sentences on problems that stand in two splits: with the same prompt and answer, or without a
+    prompt with the same metadata.
 
-    The shares of one source never overlap. Files of a user's own may, and so may games whose instances are few.
+    The shares of one source never overlap. Files of a user's own may, and so may games whose
+    instances are few.
     """
     keys = [[problem_of(task) for task in tasks] for tasks in splits]
     out = []
@@ -118,7 +126,8 @@ def overlaps(splits: Splits) -> list[str]:
 
 
 def problem_of(task: Task) -> str:
-    """What makes a task's problem: its prompt and answer, or without a prompt its metadata. Rows with the same are one problem."""
+    """What makes a task's problem: its prompt and answer, or without a prompt its metadata. Rows
+    with the same are one problem."""
     return json.dumps(
         [task.messages, task.answer] if task.messages else dict(task.metadata),
         sort_keys=True,

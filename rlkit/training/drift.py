@@ -1,16 +1,21 @@
-"""How far the policy moves, measured on few rollouts after a step's last update, without a copy of any weights.
+"""How far the policy moves, measured on few rollouts after a step's last update, without a copy of
+any weights.
 
-A KL from an earlier policy to the policy now needs only the log-probs that the earlier one gave to tokens of its own: so those of a few
-rollouts are kept, and scored again: a sixteenth of a step's, for both figures in one forward pass after the last update. Of a step with
-fewer than 64 rollouts four are measured. The log-probs from before the updates are those of the trainer's pass for its updates or, with
-one update a step, of that update itself; where neither exists (`algorithm.old` is another), the same rollouts are passed once more.
+A KL from an earlier policy to the policy now needs only the log-probs that the earlier one gave to
+tokens of its own: so those of a few rollouts are kept, and scored again: a sixteenth of a step's,
+for both figures in one forward pass after the last update. Of a step with fewer than 64 rollouts
+four are measured. The log-probs from before the updates are those of the trainer's pass for its
+updates or, with one update a step, of that update itself; where neither exists (`algorithm.old` is
+another), the same rollouts are passed once more.
 
     figure     mean of k3, in nats per token     on
     kl/step    KL(before the step‖now)           rollouts of the step that have a trained token
-    kl/start   KL(the start of the run‖now)      rollouts of the first step, whatever has been sampled since
+    kl/start   KL(the start of the run‖now)      rollouts of the first step, whatever has been
+               sampled since
 
-kl/start is nan where kl/ref says how far the policy is from its start, with an active KL to a reference that is frozen there. Neither
-figure exists where the episodes were not sampled by the policy (algorithm=sft).
+kl/start is nan where kl/ref says how far the policy is from its start, with an active KL to a
+reference that is frozen there. Neither figure exists where the episodes were not sampled by the
+policy (algorithm=sft).
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ EVERY, LEAST = 16, 4  # of so many rollouts one is measured, and at least so man
 
 
 def few(batch: Batch) -> Batch | None:
-    """All rows of every 16th rollout that has a trained token, of small batches of four, as tensors alone; None where there is none."""
+    """All rows of every 16th rollout that has a trained token, of small batches of four, as tensors
+    alone; None where there is none."""
     owners = batch.rollout_ids[batch.response_mask.any(1)].unique()
     if not len(owners):
         return None
@@ -54,7 +60,8 @@ def on(batch: Batch, device: torch.device) -> Batch:
 
 
 def before_update(batch: Batch, terms: Mapping[str, Sequence[Tensor]]) -> Batch:
-    """The batch with the log-probs that the only update of a step found: per-token terms by name, each rollout's tokens in their order."""
+    """The batch with the log-probs that the only update of a step found: per-token terms by name,
+    each rollout's tokens in their order."""
     owners, logprobs = (
         torch.cat(list(terms[name])).to(batch.ids.device) for name in ("owners", "logprobs")
     )

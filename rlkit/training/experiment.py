@@ -1,4 +1,5 @@
-"""A whole experiment as plain data: what a config becomes, and what a notebook may build by hand."""
+"""A whole experiment as plain data: what a config becomes, and what a notebook may build by
+hand."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class BatchSize(NamedTuple):
 
 @ranges(temperature=(0, None), max_new_tokens=(1, None), admission_rounds=(1, None))
 class Sampling(NamedTuple):
-    """How replies are sampled. Training samples from the full distribution: it refuses a `top_p` below 1 and a `top_k` above 0."""
+    """How replies are sampled. Training samples from the full distribution: it refuses a `top_p`
+    below 1 and a `top_k` above 0."""
 
     engine: Engine
     temperature: float = 1.0
@@ -73,7 +75,8 @@ class Sampling(NamedTuple):
     max_time=(0.001, None),
 )
 class Evaluation(NamedTuple):
-    """Evaluation with settings and a verifier of its own: of validation tasks on the way, of test tasks before and after."""
+    """Evaluation with settings and a verifier of its own: of validation tasks on the way, of test
+    tasks before and after."""
 
     reward: Reward
     n: int = 256  # tasks of each of the two splits; 0 evaluates nothing
@@ -128,7 +131,8 @@ class TrainerSettings(NamedTuple):
 @safe("device")
 @ranges(threads=(1, None))
 class SamplerProcess(NamedTuple):
-    """What the second process of asynchrony=overlap computes on. With as many threads as the trainer it samples the bits of `lag`."""
+    """What the second process of asynchrony=overlap computes on. With as many threads as the
+    trainer it samples the bits of `lag`."""
 
     threads: int = 1  # of torch on the CPU
     device: str = "auto"  # a name of torch's; auto: the trainer's kind, of several GPUs the second
@@ -139,8 +143,9 @@ class Asynchrony(NamedTuple):
     """How far sampling runs ahead of training.
 
     none    every RL step samples with the weights that it trains
-    lag     step s samples with the weights after step s - staleness, the first ones with those of the start; in one process, repeatable
-    overlap the same, bit for bit; a second process samples while this one updates
+    lag     step s samples with the weights after step s - staleness, the first ones with those of
+            the start; in one process, repeatable overlap the same, bit for bit; a second process
+            samples while this one updates
     """
 
     mode: Literal["none", "lag", "overlap"] = "none"
@@ -150,14 +155,17 @@ class Asynchrony(NamedTuple):
 
 @ranges(groups=(0, None), staleness=(0, None))
 class Reuse(NamedTuple):
-    """Groups that are kept, with their versions, and learned from again in place of groups of the step whose rewards are all equal.
+    """Groups that are kept, with their versions, and learned from again in place of groups of the
+    step whose rewards are all equal.
 
-    Source: the replay buffer for groups without variance of TRL (grpo_with_replay_buffer), here with a bound on the staleness and the
-    correction of algorithm/correction.
+    Source: the replay buffer for groups without variance of TRL (grpo_with_replay_buffer), here
+    with a bound on the staleness and the correction of algorithm/correction.
     """
 
     groups: int = 0  # kept at most; 0 keeps none
-    staleness: int = 0  # RL steps between the weights that sampled a group and a step that learns from it again; 0 reuses none
+    # RL steps between the weights that sampled a group and a step that learns from it again; 0
+    # reuses none
+    staleness: int = 0
 
     @property
     def active(self) -> bool:
@@ -252,7 +260,8 @@ class Experiment(NamedTuple):
     takeover: bool = False  # whether a process that works in the run folder has to give way
 
     def held_out(self, temperature: float) -> dict[str, Any]:
-        """What an evaluation at this temperature is played and scored with: a verifier and a limit of its own, the rest as in training."""
+        """What an evaluation at this temperature is played and scored with: a verifier and a limit
+        of its own, the rest as in training."""
         limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
         sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
         parts = {
@@ -274,12 +283,14 @@ class Experiment(NamedTuple):
 
     @property
     def staleness(self) -> int:
-        """RL steps between the weights that sample a group and a step that learns from it, at most."""
+        """RL steps between the weights that sample a group and a step that learns from it, at
+        most."""
         return max(self.asynchrony.staleness, self.reuse.staleness if self.reuse.active else 0)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any step's KL may be positive: in any phase, now or where a schedule raises it."""
+        """Whether any step's KL may be positive: in any phase, now or where a schedule raises
+        it."""
         return any(
             x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths)
             for x in phases(self).values()
@@ -292,11 +303,13 @@ class Experiment(NamedTuple):
 
 
 def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
-    """The experiment, and all of its phases, with what `algorithm/correction=auto` means in this run.
+    """The experiment, and all of its phases, with what `algorithm/correction=auto` means in this
+    run.
 
-    None where `exact` says that the check before the first step found the engine's log-probs equal to the trainer's, in float32, and
-    every step samples with the weights that it then trains: the sampler is the old policy. None too where the ratio of the loss is to
-    the sampler itself. Else the token factor truncated at 2.
+    None where `exact` says that the check before the first step found the engine's log-probs equal
+    to the trainer's, in float32, and every step samples with the weights that it then trains: the
+    sampler is the old policy. None too where the ratio of the loss is to the sampler itself. Else
+    the token factor truncated at 2.
     """
 
     def settled(algorithm: Algorithm) -> Algorithm:
@@ -314,7 +327,8 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
 
 def correction_in_words(x: Experiment, *, exact: bool) -> str:
-    """A line that says what `algorithm/correction=auto` became, or nothing where no phase has it."""
+    """A line that says what `algorithm/correction=auto` became, or nothing where no phase has
+    it."""
     automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
     said = dict.fromkeys(
         _settled(algorithm, exact=exact, staleness=x.staleness)[1] for algorithm in automatic

@@ -1,9 +1,11 @@
-"""Groups in flight: which weights sample the groups of a step, and what is kept of them until their step learns from them.
+"""Groups in flight: which weights sample the groups of a step, and what is kept of them until their
+step learns from them.
 
     weights after step v ── sample ──▶ groups of step v + staleness ── in flight ──▶ learner.step
 
-Groups are numbered by their RL step and their position in it. They are dispatched and consumed in that order, and none is dropped: at
-most (staleness + 1) × batch.prompts are sampled and not yet learned from. With a staleness of 0 this is the synchronous run.
+Groups are numbered by their RL step and their position in it. They are dispatched and consumed in
+that order, and none is dropped: at most (staleness + 1) × batch.prompts are sampled and not yet
+learned from. With a staleness of 0 this is the synchronous run.
 """
 
 from __future__ import annotations
@@ -46,11 +48,13 @@ class Dispatched(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Groups that another process has been asked for, and are not there yet (asynchrony=overlap)."""
+    """Groups that another process has been asked for, and are not there yet
+    (asynchrony=overlap)."""
 
     step: int
     version: int
-    progress: Progress  # of the trainer when it asked: what is known of the step's experiment follows from it
+    # of the trainer when it asked: what is known of the step's experiment follows from it
+    progress: Progress
     before: StreamState | None  # None: behind the request before it
     settings: str
     kernel: str | None = None  # generation.kernel, as the trainer goes on with it
@@ -62,7 +66,8 @@ class Asked(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """The prompts behind the last step that is done, and the groups in flight, in their order; first those that are there already."""
+    """The prompts behind the last step that is done, and the groups in flight, in their order;
+    first those that are there already."""
 
     consumed: StreamState = StreamState()
     ahead: tuple[Dispatched | Asked, ...] = ()
@@ -72,9 +77,11 @@ class Flight(NamedTuple):
 
 
 def version_of(step: int, staleness: int) -> int:
-    """Which weights sample the groups of an RL step, as the steps that they have done: the only place that decides it.
+    """Which weights sample the groups of an RL step, as the steps that they have done: the only
+    place that decides it.
 
-    Where those are no longer there (a resumed run with a lower staleness, or with more steps) it is the weights of then, which are newer.
+    Where those are no longer there (a resumed run with a lower staleness, or with more steps) it is
+    the weights of then, which are newer.
 
     >>> [version_of(step, 2) for step in range(5)]
     [0, 0, 0, 1, 2]
@@ -87,8 +94,9 @@ def next_groups(
 ) -> tuple[Dispatched, Flight]:
     """The groups that the step to come learns from, and what is in flight behind them.
 
-    First all groups are sampled that the weights as they are now are due to sample, each with the settings of its own step; by
-    `process`, where there is one, which goes on with them while the trainer updates.
+    First all groups are sampled that the weights as they are now are due to sample, each with the
+    settings of its own step; by `process`, where there is one, which goes on with them while the
+    trainer updates.
     """
     learner.begin()
     now, x = learner.rl_step, learner.experiment
@@ -148,7 +156,8 @@ def dispatched(
     *,
     clock: Clock,
 ) -> Dispatched:
-    """Groups of a step, sampled and scored with its own settings by the weights as they are now; `last`: behind the request before it."""
+    """Groups of a step, sampled and scored with its own settings by the weights as they are now;
+    `last`: behind the request before it."""
     before = last if request.before is None else request.before
     assert before is not None
     x = foreseen(x, request.progress, request.step)
@@ -161,7 +170,8 @@ def dispatched(
 
 
 def settings_of(x: Experiment) -> str:
-    """A digest of what decides groups beside weights and prompts: sampling, environment, reward, batch, refills. Functions by name."""
+    """A digest of what decides groups beside weights and prompts: sampling, environment, reward,
+    batch, refills. Functions by name."""
     refills = (x.algorithm.max_refills, x.algorithm.group_filter) if x.algorithm.max_refills else ()
     greedy = [True] if asks(x.algorithm.advantage, "greedy_rewards") else []
     chosen = [] if x.sampler.weigh is None else [x.sampler]
@@ -192,13 +202,15 @@ def _plain(part: Any) -> Any:
     return part if isinstance(part, int | float | str | None) else written(part)
 
 
-# ---------------------------------------------------------------------------------------------------- in a checkpoint
+# ---------------------------------------------------------------------------------- in a checkpoint
 
 
 def packed(flight: Flight, process: SamplingProcess | None = None) -> dict[str, Any]:
-    """The flight as plain values and tensors. Tasks are left out: the prompts that groups were dispatched from give them again.
+    """The flight as plain values and tensors. Tasks are left out: the prompts that groups were
+    dispatched from give them again.
 
-    Of groups that `process` has not sampled yet the request is kept, with the weights that they are due to be sampled by.
+    Of groups that `process` has not sampled yet the request is kept, with the weights that they are
+    due to be sampled by.
     """
     out: list[dict[str, Any]] = []
     if process is not None:
@@ -266,7 +278,8 @@ def restored(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> F
 
 
 def continued(learner: Learner, flight: Flight, process: SamplingProcess | None = None) -> Flight:
-    """The flight of a resumed run. Groups that the config of now would have sampled otherwise, and those behind them, are sampled again.
+    """The flight of a resumed run. Groups that the config of now would have sampled otherwise, and
+    those behind them, are sampled again.
 
     Those that were asked for are asked for again, of the weights that were due to sample them.
     """

@@ -1,4 +1,5 @@
-"""What each metric means, as glossary.yaml beside this file has it: for the documentation, and for tests that miss none."""
+"""What each metric means, as glossary.yaml beside this file has it: for the documentation, and for
+tests that miss none."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def meaning_of(metric: str) -> Entry | None:
 
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """A name with words in capitals as an expression: NAME takes the rest of the name, any other word one level of it."""
+    """A name with words in capitals as an expression: NAME takes the rest of the name, any other
+    word one level of it."""
     parts = (
         ".+" if p == "NAME" else "[^/]+" if p.isupper() else re.escape(p)
         for p in re.split(r"([A-Z]{4,})", name)

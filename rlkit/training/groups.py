@@ -1,4 +1,5 @@
-"""What an RL step learns from: prompts of the stream, episodes sampled from the policy, their rewards, and refills."""
+"""What an RL step learns from: prompts of the stream, episodes sampled from the policy, their
+rewards, and refills."""
 
 from __future__ import annotations
 
@@ -30,15 +31,19 @@ def experience(
     version: int | None = None,
     clock: Clock | None = None,
 ) -> tuple[list[Rollout], list[Rollout], StreamState]:
-    """All scored episodes of a step, those of them to train on, and the stream of prompts behind them.
+    """All scored episodes of a step, those of them to train on, and the stream of prompts behind
+    them.
 
-    With `max_refills` the episodes to train on are the groups that the group filter accepts, of as many rounds of further prompts as
-    it takes to have batch.prompts of them (dynamic sampling, DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, they are
-    all episodes, and the filter leaves nothing to train on. If the advantage asks for `greedy_rewards`, each task is also played once
-    greedily; of that rollout only the reward is kept, as `metadata["greedy_reward"]` of the task's others.
+    With `max_refills` the episodes to train on are the groups that the group filter accepts, of as
+    many rounds of further prompts as it takes to have batch.prompts of them (dynamic sampling,
+    DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, they are all episodes, and the
+    filter leaves nothing to train on. If the advantage asks for `greedy_rewards`, each task is also
+    played once greedily; of that rollout only the reward is kept, as `metadata["greedy_reward"]` of
+    the task's others.
 
     Args:
-      x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done before this one.
+      x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done
+        before this one.
       version: RL steps that the weights have done; None: as many.
       clock: takes the seconds of the parts.
     """
@@ -113,7 +118,8 @@ def played(
     first: int,
     clock: Clock,
 ) -> list[Rollout]:
-    """Episodes sampled from the policy as it is now; `first` is the position of the first task in the step.
+    """Episodes sampled from the policy as it is now; `first` is the position of the first task in
+    the step.
 
     Every rank plays the episodes of some of the tasks, and all ranks get all of them.
     """

@@ -1,9 +1,12 @@
-"""Groups on the disk before the trainer learns from them, for engines that would not sample the same ones again (vLLM).
+"""Groups on the disk before the trainer learns from them, for engines that would not sample the
+same ones again (vLLM).
 
-    groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ asked for again ── read from the journal
+    groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ asked for again ──
+    read from the journal
 
-A record holds for the same step, version, settings, prompts and bits of the weights that sampled it; so a run that is continued with
-other settings samples again. A checkpoint holds the groups that were in flight then, so records older than the one before it go.
+A record holds for the same step, version, settings, prompts and bits of the weights that sampled
+it; so a run that is continued with other settings samples again. A checkpoint holds the groups that
+were in flight then, so records older than the one before it go.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ class Journal:
         self.saved = 0  # the oldest step in flight at the last checkpoint
 
     def keep(self, groups: Dispatched, weights: str) -> None:
-        """On the disk when this returns. Where there is no room the run goes on, and says that it could not be repeated."""
+        """On the disk when this returns. Where there is no room the run goes on, and says that it
+        could not be repeated."""
         with (
             lenient(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
             atomic(self._place(groups.step)) as file,
@@ -43,7 +47,8 @@ class Journal:
             torch.save({"groups": sealed(groups), "weights": weights}, file)
 
     def find(self, request: Asked) -> Dispatched | None:
-        """The groups of a request; None where they have to be sampled, and then whatever was sampled behind them goes too."""
+        """The groups of a request; None where they have to be sampled, and then whatever was
+        sampled behind them goes too."""
         place = self._place(request.step)
         if place.is_file():
             record = torch.load(place, weights_only=True)

@@ -1,4 +1,5 @@
-"""Which kernels a run decodes and updates with: decided once, said in one line, noted in run.json, and kept when the run goes on."""
+"""Which kernels a run decodes and updates with: decided once, said in one line, noted in run.json,
+and kept when the run goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SHARDS = "the weights lie in shards"
 
 
 def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
-    """`decoding` and `updates` → eager or fused. An engine with kernels of its own has no word for its decoding."""
+    """`decoding` and `updates` → eager or fused. An engine with kernels of its own has no word for
+    its decoding."""
     decoding = getattr(engine, "decodes", None)
     if getattr(engine, "kernel", None) == "eager":  # the decoder may be that of before
         decoding = "eager"
@@ -25,9 +27,11 @@ def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
 
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
-    """Decide what `auto` is for the whole run, alike on all ranks, and give the line that says so with the reason for a fallback.
+    """Decide what `auto` is for the whole run, alike on all ranks, and give the line that says so
+    with the reason for a fallback.
 
-    Call it when the engine has been given weights. `sharded`: they will lie in shards, which compiled code cannot read.
+    Call it when the engine has been given weights. `sharded`: they will lie in shards, which
+    compiled code cannot read.
     """
     trunk = trunk_and_head(model)[0]
     decodes = getattr(engine, "decodes", None)
@@ -62,7 +66,8 @@ def kernels_line(engine: Any, model: Any) -> str:
 def keep_kernels(
     engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None
 ) -> list[str]:
-    """Go on with the kernels that a checkpoint names, where the config leaves that open; what a user should know, as sentences."""
+    """Go on with the kernels that a checkpoint names, where the config leaves that open; what a
+    user should know, as sentences."""
     before = kernels_in_use(engine, model)
     said = []
     kernel = state["kernel"]  # None of an engine with kernels of its own
@@ -82,7 +87,8 @@ def keep_kernels(
 
 
 def note_kernels(folder: Path, used: Mapping[str, str]) -> None:
-    """Adds the kernels to what run.json says of the process that works in the folder; a folder without run.json stays as it is."""
+    """Adds the kernels to what run.json says of the process that works in the folder; a folder
+    without run.json stays as it is."""
     path = folder / "run.json"
     try:
         starts = json.loads(path.read_text())

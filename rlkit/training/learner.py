@@ -1,13 +1,15 @@
-"""The learner: policy, critic, references, optimizers and all that decides the steps to come, as one value. There is one training loop.
+"""The learner: policy, critic, references, optimizers and all that decides the steps to come, as
+one value. There is one training loop.
 
     learner, stream = Learner(experiment, policy), StreamState()
     for _ in range(steps):
-        x = learner.begin()      # the experiment of this step: its phase, and scheduled numbers as they are now
+        x = learner.begin()      # the experiment of this step: its phase, and scheduled numbers as
+                                 they are now
         sampled, trained, stream = experience(x, policy, tasks, stream, step=learner.rl_step)
         metrics = learner.step(sampled, trained)
 
-The rollouts may come from anywhere, if they are scored: from a loop of one's own over `collect` and `score`, or from an engine that runs
-ahead.
+The rollouts may come from anywhere, if they are scored: from a loop of one's own over `collect` and
+`score`, or from an engine that runs ahead.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ from rlkit.types import Batch, Policy, Rollout
 
 
 class Host(NamedTuple):
-    """What a learner leaves to the process that it lives in. The defaults are plain torch, and the collectives of a process group."""
+    """What a learner leaves to the process that it lives in. The defaults are plain torch, and the
+    collectives of a process group."""
 
     forward: Callable[..., Any] = (
         ranks.in_forward
@@ -74,15 +77,19 @@ class Host(NamedTuple):
 class Learner:
     """Estimates advantages and updates policy and critic, one RL step per `step`.
 
-    Everything that decides the future is explicit: the weights and the optimizers, `rl_step`, `progress` (phase and controllers),
-    `moments` (of the rewards), `references`, `nonfinite` and `halvings`. After a step `metrics` holds its row, `rollouts` the scored
-    episodes and `trained` those of them that `batch` was made of.
+    Everything that decides the future is explicit: the weights and the optimizers, `rl_step`,
+    `progress` (phase and controllers), `moments` (of the rewards), `references`, `nonfinite` and
+    `halvings`. After a step `metrics` holds its row, `rollouts` the scored episodes and `trained`
+    those of them that `batch` was made of.
 
     Args:
       experiment: the whole run. policy: trained in place, in evaluation mode.
-      exact: whether the engine was found to give the trainer's log-probs; decides what algorithm/correction=auto means.
-      host: who computes. A precision other than that of the weights is the caller's: `with autocast(x, device, updates=True)`.
-      optimizers: of the policy and, if there is one, of the critic, in place of those that the experiment makes.
+      exact: whether the engine was found to give the trainer's log-probs; decides what
+        algorithm/correction=auto means.
+      host: who computes. A precision other than that of the weights is the caller's: `with
+        autocast(x, device, updates=True)`.
+      optimizers: of the policy and, if there is one, of the critic, in place of those that the
+        experiment makes.
     """
 
     def __init__(
@@ -117,7 +124,8 @@ class Learner:
         }  # part → state
         self.enter_phase()
         self.start: Batch | None = (
-            None  # a few rollouts of the first step, with the log-probs that the start gave them (drift)
+            # a few rollouts of the first step, with the log-probs that the start gave them (drift)
+            None
         )
         self.nonfinite: dict[
             int, int
@@ -136,10 +144,11 @@ class Learner:
         self.minibatch: Batch | None = None  # of the update under way
         self.clock = Clock()  # of the step under way
 
-    # -------------------------------------------------------------------------------------------- one RL step
+    # ---------------------------------------------------------------------------------- one RL step
 
     def begin(self) -> Experiment:
-        """The experiment of the step to come, with which its rollouts are sampled. The clock of the step starts with the first call."""
+        """The experiment of the step to come, with which its rollouts are sampled. The clock of the
+        step starts with the first call."""
         if self.begun < self.rl_step:
             self.advance()
             self.begun = self.rl_step
@@ -205,7 +214,8 @@ class Learner:
         return assemble(rollouts, pad_token_id=self.policy.pad_token_id, device=self.device)
 
     def prepared(self, rollouts: Sequence[Rollout]) -> Batch:
-        """The batch that a step updates with: rollouts filtered, old and reference scores, advantages, weights of tokens."""
+        """The batch that a step updates with: rollouts filtered, old and reference scores,
+        advantages, weights of tokens."""
         x = self.x
         batch = streams.of_reward(
             filter_rollouts(self.assembled(rollouts), x.algorithm),
@@ -222,7 +232,8 @@ class Learner:
         return known_old(self, token_scale(batch, x.algorithm))
 
     def measured(self, batch: Batch, terms: UpdateTerms) -> dict[str, Any]:
-        """The metrics of a step. schedule/PATH: every scheduled number as it was in it; schedule/phase: which phase, from 0."""
+        """The metrics of a step. schedule/PATH: every scheduled number as it was in it;
+        schedule/phase: which phase, from 0."""
         metrics = summarize(self.rollouts) | update_metrics(batch, terms, self.x)
         metrics |= performance(batch, terms, self.clock, tokens=self.tokens, device=self.device)
         metrics |= refill_metrics(self.rollouts, self.trained)
@@ -236,7 +247,8 @@ class Learner:
         return metrics | ({"schedule/phase": self.progress.phase} if len(self.phases) > 1 else {})
 
     def follows_drift(self) -> bool:
-        """Whether any step may ask how far the policy is from its start, and the first one is sampled from it."""
+        """Whether any step may ask how far the policy is from its start, and the first one is
+        sampled from it."""
         return self.x.algorithm.episodes is None and not all(
             x.kl.active and not self.owner(name) and is_start(x.reference)
             for name, x in self.phases.items()
@@ -249,7 +261,8 @@ class Learner:
 
     @property
     def temperature(self) -> float:
-        """What the trained log-probs are divided by: the sampler's temperature, 1 for a greedy sampler."""
+        """What the trained log-probs are divided by: the sampler's temperature, 1 for a greedy
+        sampler."""
         return self.x.generation.temperature or 1.0
 
     @property
@@ -259,7 +272,8 @@ class Learner:
 
     @property
     def shuffle_seed(self) -> int:
-        """What this step's minibatches are drawn from, and all else that is random in its update."""
+        """What this step's minibatches are drawn from, and all else that is random in its
+        update."""
         return mix(self.x.seed, self.rl_step)
 
     def warming_up(self) -> bool:
@@ -267,7 +281,7 @@ class Learner:
         critic = self.x.algorithm.critic
         return critic.active and self.rl_step - self.progress.since < critic.warmup
 
-    # ------------------------------------------------------------------------------------- phases and references
+    # ------------------------------------------------------------------------ phases and references
 
     def settle(self, exact: bool) -> None:
         """Fixes what algorithm/correction=auto means in every phase."""
@@ -277,7 +291,8 @@ class Learner:
         )  # name → its whole experiment; one without a name if there are no phases
 
     def advance(self) -> str:
-        """What follows from a step's metrics, once a step: controllers move, and perhaps the next phase begins; then a line says so.
+        """What follows from a step's metrics, once a step: controllers move, and perhaps the next
+        phase begins; then a line says so.
 
         `begin` and `saved` do it too; before them `metrics` may be added to, as evaluations do.
         """
@@ -295,7 +310,8 @@ class Learner:
         return f"phase {names[before]} → {names[self.progress.phase]} after step {self.rl_step}: {self.x.algorithm.name}; {kept}"
 
     def enter_phase(self) -> str:
-        """Begins the phase that `progress` names: what it brings starts from the policy as it is now. What was kept, what was reset."""
+        """Begins the phase that `progress` names: what it brings starts from the policy as it is
+        now. What was kept, what was reset."""
         name = list(self.phases)[self.progress.phase]
         phase = self.experiment.schedule.phases.get(name)
         owner = self.owner(name)
@@ -362,7 +378,8 @@ class Learner:
             )
 
     def shard(self, mesh: Any) -> None:
-        """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays whole: one backward, one root."""
+        """Lays policy and references in shards over the ranks of a mesh (FSDP2). The critic stays
+        whole: one backward, one root."""
         self.optimizers.clear()  # they hold the whole weights
         mixed = precision(self.experiment, self.device) == "bf16-mixed"
         self.lay_out = partial(ranks.shard, mesh=mesh, gathered=torch.bfloat16 if mixed else None)
@@ -378,10 +395,11 @@ class Learner:
             reference if self.lay_out is None else shard_state(reference, self.model, self.lay_out)
         )
 
-    # ------------------------------------------------------------------------------------- critic and optimizers
+    # ------------------------------------------------------------------------ critic and optimizers
 
     def make_critic(self) -> torch.nn.Module | None:
-        """The critic of the first phase that has one; it is built at the start, whenever it begins to learn."""
+        """The critic of the first phase that has one; it is built at the start, whenever it begins
+        to learn."""
         active = [x.algorithm.critic for x in self.phases.values() if x.algorithm.critic.active]
         if not active:
             return None
@@ -405,10 +423,11 @@ class Learner:
             self.optimizers.append(make_optimizer(critic.optimizer, list(self.critic.parameters())))
         return self.optimizers
 
-    # --------------------------------------------------------------------------------------------------- its state
+    # ------------------------------------------------------------------------------------ its state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides the steps to come, apart from the prompts and the generators, as a checkpoint of `rlkit train` holds it."""
+        """All that decides the steps to come, apart from the prompts and the generators, as a
+        checkpoint of `rlkit train` holds it."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         return {
             "state_dict": self.without_frozen(self.nets.state_dict()),
@@ -417,14 +436,16 @@ class Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, of a checkpoint too. A learner of the same experiment then goes on bit for bit."""
+        """The inverse, of a checkpoint too. A learner of the same experiment then goes on bit for
+        bit."""
         self.load(state)
         self.nets.load_state_dict(state["state_dict"], strict=False)
         for optimizer, saved in zip(self.optimizers, state["optimizer_states"], strict=True):
             optimizer.load_state_dict(saved)
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint holds beside weights and optimizers, as plain types and tensors. A collective if there are shards."""
+        """What a checkpoint holds beside weights and optimizers, as plain types and tensors. A
+        collective if there are shards."""
         self.advance()
         kernels = kernels_in_use(self.experiment.generation.engine, self.model)
         return {
@@ -455,7 +476,8 @@ class Learner:
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Puts that back, before the weights: references that begin with the run start from those of model.path."""
+        """Puts that back, before the weights: references that begin with the run start from those
+        of model.path."""
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
         self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])
@@ -498,7 +520,8 @@ class Learner:
         }
 
     def without_frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict without a frozen base, which comes from model.path: under LoRA the adapters that are trained, and the critic."""
+        """A state dict without a frozen base, which comes from model.path: under LoRA the adapters
+        that are trained, and the critic."""
         trained = {f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad}
         frozen = any(not p.requires_grad for p in self.model.parameters())
         return {

@@ -1,8 +1,11 @@
-"""Loggers: functions of the run folder and the RL step the run stands at that give a Lightning logger; a run may have several.
+"""Loggers: functions of the run folder and the RL step the run stands at that give a Lightning
+logger; a run may have several.
 
-    logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=trackio    logger=none
+    logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=trackio
+                          logger=none
 
-metrics.jsonl is written with any of them. Below them: how a text, a table, a histogram and the final figures of a run are said to each.
+metrics.jsonl is written with any of them. Below them: how a text, a table, a histogram and the
+final figures of a run are said to each.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from rlkit.system.files import LOST, lose, read_regular, reason, unwritable, wri
 from rlkit.system.identity import read_identity
 from rlkit.types import reaches, safe
 
-# ---------------------------------------------------------------------------------------------------- conf/logger
+# -------------------------------------------------------------------------------------- conf/logger
 
 
 def tensorboard(run: Path, step: int, /) -> Any:
-    """TensorBoard event files in tensorboard/; a resumed run goes on in the same folder and hides what came after its checkpoint."""
+    """TensorBoard event files in tensorboard/; a resumed run goes on in the same folder and hides
+    what came after its checkpoint."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
     purge = step + 1 if step else None
@@ -54,9 +58,11 @@ def wandb(
 
     Args:
       project, entity: where the run is shown; None is the account's own entity.
-      group: what gathers runs there; None is the folder that holds the run: its name, or the sweep that it is a job of.
+      group: what gathers runs there; None is the folder that holds the run: its name, or the sweep
+        that it is a job of.
       tags, job_type: to filter runs by.
-      mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it at once; disabled does nothing.
+      mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it
+        at once; disabled does nothing.
     Raises: ConfigError where the package is missing.
     """
     _installed("wandb")
@@ -87,8 +93,8 @@ def mlflow(
 
     Args:
       experiment: MLflow's name for a set of runs.
-      tracking_uri: None is $MLFLOW_TRACKING_URI, else the folder mlruns/ of the working folder, which
-        `mlflow ui --backend-store-uri mlruns` shows.
+      tracking_uri: None is $MLFLOW_TRACKING_URI, else the folder mlruns/ of the working folder,
+        which `mlflow ui --backend-store-uri mlruns` shows.
     Raises: ConfigError where the package is missing.
     """
     _installed("mlflow")
@@ -114,11 +120,13 @@ def mlflow(
 @reaches(space="address")
 @safe("project")
 def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | None = None) -> Any:
-    """Trackio, named as the run folder; a resumed run goes on in the same one. `trackio show` opens the dashboard.
+    """Trackio, named as the run folder; a resumed run goes on in the same one. `trackio show` opens
+    the dashboard.
 
     Args:
       project: what gathers runs there.
-      space: a Space of Hugging Face that shows them to others, as OWNER/NAME. None keeps everything on this machine, in $TRACKIO_DIR.
+      space: a Space of Hugging Face that shows them to others, as OWNER/NAME. None keeps everything
+        on this machine, in $TRACKIO_DIR.
     Raises: ConfigError where the package is missing.
     """
     _installed("trackio")
@@ -173,7 +181,8 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
 def known_id(run: Path, name: str) -> str | None:
     """The name of a run at a logger's service, which `keep_id` wrote; None where there is none.
 
-    A file of another run, or a damaged one, goes to aside/: this run must not go on in that one's place.
+    A file of another run, or a damaged one, goes to aside/: this run must not go on in that one's
+    place.
     """
     if not (run / name).exists():
         return None
@@ -194,21 +203,23 @@ def keep_id(run: Path, name: str, known: str) -> None:
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
-    """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded already."""
+    """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded
+    already."""
     for make in loggers.values():
         if (function := getattr(make, "func", make)) in (wandb, mlflow, trackio):
             _installed(function.__name__)
 
 
 def _installed(package: str) -> None:
-    """Raises ConfigError where an optional package, which has the name of its option, is missing."""
+    """Raises ConfigError where an optional package, which has the name of its option, is
+    missing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"logger={package}: the package {package} is not installed; {install(package)}, or leave it out"
         )
 
 
-# ------------------------------------------------------------------------------------------ a logger that fails
+# ------------------------------------------------------------------------------ a logger that fails
 
 CALLS = (
     "log_metrics",
@@ -221,7 +232,8 @@ CALLS = (
 
 
 def tolerant(logger: Any) -> Any:
-    """The same logger, whose calls report a failure instead of raising it: a full disk, a server that is away, a package's own error."""
+    """The same logger, whose calls report a failure instead of raising it: a full disk, a server
+    that is away, a package's own error."""
     for name in CALLS:
         if hasattr(logger, name):
             setattr(logger, name, missed(logger)(getattr(logger, name)))
@@ -233,14 +245,16 @@ def tolerant(logger: Any) -> Any:
 
 
 def _thread_failed(before: Callable[..., Any], args: Any) -> None:
-    """A thread that writes for a logger and could not: its next call reports that, without a traceback."""
+    """A thread that writes for a logger and could not: its next call reports that, without a
+    traceback."""
     if args.exc_value is None or unwritable(args.exc_value) is None:
         before(args)
 
 
 @contextmanager
 def missed(logger: Any) -> Iterator[None]:
-    """Run a block in which a logger is given something. A failure is reported once for each logger; metrics.jsonl holds the numbers."""
+    """Run a block in which a logger is given something. A failure is reported once for each logger;
+    metrics.jsonl holds the numbers."""
     try:
         yield
     except Exception as error:
@@ -252,14 +266,16 @@ def missed(logger: Any) -> Iterator[None]:
                 name,
             )
         if hasattr(logger, "_experiment") and hasattr(logger, "log_dir"):
-            logger._experiment = None  # TensorBoard's writer ends with its first failure; the next call opens another file
+            # TensorBoard's writer ends with its first failure; the next call opens another file
+            logger._experiment = None
 
 
-# --------------------------------------------------------------------------------------- what is no single number
+# ------------------------------------------------------------------------- what is no single number
 
 
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
-    """A text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other loggers have no place for it."""
+    """A text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other loggers
+    have no place for it."""
     with missed(logger):
         experiment = logger.experiment
         if hasattr(experiment, "add_text"):
@@ -273,14 +289,16 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
 def log_table(
     logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
 ) -> None:
-    """Rows of a step as a table whose columns sort and filter: W&B and Trackio. Other loggers have no place for it."""
+    """Rows of a step as a table whose columns sort and filter: W&B and Trackio. Other loggers have
+    no place for it."""
     if hasattr(logger, "log_table"):
         with missed(logger):
             logger.log_table(name, columns=list(columns), data=list(rows), step=step)
 
 
 def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) -> None:
-    """How values of a step are spread, where the logger can show it: TensorBoard, W&B and Trackio."""
+    """How values of a step are spread, where the logger can show it: TensorBoard, W&B and
+    Trackio."""
     if not values:
         return
     with missed(logger):
@@ -298,7 +316,8 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
 
 
 def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
-    """The settings of a run, when it starts. TensorBoard gets them with the final figures: its table of runs needs both at once."""
+    """The settings of a run, when it starts. TensorBoard gets them with the final figures: its
+    table of runs needs both at once."""
     with missed(logger):
         if not hasattr(logger.experiment, "add_hparams"):
             logger.log_hyperparams(dict(settings))
@@ -307,7 +326,8 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
 def log_final(
     logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int
 ) -> None:
-    """What the run came to, to compare the runs of a sweep by: TensorBoard's hparams, W&B's summary, MLflow metrics."""
+    """What the run came to, to compare the runs of a sweep by: TensorBoard's hparams, W&B's
+    summary, MLflow metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with missed(logger):
         if hasattr(logger.experiment, "add_hparams"):

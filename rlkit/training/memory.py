@@ -1,4 +1,5 @@
-"""Out of memory: micro-batches are halved and the work is done again, or the key to lower is named."""
+"""Out of memory: micro-batches are halved and the work is done again, or the key to lower is
+named."""
 
 from __future__ import annotations
 
@@ -23,16 +24,19 @@ T = TypeVar("T")
 
 
 class OutOfMemory(RLKitError, MemoryError):
-    """Memory ran out where a smaller micro-batch does not help; the message names the key to lower."""
+    """Memory ran out where a smaller micro-batch does not help; the message names the key to
+    lower."""
 
 
 def retried(
     learner: Any, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None
 ) -> T:
-    """What `work` gives; where memory runs out, done again with micro-batches of half as many tokens, as often as that splits `batch`.
+    """What `work` gives; where memory runs out, done again with micro-batches of half as many
+    tokens, as often as that splits `batch`.
 
-    The smaller micro-batches stay, in the checkpoint too: they change no gradient but in its last bits. `work` must start from scratch each
-    time; what it has added to `terms` is taken out again. Several ranks do not retry: they would no longer do the same work.
+    The smaller micro-batches stay, in the checkpoint too: they change no gradient but in its last
+    bits. `work` must start from scratch each time; what it has added to `terms` is taken out again.
+    Several ranks do not retry: they would no longer do the same work.
     Raises: OutOfMemory.
     """
     while True:
@@ -77,9 +81,11 @@ def named(what: str, remedy: str) -> Iterator[None]:
 
 
 def probe_memory(learner: Any, tasks: Sequence[Task]) -> None:
-    """One forward and backward pass of a micro-batch of the longest rollouts there can be, with room for the optimiser's moments.
+    """One forward and backward pass of a micro-batch of the longest rollouts there can be, with
+    room for the optimiser's moments.
 
-    It is done before the first step on a GPU, so that memory runs out in the first minute and not in the first hour.
+    It is done before the first step on a GPU, so that memory runs out in the first minute and not
+    in the first hour.
     Raises: OutOfMemory.
     """
     x, policy = learner.x, learner.policy
@@ -97,7 +103,8 @@ def probe_memory(learner: Any, tasks: Sequence[Task]) -> None:
     rows = max(1, learner.micro_batch_tokens // width)
     row, column = torch.arange(rows)[:, None], torch.arange(width)
     prompt = min(prompts, default=0)
-    # A group shares its prompt, as in a run: attention over packed rows may take other kernels then.
+    # A group shares its prompt, as in a run: attention over packed rows may take other kernels
+    # then.
     ids = (
         column + torch.where(column < prompt, row // x.batch.group_size, row)
     ) % policy.model.get_input_embeddings().num_embeddings

@@ -1,4 +1,5 @@
-"""What an update did, in numbers: the terms of every micro-batch gathered once, and the metrics made of them."""
+"""What an update did, in numbers: the terms of every micro-batch gathered once, and the metrics
+made of them."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ class UpdateTerms:
         self.loss += float(loss)
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
-        """An optimiser step of the policy or the critic was taken, or left out where the norm is not finite."""
+        """An optimiser step of the policy or the critic was taken, or left out where the norm is
+        not finite."""
         if not self.first:  # a rank may have had none of the tokens
             self.first = {
                 name: torch.cat(self.tokens[name]) for name in BEFORE if self.tokens[name]
@@ -121,7 +123,8 @@ class UpdateTerms:
         vars(self).update(taken)
 
     def gather(self) -> None:
-        """Adds the tokens of all other ranks, in one exchange, so that every metric is that of the whole batch. Once, at the end."""
+        """Adds the tokens of all other ranks, in one exchange, so that every metric is that of the
+        whole batch. Once, at the end."""
         if ranks.size() == 1:
             return
         own = {name: torch.cat(parts).cpu() for name, parts in self.tokens.items() if parts}
@@ -161,27 +164,40 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
 
     loss/*            summed loss, policy term
     policy/entropy    nats per sampled token, in the updates; before them if all were skipped
-    ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is on-policy; nan unless algorithm.old=trainer)
-    clip/*            share of the tokens that the loss's own clip leaves without gradient (it measures the step's own updates, and is
-                      blind to the age of the samples: the ratio is to the trainer's pass, unless algorithm.old is another): low_frac with
-                      a ratio below 1, high_frac above; the same tokens as positive_frac and negative_frac by the sign of the advantage.
-                      capped_frac: whose weight is bounded and whose gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
-    kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's updates
-    kl/old            mean over the step's updates of KL(before the step‖now), each taken before its own optimiser step: 0 with one update
-                      a step, nan where algorithm.old saved the pass before it, and never with the last one in it
-    kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start: KL(the start‖after the last update),
-                      on rollouts of the first step (rlkit.training.drift); k3, nats per token
-    kl/estimate       mean of the estimator that `kl` names; nonzero_frac: share of tokens on which it is not 0
-    mismatch/*        trainer against sampler on the same tokens, before any correction; ess: share of effective samples, chi2: chi-square,
-                      1 / ess - 1, of token weights, out_of_bounds_frac: share of them outside 1/2 … 2;
-                      ess_sequence, chi2_sequence: of rollouts' weights (`effective_sample_size`)
+    ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is
+                      on-policy; nan unless algorithm.old=trainer) clip/*            share of the
+                      tokens that the loss's own clip leaves without gradient (it measures the
+                      step's own updates, and is blind to the age of the samples: the ratio is to
+                      the trainer's pass, unless algorithm.old is another): low_frac with a ratio
+                      below 1, high_frac above; the same tokens as positive_frac and negative_frac
+                      by the sign of the advantage. capped_frac: whose weight is bounded and whose
+                      gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
+                      kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy
+                      before the step's updates
+    kl/old            mean over the step's updates of KL(before the step‖now), each taken before its
+                      own optimiser step: 0 with one update a step, nan where algorithm.old saved
+                      the pass before it, and never with the last one in it
+    kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start:
+                      KL(the start‖after the last update), on rollouts of the first step
+                      (rlkit.training.drift); k3, nats per token
+    kl/estimate       mean of the estimator that `kl` names; nonzero_frac: share of tokens on which
+                      it is not 0
+    mismatch/*        trainer against sampler on the same tokens, before any correction; ess: share
+                      of effective samples, chi2: chi-square, 1 / ess - 1, of token weights,
+                      out_of_bounds_frac: share of them outside 1/2 … 2; ess_sequence,
+                      chi2_sequence: of rollouts' weights (`effective_sample_size`)
     adv/*             advantages of trained tokens
-    scale/*           factor on the policy loss (off-policy correction × token filter): mean, share of tokens at 0
-    value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return) before the update
-    optim/*           gradient norms before clipping, learning rates, updates taken and skipped, updates ended by target_kl
-    streams/NAME      per-token loss of a stream beside the reward's, over its own tokens: a divergence, or -log π, in nats
-    PART/NAME         what a part of PARTS (rlkit.algorithm) measured itself: the mean over the tokens trained on, or the rollouts with such
-                      a token, of all updates; nan entries left out. Group filter and overlong rule: over all that was sampled
+    scale/*           factor on the policy loss (off-policy correction × token filter): mean, share
+                      of tokens at 0
+    value/*           the critic: loss, mean, mean return, 1 - Var(return - value) / Var(return)
+                      before the update
+    optim/*           gradient norms before clipping, learning rates, updates taken and skipped,
+                      updates ended by target_kl
+    streams/NAME      per-token loss of a stream beside the reward's, over its own tokens: a
+                      divergence, or -log π, in nats
+    PART/NAME         what a part of PARTS (rlkit.algorithm) measured itself: the mean over the
+                      tokens trained on, or the rollouts with such a token, of all updates; nan
+                      entries left out. Group filter and overlong rule: over all that was sampled
     Raises: PartError where a part's metric has a name that is taken.
     """
     values = {
@@ -201,7 +217,8 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
 
 
 def as_number(name: str, value: Any) -> float:
-    """A number, or a tensor or array of one entry, as a metric. Raises: PartError naming the metric."""
+    """A number, or a tensor or array of one entry, as a metric. Raises: PartError naming the
+    metric."""
     if isinstance(value, int | float):
         return value
     try:
@@ -213,8 +230,8 @@ def as_number(name: str, value: Any) -> float:
 
 
 def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A step's row with the metrics of its callbacks: those that they wrote into it, as plain numbers or texts, and the means of those
-    that they logged on any rank.
+    """A step's row with the metrics of its callbacks: those that they wrote into it, as plain
+    numbers or texts, and the means of those that they logged on any rank.
 
     Raises: PartError for what is neither, and for a logged name that the row has already.
     """
@@ -360,17 +377,24 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
 def staleness_metrics(
     batch: Batch, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
 ) -> dict[str, float]:
-    """How far the weights that sampled were behind those that learn, over trained tokens and before any correction.
+    """How far the weights that sampled were behind those that learn, over trained tokens and before
+    any correction.
 
-    staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of the policy's optimiser behind
-    staleness/kl                   KL(sampler‖before the update), k3, nats per token, of old weights and of the engine together
-    staleness/ess_seq, chi2_seq    effective share and chi-square of rollouts' weights, chi2_token of tokens' (`effective_sample_size`)
-    staleness/out_of_bounds_frac   share of tokens whose weight is outside 1/2 … 2
+    staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of
+                                   the policy's optimiser behind staleness/kl
+                                   KL(sampler‖before the update), k3, nats per token, of old weights
+                                   and of the engine together staleness/ess_seq, chi2_seq
+                                   effective share and chi-square of rollouts' weights, chi2_token
+                                   of tokens' (`effective_sample_size`) staleness/out_of_bounds_frac
+                                     share of tokens whose weight is outside 1/2 … 2
     staleness/in_flight_groups     groups sampled, or being sampled, for later steps
-    staleness/wait_s               asynchrony=overlap, seconds: that the trainer waited for its groups; idle_s: that the sampling process
-                                   waited to be asked for them; sampling_s: that it worked on them; handover_s: that weights and groups
-                                   took between the processes. Left out, like perf/*, where runs are compared for identity
-    mismatch/*                     here of the tokens alone that were sampled by the weights that are trained; nan without such
+    staleness/wait_s               asynchrony=overlap, seconds: that the trainer waited for its
+                                   groups; idle_s: that the sampling process waited to be asked for
+                                   them; sampling_s: that it worked on them; handover_s: that
+                                   weights and groups took between the processes. Left out, like
+                                   perf/*, where runs are compared for identity
+    mismatch/*                     here of the tokens alone that were sampled by the weights that
+                                   are trained; nan without such
 
     Args:
       step: RL steps done before this one. updates: version → optimiser steps until then.
@@ -408,7 +432,8 @@ def staleness_metrics(
 
 
 def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
-    """Log-probs of the trained tokens before the update: of the whole batch, or of the first minibatch where there was no pass before."""
+    """Log-probs of the trained tokens before the update: of the whole batch, or of the first
+    minibatch where there was no pass before."""
     if batch.logprobs_old is None:
         return terms.first.get("logprobs" if name == "logprobs_old" else name)
     values = getattr(batch, name)
@@ -477,9 +502,11 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds of the named parts of a step; "model" is what of them all went into the model, as `performance` defines it.
+    """Seconds of the named parts of a step; "model" is what of them all went into the model, as
+    `performance` defines it.
 
-    between: seconds from the end of the step before, in which callbacks logged and saved; evaluations aside.
+    between: seconds from the end of the step before, in which callbacks logged and saved;
+    evaluations aside.
     """
 
     def __init__(self, between: float = 0.0) -> None:
@@ -516,7 +543,8 @@ class Clock:
 
     @contextmanager
     def sampling(self, engine: Any) -> Iterator[None]:
-        """Around a collect: what its engine was busy counts as "model", all else as "environment": sessions, tools, templates."""
+        """Around a collect: what its engine was busy counts as "model", all else as "environment":
+        sessions, tools, templates."""
         begun, busy, late = (
             time.perf_counter(),
             getattr(engine, "busy_s", 0.0),
@@ -535,7 +563,8 @@ class Clock:
         self.ended = time.perf_counter()
 
     def following(self, *, evaluated: float) -> Clock:
-        """The clock of the next step; `evaluated`: seconds of evaluations since the end of this one."""
+        """The clock of the next step; `evaluated`: seconds of evaluations since the end of this
+        one."""
         return Clock(
             0.0 if self.ended is None else max(0.0, time.perf_counter() - self.ended - evaluated)
         )
@@ -559,12 +588,15 @@ def peak_memory(device: torch.device) -> float:
 def performance(
     batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device
 ) -> dict[str, float]:
-    """Wall-clock figures of a step, and what packing saved in its updates; all of perf/* is left out where runs are compared for identity.
+    """Wall-clock figures of a step, and what packing saved in its updates; all of perf/* is left
+    out where runs are compared for identity.
 
-    perf/outside_model_frac = 1 - model / (step + what stood between it and the one before), in [0, 1]. "model" is the engine at work
-    (passes, draws and the slots that they need, from when the decoder is called until the host has its completions: on a GPU, and in a
-    fused step, no finer line can be drawn), the passes that score given tokens, backward and optimisers. Outside are the service around
-    the engine, environment, tools, templates and tokenizer, rewards, assembly, advantages, metrics, callbacks, loggers and the loop.
+    perf/outside_model_frac = 1 - model / (step + what stood between it and the one before), in [0,
+    1]. "model" is the engine at work (passes, draws and the slots that they need, from when the
+    decoder is called until the host has its completions: on a GPU, and in a fused step, no finer
+    line can be drawn), the passes that score given tokens, backward and optimisers. Outside are the
+    service around the engine, environment, tools, templates and tokenizer, rewards, assembly,
+    advantages, metrics, callbacks, loggers and the loop.
 
     `tokens`: of the run so far.
     """
@@ -591,7 +623,8 @@ def performance(
 
 
 def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
-    """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the share of them that was trained on."""
+    """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the
+    share of them that was trained on."""
     groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),

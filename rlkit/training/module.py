@@ -1,4 +1,5 @@
-"""RLModule: the learner in Lightning, which gives it devices, ranks, precision, checkpoints and callbacks."""
+"""RLModule: the learner in Lightning, which gives it devices, ranks, precision, checkpoints and
+callbacks."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Yields the RL steps that are still to do. Sized and stateful, so that Lightning neither prefetches nor repeats; its state is the
-    module's count of steps, which a dropped step does not move."""
+    """Yields the RL steps that are still to do. Sized and stateful, so that Lightning neither
+    prefetches nor repeats; its state is the module's count of steps, which a dropped step does not
+    move."""
 
     def __init__(self, module: RLModule):
         self.module = module
@@ -57,9 +59,9 @@ def _of_learner(name: str) -> Any:
 class RLModule(L.LightningModule):
     """Rolls out, scores and lets the learner take a step, one RL step per training_step.
 
-    It owns the groups in flight and the position in the prompts (`flight`), the generators and the length of the run; all else is the
-    learner's. After each step `metrics` holds the row to log, `rollouts` the scored episodes and `trained` those of them that `batch` was
-    made of.
+    It owns the groups in flight and the position in the prompts (`flight`), the generators and the
+    length of the run; all else is the learner's. After each step `metrics` holds the row to log,
+    `rollouts` the scored episodes and `trained` those of them that `batch` was made of.
     """
 
     rl_step, x, experiment, metrics, rollouts = map(
@@ -121,15 +123,17 @@ class RLModule(L.LightningModule):
     def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         """A metric of one's own: `module.log("mine/share", 0.5)` in any hook of a callback.
 
-        The mean of what was logged under a name since the row before, over all ranks, stands in the step's row of metrics.jsonl, in
-        metrics.csv and in every logger. Lightning's further arguments change nothing.
+        The mean of what was logged under a name since the row before, over all ranks, stands in the
+        step's row of metrics.jsonl, in metrics.csv and in every logger. Lightning's further
+        arguments change nothing.
 
         Raises: PartError where the value is no single number.
         """
         self.logged.setdefault(name, []).append(as_number(name, value))
 
     def drop_step(self) -> None:
-        """Back to where the step under way began. Rollouts and their rewards move nothing but the generators."""
+        """Back to where the step under way began. Rollouts and their rewards move nothing but the
+        generators."""
         if self.before is not None:
             rng.restore(self.before)
             self.before = None
@@ -153,7 +157,7 @@ class RLModule(L.LightningModule):
         limit = self.experiment.trainer.max_time
         return limit is not None and time.perf_counter() - self.started > 60 * limit
 
-    # ------------------------------------------------------------------------------------------------ Lightning
+    # ------------------------------------------------------------------------------------ Lightning
 
     def train_dataloader(self) -> Steps:
         return Steps(self)
@@ -187,7 +191,8 @@ class RLModule(L.LightningModule):
         self.fill(checkpoint, ranks.gather(rng.state))
 
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
-        """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out. `generators`: of the ranks, in order."""
+        """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out.
+        `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
         checkpoint["rlkit"] = (
             self.learner.saved() | packed(self.flight, self.process) | {"generators": generators}

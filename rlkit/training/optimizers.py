@@ -15,7 +15,8 @@ from rlkit.types import safe
 def make_optimizer(
     make: Callable[..., Any], parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer of these parameters. torch's Adam and AdamW are fused on CUDA: one kernel for all tensors instead of about ten."""
+    """The optimizer of these parameters. torch's Adam and AdamW are fused on CUDA: one kernel for
+    all tensors instead of about ten."""
     free = not getattr(make, "keywords", {}).keys() & {"fused", "foreach"}
     if (
         free
@@ -34,9 +35,11 @@ def adamw_8bit(
     betas: Sequence[float] = (0.9, 0.99),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """AdamW with moments of 8 bits in blocks: 2 bytes a parameter instead of 8. Tensors below 4,096 entries keep float32.
+    """AdamW with moments of 8 bits in blocks: 2 bytes a parameter instead of 8. Tensors below 4,096
+    entries keep float32.
 
-    Raises: ConfigError without the package bitsandbytes, which does not know sharded weights either.
+    Raises: ConfigError without the package bitsandbytes, which does not know sharded weights
+    either.
     Source: Dettmers et al. 2022, arXiv:2110.02861.
     """
     try:

@@ -1,12 +1,13 @@
 """The second process of asynchrony=overlap: it samples and scores groups while the trainer updates.
 
-    trainer ── weights of version v (shared memory) ──▶ sampling process ── groups of step v + staleness ──▶ trainer
-            ── request (step, version, progress) ────▶
+    trainer ── weights of version v (shared memory) ──▶ sampling process ── groups of step v +
+            staleness ──▶ trainer ── request (step, version, progress) ────▶
 
-The process builds the experiment, the model, the engine and the environments again, and takes each version's trainable weights from
-memory that both map. It answers requests one by one, in their order, with the function that asynchrony=lag calls in the trainer
-(`rlkit.training.flight.dispatched`), so its groups are the same, bit for bit, whoever is faster. It ends with the trainer, however
-that ends: the connection between them is closed then.
+The process builds the experiment, the model, the engine and the environments again, and takes each
+version's trainable weights from memory that both map. It answers requests one by one, in their
+order, with the function that asynchrony=lag calls in the trainer
+(`rlkit.training.flight.dispatched`), so its groups are the same, bit for bit, whoever is faster. It
+ends with the trainer, however that ends: the connection between them is closed then.
 """
 
 from __future__ import annotations
@@ -76,18 +77,21 @@ class Answer(NamedTuple):
 
 
 class Said(NamedTuple):
-    """A line of the watcher, which the trainer prints: the output of the process goes into a file."""
+    """A line of the watcher, which the trainer prints: the output of the process goes into a
+    file."""
 
     line: str
 
 
-# ---------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 
 
 class WeightSlots:
-    """Trainable weights of the last versions in a file that is memory: slot v mod n holds version v, its number in front.
+    """Trainable weights of the last versions in a file that is memory: slot v mod n holds version
+    v, its number in front.
 
-    n = staleness + 1 are enough: when version v is written, the groups of version v - staleness - 1 have been consumed.
+    n = staleness + 1 are enough: when version v is written, the groups of version v - staleness - 1
+    have been consumed.
     """
 
     def __init__(self, file: int, count: int, model: Any):
@@ -172,22 +176,25 @@ def _copy(move: Callable[[int, memoryview, int], int], file: int, data: memoryvi
 
 
 def shared_memory() -> int:
-    """A file in memory without a name, which is gone with the last process that holds it; elsewhere than on Linux a temporary one."""
+    """A file in memory without a name, which is gone with the last process that holds it; elsewhere
+    than on Linux a temporary one."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rlkit-weights")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-# ------------------------------------------------------------------------------------------------ the trainer's side
+# ------------------------------------------------------------------------------- the trainer's side
 
 
 class SamplingProcess:
     """The second process, as the trainer sees it. Start it early: it loads while the trainer does.
 
     Args:
-      again: builds the experiment in the other process; a function that pickle can name, with its arguments.
-      tasks: the prompts of the run. log: takes what the process prints; None: it prints where the trainer does.
+      again: builds the experiment in the other process; a function that pickle can name, with its
+        arguments.
+      tasks: the prompts of the run. log: takes what the process prints; None: it prints where the
+        trainer does.
       journal: keeps what its engine would not sample again alike.
     """
 
@@ -296,7 +303,8 @@ class SamplingProcess:
         return request
 
     def receive(self, request: Asked) -> Dispatched:
-        """The groups of a request; waits for them. Raises what sampling them raised; EngineError where the process is gone."""
+        """The groups of a request; waits for them. Raises what sampling them raised; EngineError
+        where the process is gone."""
         while request.step not in self.here and self.failure is None:
             self._take()
         if request.step not in self.here:
@@ -325,7 +333,8 @@ class SamplingProcess:
             self.failure = answer or self.gone()
 
     def arrived(self, ahead: Sequence[Dispatched | Asked]) -> tuple[Dispatched | Asked, ...]:
-        """What is in flight, with the groups that are there already in place of their requests. Never waits, and takes none away."""
+        """What is in flight, with the groups that are there already in place of their requests.
+        Never waits, and takes none away."""
         while not self.answers.empty() and self.failure is None:
             self._take()
         if self.journal and ahead:
@@ -421,7 +430,7 @@ def _shared(x: Experiment) -> list[Any]:
     ]
 
 
-# --------------------------------------------------------------------------------------------- the sampling process
+# ----------------------------------------------------------------------------- the sampling process
 
 
 def sampling_main() -> None:
@@ -466,7 +475,8 @@ def serve(
     send: Callable[[bytes], Any],
     memory: int,
 ) -> None:
-    """Answers requests until there are no more (None). An error is the last answer: the trainer raises it."""
+    """Answers requests until there are no more (None). An error is the last answer: the trainer
+    raises it."""
     try:
         setup = begin()
         x = setup.again()
@@ -508,7 +518,8 @@ def serve(
 
 
 def _policy(x: Experiment) -> tuple[Any, Any]:
-    """The policy on the device of the sampling process, with its number of threads; its weights are replaced by the trainer's."""
+    """The policy on the device of the sampling process, with its number of threads; its weights are
+    replaced by the trainer's."""
     rng.seed(x.seed)
     device, own = pick_device(x), x.asynchrony.sampler
     if own.device != "auto":

@@ -1,8 +1,10 @@
-"""Reference policies: an (init, update) pair over explicit state, how to score with it, and what a checkpoint holds of it.
+"""Reference policies: an (init, update) pair over explicit state, how to score with it, and what a
+checkpoint holds of it.
 
-`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy, each by a rule of its own and all over the same
-state, `Moving`. Their numbers are keywords of `update`, where a schedule reaches them: `reference.update.decay`. Under LoRA only
-adapters move, so the reference is a second adapter on the one base model; else it is a copy.
+`none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy, each by a rule of
+its own and all over the same state, `Moving`. Their numbers are keywords of `update`, where a
+schedule reaches them: `reference.update.decay`. Under LoRA only adapters move, so the reference is
+a second adapter on the one base model; else it is a copy.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from rlkit.types import Measured, Reference, assumes, reaches, safe
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
 
-# ------------------------------------------------------------------------------------------------------- options
+# ------------------------------------------------------------------------------------------ options
 
 
 def moved(
     reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float
 ) -> tuple[Any, dict[str, float]]:
-    """A reference's state after an RL step, and what its update measured, as reference/NAME. PartError where it gives no state."""
+    """A reference's state after an RL step, and what its update measured, as reference/NAME.
+    PartError where it gives no state."""
     given = reference.update(state, policy, step=step, kl=kl)
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:
@@ -54,16 +57,20 @@ def live() -> Reference:
 def frozen(
     *, path: str | None = None, revision: str | None = None, key: str = "reference.path"
 ) -> Reference:
-    """The policy as it was when this began: at the start of the run, or of the phase that brings it. Or another model: a teacher.
+    """The policy as it was when this began: at the start of the run, or of the phase that brings
+    it. Or another model: a teacher.
 
-    At the start of the run: under LoRA the state is empty, since the start is the same model with its adapter off; otherwise it is a
-    copy of the weights, without gradient. Both are made again from model.path on resume and not checkpointed. Later than that the
-    state is that of a reference that could move (a second adapter under LoRA) and is checkpointed.
+    At the start of the run: under LoRA the state is empty, since the start is the same model with
+    its adapter off; otherwise it is a copy of the weights, without gradient. Both are made again
+    from model.path on resume and not checkpointed. Later than that the state is that of a reference
+    that could move (a second adapter under LoRA) and is checkpointed.
 
     Args:
-      path: another model with the same tokens, in any order: a folder or a hub id; loaded anew on resume. None: the policy itself.
+      path: another model with the same tokens, in any order: a folder or a hub id; loaded anew on
+        resume. None: the policy itself.
       revision: of a hub id. key: where the path stands in the config, for messages.
-    Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another vocabulary.
+    Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another
+      vocabulary.
     """
     if path is not None:
         return _made_again(
@@ -87,10 +94,12 @@ def is_start(reference: Reference) -> bool:
 
 
 def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
-    """Whether a reference is known to be the policy as it is now: weights are compared, bit for bit.
+    """Whether a reference is known to be the policy as it is now: weights are compared, bit for
+    bit.
 
-    True for a shipped reference that began as the policy and whose weights are equal. Under LoRA the
-    base is one and the same, and a reference without an adapter is the policy while every second
+    True for a shipped reference that began as the policy and whose weights are equal. Under LoRA
+    the base is one and the same, and a reference without an adapter is the policy while every
+    second
     factor is 0. False for everything else: another model, a reference of the user's own, a policy
     with dropout. All ranks must call it, and get the same answer.
     """
@@ -131,13 +140,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def ema(*, decay: float) -> Reference:
-    """An exponential moving average of the policy: reference ← decay · reference + (1 - decay) · policy after every RL step.
+    """An exponential moving average of the policy: reference ← decay · reference + (1 - decay) ·
+    policy after every RL step.
 
-    Under LoRA the factors of the adapter are averaged, each by itself. The effective weights W + s·BA are then not the average of the
-    policy's: with averaging weights w, B̄ Ā = Σ w B A - Σ w (B - B̄)(A - Ā), and what is left out is the covariance of the factors over
-    the average's memory. Measured on the embedded model (rank 2, twenty steps of AdamW), as a share of the norm of the averaged change:
-    5 % at a learning rate of 0.001 and 13 % at 0.01 with decay 0.9; 54 % at 0.01 with decay 0.99 and gradients of pure noise. It
-    vanishes where the policy stands still. The average of the products has a higher rank, so no adapter of this rank can hold it.
+    Under LoRA the factors of the adapter are averaged, each by itself. The effective weights W +
+    s·BA are then not the average of the policy's: with averaging weights w, B̄ Ā = Σ w B A - Σ w (B
+    - B̄)(A - Ā), and what is left out is the covariance of the factors over the average's memory.
+    Measured on the embedded model (rank 2, twenty steps of AdamW), as a share of the norm of the
+    averaged change: 5 % at a learning rate of 0.001 and 13 % at 0.01 with decay 0.9; 54 % at 0.01
+    with decay 0.99 and gradients of pure noise. It vanishes where the policy stands still. The
+    average of the products has a higher rank, so no adapter of this rank can hold it.
 
     Args:
       decay: in [0, 1). 0 is the policy of one step ago; 0.99 looks back about 100 steps.
@@ -156,7 +168,8 @@ def _average(state: Moving, policy: nn.Module, *, decay: float, **_: Any) -> Mov
 
 
 def periodic(*, every: int) -> Reference:
-    """A copy of the policy, taken anew after every `every` RL steps, counted from the start of the run.
+    """A copy of the policy, taken anew after every `every` RL steps, counted from the start of the
+    run.
 
     Args:
       every: RL steps, at least 1.
@@ -180,10 +193,11 @@ def on_kl(
     accumulated: Σ of the steps' KL since the last copy > threshold; then the sum starts at 0 again
     distance:    the last step's KL > threshold
 
-    A step's KL is the mean per token of the estimator that `kl` names, at the policy before each update of the step. It is a level, the
-    distance from the reference, and not the distance moved in that step. So the accumulated measure adds levels: a policy that
-    stays 0.05 nats away passes a threshold of 0.5 after 11 steps, and by distance never. A step without a finite KL adds nothing and
-    copies nothing.
+    A step's KL is the mean per token of the estimator that `kl` names, at the policy before each
+    update of the step. It is a level, the distance from the reference, and not the distance moved
+    in that step. So the accumulated measure adds levels: a policy that stays 0.05 nats away passes
+    a threshold of 0.5 after 11 steps, and by distance never. A step without a finite KL adds
+    nothing and copies nothing.
 
     Args:
       threshold: nats per token, greater than 0.
@@ -211,11 +225,12 @@ def _copy_beyond(
     return state._replace(kl=measured if accumulated else 0.0)
 
 
-# ------------------------------------------------------------------------------------------- references that move
+# ----------------------------------------------------------------------------- references that move
 
 
 class Moving(NamedTuple):
-    """The state of a reference that moves. Every mapping goes by the policy's own names; `update` writes the tensors in place."""
+    """The state of a reference that moves. Every mapping goes by the policy's own names; `update`
+    writes the tensors in place."""
 
     weights: Mapping[
         str, Tensor
@@ -233,8 +248,9 @@ class Moving(NamedTuple):
 def shard_state(
     state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]
 ) -> nn.Module | Moving | None:
-    """The state of a reference as shards (rlkit.distributed.ranks.shard): of a model of its own, or of the
-    second adapter of a policy that has been sharded by now. Unchanged where it is that already.
+    """The state of a reference as shards (rlkit.distributed.ranks.shard): of a model of its own, or
+    of the second adapter of a policy that has been sharded by now. Unchanged where it is that
+    already.
     """
     if isinstance(state, Moving) and state.model is None:
         scored = _twins(policy)
@@ -261,7 +277,8 @@ def _start(policy: nn.Module, **_: Any) -> Moving:
 
 
 def track(model: nn.Module) -> Moving:
-    """The state of a reference that is this very model: `follow` writes into it. Only what is narrower than float32 is copied."""
+    """The state of a reference that is this very model: `follow` writes into it. Only what is
+    narrower than float32 is copied."""
     scored = dict(model.named_parameters())
     return Moving(_averaged(scored), scored, dict(model.named_buffers()), model)
 
@@ -275,7 +292,8 @@ def _averaged(scored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0) -> Moving:
-    """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With decay 0 all is copied, bit for bit."""
+    """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With
+    decay 0 all is copied, bit for bit."""
     ranks.reshard(policy, state.model)  # what scoring has left gathered would keep the old weights
     parameters, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
     for name, weight in state.weights.items():
@@ -295,7 +313,8 @@ def _show(state: Moving) -> None:
 
 @contextmanager
 def _model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
-    """The reference's own model; under LoRA the policy with the second adapter, or without any where the state is None."""
+    """The reference's own model; under LoRA the policy with the second adapter, or without any
+    where the state is None."""
     own = state.model if isinstance(state, Moving) else state
     with torch.no_grad():
         if own is not None:
@@ -324,7 +343,8 @@ def _save_moving(state: Moving) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> Moving:
-    """The saved state. Where nothing was saved (the run had a frozen reference so far), the start stays: it is the same."""
+    """The saved state. Where nothing was saved (the run had a frozen reference so far), the start
+    stays: it is the same."""
     if not saved:
         return state
     for live, kept in ((state.weights, saved["weights"]), (state.buffers, saved["buffers"])):
@@ -339,11 +359,12 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
     return state._replace(kl=saved["kl"])
 
 
-# ------------------------------------------------------------------------------------------------- adapters of PEFT
+# --------------------------------------------------------------------------------- adapters of PEFT
 
 
 def _second_adapter(policy: Any) -> dict[str, Tensor]:
-    """Adds the reference's adapter, equal to the active one, and gives its tensors by the names of the policy's."""
+    """Adds the reference's adapter, equal to the active one, and gives its tensors by the names of
+    the policy's."""
     from rlkit.models.load import compute_as_base
 
     if ADAPTER not in policy.peft_config:
@@ -362,7 +383,8 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
 
 
 def _twins(policy: Any) -> dict[str, Tensor]:
-    """The tensors of the reference's adapter, without gradient, by the names of those of the active one."""
+    """The tensors of the reference's adapter, without gradient, by the names of those of the active
+    one."""
     parameters = dict(policy.named_parameters())
     twins = {
         name: ".".join(
@@ -379,7 +401,8 @@ def _twins(policy: Any) -> dict[str, Tensor]:
 
 
 def _activate(policy: Any, adapter: str) -> None:
-    """Switches adapters. PEFT's own switch also decides what is trained, which here stays as it is."""
+    """Switches adapters. PEFT's own switch also decides what is trained, which here stays as it
+    is."""
     with _gradients_kept(policy):
         policy.set_adapter(adapter)
 
@@ -392,7 +415,7 @@ def _gradients_kept(policy: nn.Module) -> Iterator[None]:
         parameter.requires_grad_(wanted)
 
 
-# ------------------------------------------------------------------------------------- references that never move
+# ----------------------------------------------------------------------- references that never move
 
 
 def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:

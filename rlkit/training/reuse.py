@@ -1,4 +1,5 @@
-"""Groups that are learned from again (task.reuse): kept with the versions that sampled them, bounded in number and in age."""
+"""Groups that are learned from again (task.reuse): kept with the versions that sampled them,
+bounded in number and in age."""
 
 from __future__ import annotations
 
@@ -28,16 +29,20 @@ class Reused(NamedTuple):
 def with_reused(
     reuse: Reuse, kept: Sequence[Group], trained: Sequence[Rollout], *, step: int, seed: int
 ) -> Reused:
-    """The rollouts of a step, groups of equal rewards replaced by kept ones, and the groups that are kept for the steps to come.
+    """The rollouts of a step, groups of equal rewards replaced by kept ones, and the groups that
+    are kept for the steps to come.
 
-    A kept group is drawn in proportion to its score, Σ|r - mean| · std of its rewards, at most once a step, if its oldest token was
-    sampled by weights at most `reuse.staleness` RL steps old and it has as many rollouts. It takes the number of the group that it
-    replaces, and keeps its tokens' log-probs and versions. Then those of highest score are kept, new ones before old ones.
+    A kept group is drawn in proportion to its score, Σ|r - mean| · std of its rewards, at most once
+    a step, if its oldest token was sampled by weights at most `reuse.staleness` RL steps old and it
+    has as many rollouts. It takes the number of the group that it replaces, and keeps its tokens'
+    log-probs and versions. Then those of highest score are kept, new ones before old ones.
 
     Args:
-      trained: scored rollouts of the step, group by group. step: RL steps done before this one. seed: the run's.
-    Returns: with metrics reuse/groups: groups that were learned from again; reuse/staleness: their mean age in RL steps, nan without
-      any; reuse/kept: groups that are kept. Nothing is changed where `reuse` is not active.
+      trained: scored rollouts of the step, group by group. step: RL steps done before this one.
+        seed: the run's.
+    Returns: with metrics reuse/groups: groups that were learned from again; reuse/staleness: their
+      mean age in RL steps, nan without any; reuse/kept: groups that are kept. Nothing is changed
+      where `reuse` is not active.
     """
     if not reuse.active:
         return Reused(list(trained), (), {})
@@ -72,7 +77,8 @@ def with_reused(
 
 
 def score_of(group: Sequence[Rollout]) -> float:
-    """Σ|r - mean| · std of the rewards of a group; 0 where they are all equal, or there are fewer than two."""
+    """Σ|r - mean| · std of the rewards of a group; 0 where they are all equal, or there are fewer
+    than two."""
     rewards = [r.total_reward for r in group if r.total_reward is not None]
     if len(rewards) < 2 or min(rewards) == max(rewards):
         return 0.0
@@ -81,7 +87,8 @@ def score_of(group: Sequence[Rollout]) -> float:
 
 
 def age(group: Sequence[Rollout], step: int) -> int:
-    """RL steps between the oldest weights that sampled a token of the group, and a step. A reply without versions has no age."""
+    """RL steps between the oldest weights that sampled a token of the group, and a step. A reply
+    without versions has no age."""
     return max(
         [0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)]
     )

@@ -40,16 +40,19 @@ def train_in(
 ) -> tuple[dict[str, Any], RLModule]:
     """Train to the end.
 
-    Returns: the summary, which is also written to the folder; its `before` and `after` are of test problems, and `validation` is the
-      last evaluation on the way. And the module, which holds the policy.
+    Returns: the summary, which is also written to the folder; its `before` and `after` are of test
+      problems, and `validation` is the last evaluation on the way. And the module, which holds the
+      policy.
 
     Args:
-      x: the experiment. tasks: the problems of its splits (see `rlkit.config.problems.rows.load_tasks`).
+      x: the experiment. tasks: the problems of its splits (see
+        `rlkit.config.problems.rows.load_tasks`).
       folder: where everything goes; of the run to continue where there is a `resume`.
       provenance: config, versions and git state of this process, for checkpoints and loggers.
       resume: a checkpoint, or a folder whose newest one is taken; None starts anew.
       started: time.perf_counter() of the command's start.
-      again: builds the experiment again in a second process (`rlkit.config.compose.builder`), for asynchrony=overlap.
+      again: builds the experiment again in a second process (`rlkit.config.compose.builder`), for
+        asynchrony=overlap.
     Raises: ConfigError where that is needed and None.
     """
     from rlkit.training.overlap import sampling_process
@@ -100,7 +103,9 @@ def _train(
     dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
     summary = {"ended": "failed", "seed": x.seed, "name": x.name}
     processor = time.process_time()
-    gc.freeze()  # what there is now stays: full collections pass over half a million objects of the libraries, a tenth of a small step
+    # what there is now stays: full collections pass over half a million objects of the libraries, a
+    # tenth of a small step
+    gc.freeze()
     try:
         with failed_rollout_kept(folder):
             trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
@@ -132,7 +137,8 @@ def _train(
 def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     """Seed, load and check the policy of a run, and print what runs.
 
-    Returns: the policy; its device; whether the engine gives the trainer's log-probs exactly, on all ranks.
+    Returns: the policy; its device; whether the engine gives the trainer's log-probs exactly, on
+    all ranks.
     Raises: ConfigError, SelfCheckError, DataError.
     """
     print(first_line(x), flush=True)
@@ -143,9 +149,8 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     from rlkit.training.selfcheck import check_policy, check_teacher
 
     quiet()
-    rng.seed(
-        x.seed
-    )  # initial adapters, and what a reward or an environment draws; sampling has its own randomness
+    # initial adapters, and what a reward or an environment draws; sampling has its own randomness
+    rng.seed(x.seed)
     check_teacher(x)
     policy, device = on_device(x)
     print(header(x, policy, device, tasks), flush=True)
@@ -186,7 +191,8 @@ def conclude(
     seconds: float,
     device: Any,
 ) -> None:
-    """Adds a run's figures, and what of it could not be written, to its summary; writes summary.json and metrics.csv."""
+    """Adds a run's figures, and what of it could not be written, to its summary; writes
+    summary.json and metrics.csv."""
     from rlkit.sandbox import seen
     from rlkit.system.rows import export_csv
     from rlkit.training.kernels import kernels_in_use
@@ -222,7 +228,8 @@ def conclude(
 
 
 def missing() -> dict[str, Any]:
-    """unsaved: why the run's result is not whole, as a sentence or None. lost: the other files that were not written, each with why."""
+    """unsaved: why the run's result is not whole, as a sentence or None. lost: the other files that
+    were not written, each with why."""
     from rlkit.training.callbacks.checkpoints import RESULT
 
     result = {what: why for what, why in LOST.items() if what in RESULT}
@@ -236,7 +243,8 @@ def missing() -> dict[str, Any]:
 def how_it_ended(
     module: Any, results: Mapping[Split, Mapping[int, Mapping[str, Any]]]
 ) -> tuple[str, str]:
-    """(the end, why): finished: all steps done, or the target reached; out of time, so it can be resumed; else interrupted."""
+    """(the end, why): finished: all steps done, or the target reached; out of time, so it can be
+    resumed; else interrupted."""
     target, last = (
         module.experiment.evaluation.stop_at,
         results.get("validation", {}).get(module.rl_step),
@@ -298,7 +306,8 @@ def make_trainer(
     first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog()]
     first += [KernelsNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
-    # The row is written when every callback has added to it, and a checkpoint says that all that its step writes is there.
+    # The row is written when every callback has added to it, and a checkpoint says that all that
+    # its step writes is there.
     callbacks.sort(
         key=lambda callback: (isinstance(callback, RLCheckpoint), isinstance(callback, MetricsFile))
     )
@@ -325,7 +334,8 @@ def make_trainer(
 
 
 def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:
-    """The checkpoint that a run is continued from, and its RL step; what came after it, and what is not of this run, is set aside.
+    """The checkpoint that a run is continued from, and its RL step; what came after it, and what is
+    not of this run, is set aside.
 
     Args:
       identity: of the run in the folder.

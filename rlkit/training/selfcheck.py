@@ -1,4 +1,5 @@
-"""Invariants proved on the run's own model, tokenizer and rows before the first step. Each is a class of silent bugs."""
+"""Invariants proved on the run's own model, tokenizer and rows before the first step. Each is a
+class of silent bugs."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ LONGEST = 4  # rows by characters whose prompts are measured in tokens
 
 
 def check_teacher(x: Experiment) -> None:
-    """A reference that is another model, here or served, has the policy's vocabulary; before weights are loaded. Raises: ConfigError."""
+    """A reference that is another model, here or served, has the policy's vocabulary; before
+    weights are loaded. Raises: ConfigError."""
     own = getattr(x.model, "keywords", {})
     asked = [phase.reference.init for phase in phases(x).values() if phase.needs_reference]
     asked += [model.init for model in x.teacher.models.values()] if x.needs_teacher else []
@@ -83,18 +85,21 @@ def check_contexts(
 
 
 class Agreement(NamedTuple):
-    """How well sampler, trainer and the model's own forward agree, where they agree well enough to train."""
+    """How well sampler, trainer and the model's own forward agree, where they agree well enough to
+    train."""
 
     warnings: list[str]
     exact: bool  # in float32, within FP32_TOLERANCE
 
 
 def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreement:
-    """Token exactness on real rollouts: the template carries tools, and three computations agree on every sampled token.
+    """Token exactness on real rollouts: the template carries tools, and three computations agree on
+    every sampled token.
 
-    They are the engine that sampled, the trainer's `forward_logprobs`, and the model's own forward, whichever engine it is: an engine that
-    shares a mistake with the trainer would agree with it.
-    Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed where the environment gave the policy nothing to say.
+    They are the engine that sampled, the trainer's `forward_logprobs`, and the model's own forward,
+    whichever engine it is: an engine that shares a mistake with the trainer would agree with it.
+    Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed where the environment
+    gave the policy nothing to say.
     """
     few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
     check_contexts(policy, tasks, x.environment)
@@ -146,9 +151,11 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
 
 
 def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Log-probs [M] of the tokens that `mask` marks, at least one a row, by the model's own forward, row by row, without padding.
+    """Log-probs [M] of the tokens that `mask` marks, at least one a row, by the model's own
+    forward, row by row, without padding.
 
-    Logits are asked for from the first of these tokens on, where the model can leave the others out.
+    Logits are asked for from the first of these tokens on, where the model can leave the others
+    out.
     """
     options = inspect.signature(
         getattr(model, "get_base_model", lambda: model)().forward
@@ -168,7 +175,8 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
 
 
 def _compare(gap: Tensor, half: bool, who: str, why: str) -> list[str]:
-    """Warnings where two computations of the same log-probs differ by `gap`. Raises: SelfCheckError where they differ too much."""
+    """Warnings where two computations of the same log-probs differ by `gap`. Raises: SelfCheckError
+    where they differ too much."""
     mean, most = float(gap.abs().mean()), float(gap.abs().max())
     if not half and not most < FP32_TOLERANCE:
         raise SelfCheckError(

@@ -1,9 +1,12 @@
-"""A teacher behind `vllm serve`: the log-probs of the sampled tokens, and of its likeliest ones, over HTTP.
+"""A teacher behind `vllm serve`: the log-probs of the sampled tokens, and of its likeliest ones,
+over HTTP.
 
-    rows of ids ──▶ /v1/completions, prompt_logprobs=k ──▶ k + 1 named tokens at each position ──▶ logits [m, V]
+    rows of ids ──▶ /v1/completions, prompt_logprobs=k ──▶ k + 1 named tokens at each position ──▶
+    logits [m, V]
 
-The tokens that the server does not name share the rest of its probability evenly, so that the logits are a distribution. A divergence
-that reads only named tokens is exact; all others are refused before a model is loaded.
+The tokens that the server does not name share the rest of its probability evenly, so that the
+logits are a distribution. A divergence that reads only named tokens is exact; all others are
+refused before a model is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ TINY = 1e-12  # probability that is left for the tokens without a name, at least
 
 
 def named_tokens(loss: Any) -> int | None:
-    """How many of the teacher's likeliest tokens a divergence reads beside the sampled one; None if it reads the whole distribution."""
+    """How many of the teacher's likeliest tokens a divergence reads beside the sampled one; None if
+    it reads the whole distribution."""
     function, given = getattr(loss, "func", loss), getattr(loss, "keywords", {})
     if function is top_k_divergence and given.get("chosen_by") == "teacher":
         return int(given.get("k", 32))
@@ -60,7 +64,8 @@ class ServedTeacher:
         self.key = key
 
     def check(self, path: str, **hub: Any) -> None:
-        """Every server answers, serves the model, and gives each id of the policy's tokenizer the same text. Raises: ConfigError."""
+        """Every server answers, serves the model, and gives each id of the policy's tokenizer the
+        same text. Raises: ConfigError."""
         if not self.checked:
             tokenizer = pretrained_tokenizer(path, **hub)
             run(together(self._check(server, tokenizer, path) for server in self.servers))
@@ -103,8 +108,10 @@ class ServedTeacher:
         """What the servers say of the sampled tokens, as the last states and the head of a model.
 
         Args:
-          ids: [B, T] int64. mask: [B, T] bool, M of them. k: of the likeliest tokens, ≥ 0. columns: V of the policy.
-        Returns: [M, 2k + 3] float32 in the order of the mask, and the function from rows of it to log-probs [m, V].
+          ids: [B, T] int64. mask: [B, T] bool, M of them. k: of the likeliest tokens, ≥ 0. columns:
+            V of the policy.
+        Returns: [M, 2k + 3] float32 in the order of the mask, and the function from rows of it to
+          log-probs [m, V].
         Raises: EngineError where no server answers, one refuses, or a row is too long for it.
         """
         rows = [
@@ -140,7 +147,8 @@ async def _differs(server: Server, tokenizer: Any, ids: list[int]) -> bool:
 
 
 def _entry(said: Mapping[str, Mapping[str, float]], k: int, columns: int) -> list[float]:
-    """One position: k + 1 ids, their log-probs, and that of each other token. Fewer ids are filled up with the first."""
+    """One position: k + 1 ids, their log-probs, and that of each other token. Fewer ids are filled
+    up with the first."""
     named = [(float(token), max(entry["logprob"], math.log(TINY))) for token, entry in said.items()]
     left = max(1 - math.fsum(math.exp(logp) for _, logp in named), TINY)
     other = math.log(left / max(1, columns - len(named)))
@@ -160,7 +168,8 @@ def served(
     max_rows: int = 64,
     key: str = "teacher.addresses",
 ) -> Reference:
-    """A model that only a server has: its `model` gives a `ServedTeacher`, which streams ask in place of a forward pass."""
+    """A model that only a server has: its `model` gives a `ServedTeacher`, which streams ask in
+    place of a forward pass."""
     teacher = ServedTeacher(addresses, model=model, max_rows=max_rows, key=key)
     init = functools.partial(_meet, served=teacher)
     return Reference(

@@ -1,7 +1,9 @@
-"""The streams beside the reward's: each adds coef · Σ weights · loss per token to an update, in a pass of its own over its own tokens.
+"""The streams beside the reward's: each adds coef · Σ weights · loss per token to an update, in a
+pass of its own over its own tokens.
 
-loss = reward + Σ_c coef_c Σ_t w_ct l_ct, where the weights w_c sum to 1 over the stream's mask, before the batch is split. So a stream
-leaves the gradients of the others as they are, and one without tokens, or of coefficient 0, computes nothing.
+loss = reward + Σ_c coef_c Σ_t w_ct l_ct, where the weights w_c sum to 1 over the stream's mask,
+before the batch is split. So a stream leaves the gradients of the others as they are, and one
+without tokens, or of coefficient 0, computes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Prompts = dict[
 
 
 class Pass(NamedTuple):
-    """What one stream learns from in an update: the batch's response_mask is its mask, its weights are those of its tokens."""
+    """What one stream learns from in an update: the batch's response_mask is its mask, its weights
+    are those of its tokens."""
 
     name: str
     stream: Stream
@@ -71,7 +74,8 @@ def of_parts(batch: Batch, rollouts: Sequence[Rollout], stream: Stream) -> Tenso
 
 
 def stream_passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
-    """Every pass of an update, with weights that are fixed before it is split; streams without a token are left out.
+    """Every pass of an update, with weights that are fixed before it is split; streams without a
+    token are left out.
 
     Raises: DataError where a part of the mixture has no teacher.
     """
@@ -98,7 +102,8 @@ def stream_passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
 
 
 def teacher_passes(learner: Learner, stream: Stream, minibatch: Batch) -> Iterator[Pass]:
-    """One pass a teacher, each over the rows of its part of the mixture, with the weights of the whole mask."""
+    """One pass a teacher, each over the rows of its part of the mixture, with the weights of the
+    whole mask."""
     teacher, batch = learner.x.teacher, whole(minibatch)
     batch = batch._replace(
         response_mask=batch.response_mask & of_parts(batch, learner.trained, stream)
@@ -189,7 +194,8 @@ def nll(learner: Learner, packed: Packed) -> Tensor:
 
 
 def divergences(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> Tensor:
-    """The divergence at each of the pass's tokens [M]: the teacher reads the same reply, behind its own prompt if it has one."""
+    """The divergence at each of the pass's tokens [M]: the teacher reads the same reply, behind its
+    own prompt if it has one."""
     mask, (read, head) = batch.response_mask, teacher_states(learner, given, batch, packed)
     before = (
         batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler
@@ -211,7 +217,8 @@ def divergences(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> 
 def teacher_states(
     learner: Learner, given: Pass, batch: Batch, packed: Packed
 ) -> tuple[Tensor, Any]:
-    """The teacher's last states at the pass's tokens [M, H] and its head; of a served one what the servers name, as if they were these."""
+    """The teacher's last states at the pass's tokens [M, H] and its head; of a served one what the
+    servers name, as if they were these."""
     rows = (batch.ids, batch.response_mask) if given.shown is None else as_shown(batch, given.shown)
     with learner.teacher_model(given.teacher) as model, torch.no_grad():
         if isinstance(model, ServedTeacher):
@@ -236,7 +243,8 @@ def token_divergences(
     factor: Any,
     **settings: Any,
 ) -> Tensor:
-    """The divergence at the sampled tokens of packed rows [M], in the order of the response mask."""
+    """The divergence at the sampled tokens of packed rows [M], in the order of the response
+    mask."""
     hidden, head = states(model, packed)[packed.inverse], trunk_and_head(model)[1]
     size = max(
         1,
@@ -255,7 +263,8 @@ def token_divergences(
 
 
 def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
-    """The rows as the teacher reads them, ids and mask [B, T']: its own prompt, then what follows the policy's, token by token."""
+    """The rows as the teacher reads them, ids and mask [B, T']: its own prompt, then what follows
+    the policy's, token by token."""
     ids, masks = [], []
     for row, rollout in enumerate(batch.rollout_ids.tolist()):
         length = int(batch.attention_mask[row].sum())
@@ -268,11 +277,12 @@ def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
     return pad_sequence(ids, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
-# ------------------------------------------------------------------------------------------------------ observations
+# ------------------------------------------------------------------------------------- observations
 
 
 def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Tensor:
-    """[B, T] bool: the tokens of what tools answered, without the template around them, each in the row where it was first read."""
+    """[B, T] bool: the tokens of what tools answered, without the template around them, each in the
+    row where it was first read."""
     mask, row = torch.zeros_like(batch.response_mask), 0
     for rollout in rollouts:
         for own in rows_of(rollout):
@@ -285,7 +295,8 @@ def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> T
 
 
 def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
-    """Where in a step's prompt_ids the contents of its new tool messages stand: the last occurrence of each, from the back."""
+    """Where in a step's prompt_ids the contents of its new tool messages stand: the last occurrence
+    of each, from the back."""
     ids, spans, limit = list(step.prompt_ids), list[tuple[int, int]](), len(step.prompt_ids)
     for message in reversed(step.prompt):
         body = encode_text(renderer, message.get("content") or "")

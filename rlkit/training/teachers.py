@@ -1,7 +1,9 @@
-"""Teachers: whose next-token distributions the teacher stream compares the policy with, and what they are shown that the policy is not.
+"""Teachers: whose next-token distributions the teacher stream compares the policy with, and what
+they are shown that the policy is not.
 
-A teacher's model is a `Reference`: another model, the start, a moving average, or the policy itself. With `show` its prompt also holds
-something that helps, and the policy's reply follows it token by token: so the policy learns to answer as if it had been shown that.
+A teacher's model is a `Reference`: another model, the start, a moving average, or the policy
+itself. With `show` its prompt also holds something that helps, and the policy's reply follows it
+token by token: so the policy learns to answer as if it had been shown that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Show = Callable[
 
 
 class Teacher(NamedTuple):
-    """Part of a mixture → model; "" is for all. `show`: what is added to the teacher's prompt; None adds nothing."""
+    """Part of a mixture → model; "" is for all. `show`: what is added to the teacher's prompt; None
+    adds nothing."""
 
     name: str = "none"
     models: Mapping[str, Reference] = {}
@@ -39,10 +42,12 @@ def no_teacher() -> Teacher:
 def path_teacher(
     *, path: str | None = None, revision: str | None = None, paths: Mapping[str, str] | None = None
 ) -> Teacher:
-    """Other models with the policy's vocabulary: one for all prompts, or one for each part of a mixture.
+    """Other models with the policy's vocabulary: one for all prompts, or one for each part of a
+    mixture.
 
     Args:
-      path: a local folder or a hub id. revision: of a hub id. paths: part of the mixture → folder or hub id; then `path` is None.
+      path: a local folder or a hub id. revision: of a hub id. paths: part of the mixture → folder
+        or hub id; then `path` is None.
     Raises: ValueError where neither or both are given.
     """
     if (path is None) == (not paths):
@@ -66,7 +71,8 @@ def start_teacher() -> Teacher:
 
 
 def ema_teacher(*, decay: float) -> Teacher:
-    """A moving average of the policy: teacher ← decay · teacher + (1 - decay) · policy after every RL step. decay: in [0, 1)."""
+    """A moving average of the policy: teacher ← decay · teacher + (1 - decay) · policy after every
+    RL step. decay: in [0, 1)."""
     return Teacher("ema", {"": ema(decay=decay)})
 
 
@@ -79,14 +85,18 @@ def vllm_teacher(
     model: str | None = None,
     max_rows: int = 64,
 ) -> Teacher:
-    """Other models with the policy's vocabulary, behind `vllm serve`; nothing of them is loaded here.
+    """Other models with the policy's vocabulary, behind `vllm serve`; nothing of them is loaded
+    here.
 
-    A server gives the log-probs of single tokens, at temperature 1. So the divergence is `sampled_divergence`, or `top_k_divergence`
-    with chosen_by=teacher, and generation.temperature is 1. Log-probs are normalised over all rows of the served model.
+    A server gives the log-probs of single tokens, at temperature 1. So the divergence is
+    `sampled_divergence`, or `top_k_divergence` with chosen_by=teacher, and generation.temperature
+    is 1. Log-probs are normalised over all rows of the served model.
 
     Args:
-      addresses: of the servers; rows are dealt to them in turn, and one that no longer answers is passed over.
-      parts: part of a mixture → addresses of its own teacher's servers, or one; then `addresses` is empty.
+      addresses: of the servers; rows are dealt to them in turn, and one that no longer answers is
+        passed over.
+      parts: part of a mixture → addresses of its own teacher's servers, or one; then `addresses` is
+        empty.
       model: the name that they serve it under, checked at the start; None takes what they serve.
       max_rows: requests at once to each server, > 0.
     Raises: ValueError without a proper address.
@@ -123,8 +133,9 @@ def context_teacher(
     """The policy itself, with something in its prompt that the policy does not see.
 
     Args:
-      show: demonstration, the last reply of the row's conversation; answer, the row's gold answer; sibling, the first reply of its group
-        that scored 1 or more, other than itself, and the `feedback` in the rollout's metadata. A rollout with nothing to show is left out.
+      show: demonstration, the last reply of the row's conversation; answer, the row's gold answer;
+        sibling, the first reply of its group that scored 1 or more, other than itself, and the
+        `feedback` in the rollout's metadata. A rollout with nothing to show is left out.
       weights: the policy's own at every moment, those of the start, or a moving average.
       decay: of the average, in [0, 1).
     Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
@@ -159,7 +170,8 @@ def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 
 
 def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-    """Another reply to the same prompt that scored 1 or more, and feedback on the rollout's own, where there is some."""
+    """Another reply to the same prompt that scored 1 or more, and feedback on the rollout's own,
+    where there is some."""
     good = [
         r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1
     ]
@@ -175,7 +187,8 @@ def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 def shown_prompts(
     policy: Policy, rollouts: Sequence[Rollout], show: Show, environment: object
 ) -> dict[int, tuple[int, list[int]]]:
-    """Position of a rollout → (tokens of its own first prompt, the ids of the teacher's). Rollouts with nothing to show are left out."""
+    """Position of a rollout → (tokens of its own first prompt, the ids of the teacher's). Rollouts
+    with nothing to show are left out."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)

@@ -1,6 +1,8 @@
-"""Passes over a batch in micro-batches that only sum: log-probs without gradient, and one minibatch's update.
+"""Passes over a batch in micro-batches that only sum: log-probs without gradient, and one
+minibatch's update.
 
-Every function takes the learner: its policy and critic, the experiment of the step under way, and the host that computes.
+Every function takes the learner: its policy and critic, the experiment of the step under way, and
+the host that computes.
 """
 
 from __future__ import annotations
@@ -41,16 +43,19 @@ from rlkit.types import Batch, TokenLogprobs, declarations
 if TYPE_CHECKING:
     from rlkit.training.learner import Learner
 
-# ------------------------------------------------------------------------------------------- passes without gradient
+# -------------------------------------------------------------------------- passes without gradient
 
 
 def with_logprobs(learner: Learner, batch: Batch) -> Batch:
-    """The batch with old log-probs, entropies and values, and reference log-probs, if anything before or in the update needs them.
+    """The batch with old log-probs, entropies and values, and reference log-probs, if anything
+    before or in the update needs them.
 
-    They are computed in the minibatches and micro-batches of the first epoch. So a policy that equals the reference gives the same
-    bits in its update, where the gradient of the KL is then 0 and not rounding, of which an optimiser makes steps of full size.
-    With one epoch of one minibatch the old policy is the current one, so "old" is its detached value and costs nothing. Nor does it
-    where algorithm.old takes no pass of the trainer; then there is one only for what else is asked for.
+    They are computed in the minibatches and micro-batches of the first epoch. So a policy that
+    equals the reference gives the same bits in its update, where the gradient of the KL is then 0
+    and not rounding, of which an optimiser makes steps of full size. With one epoch of one
+    minibatch the old policy is the current one, so "old" is its detached value and costs nothing.
+    Nor does it where algorithm.old takes no pass of the trainer; then there is one only for what
+    else is asked for.
     """
     a, kl = learner.x.algorithm, learner.x.kl
     batch = place_old(batch, a, step=learner.rl_step)
@@ -91,7 +96,8 @@ def with_reference(learner: Learner, batch: Batch, splits: Sequence[Tensor]) -> 
 
 
 def _read(learner: Learner, batch: Batch) -> Batch:
-    """The batch with all tokens that log-probs are needed of: for a KL in the baseline those of rollouts that are not trained on too."""
+    """The batch with all tokens that log-probs are needed of: for a KL in the baseline those of
+    rollouts that are not trained on too."""
     return (
         whole(batch) if learner.x.kl.in_baseline or "teacher" in streams.active(learner) else batch
     )
@@ -100,8 +106,8 @@ def _read(learner: Learner, batch: Batch) -> Batch:
 def step_minibatches(learner: Learner, batch: Batch, terms: UpdateTerms) -> Iterator[Batch]:
     """Every update's batch in its order, with the weights of its tokens.
 
-    Later epochs have other minibatches. While no update has had a gradient, the reference's log-probs
-    are computed again in those, if an update reads them.
+    Later epochs have other minibatches. While no update has had a gradient, the reference's
+    log-probs are computed again in those, if an update reads them.
     """
     a, kl = learner.x.algorithm, learner.x.kl
     for epoch, splits in enumerate(minibatch_rows(batch, a, learner.shuffle_seed)):
@@ -123,7 +129,8 @@ def batch_logprobs(
     """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time.
 
     Args:
-      splits: row numbers of the minibatches that are cut into micro-batches, each on its own; None is one of all rows.
+      splits: row numbers of the minibatches that are cut into micro-batches, each on its own; None
+        is one of all rows.
     """
     out: dict[str, Tensor] = {}
     for split in (
@@ -159,7 +166,8 @@ def with_old(learner: Learner, batch: Batch | None) -> Batch | None:
 
 
 def moved_since(learner: Learner, then: Mapping[str, Batch | None]) -> dict[str, float]:
-    """Name → KL(old‖now) in nats per token on a batch's tokens, k3, all of them in one pass; nan without a batch."""
+    """Name → KL(old‖now) in nats per token on a batch's tokens, k3, all of them in one pass; nan
+    without a batch."""
     there = {
         name: drift.on(batch, learner.device) for name, batch in then.items() if batch is not None
     }
@@ -178,13 +186,15 @@ def moved_since(learner: Learner, then: Mapping[str, Batch | None]) -> dict[str,
 
 
 def updates_once(learner: Learner, batch: Batch) -> bool:
-    """Whether one update passes the whole batch before anything moves: then its log-probs are those of the old policy."""
+    """Whether one update passes the whole batch before anything moves: then its log-probs are those
+    of the old policy."""
     a = learner.x.algorithm
     return a.epochs * a.minibatches == 1 and not learner.warming_up() and has_signal(learner, batch)
 
 
 def rank_micro_batches(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
-    """The micro-batches of this rank as row numbers, equally many on every rank, and whether each counts."""
+    """The micro-batches of this rank as row numbers, equally many on every rank, and whether each
+    counts."""
     limit = learner.micro_batch_tokens
     if ranks.size() == 1:
         return ((rows, True) for rows in micro_batches(batch, limit))
@@ -195,11 +205,12 @@ def rank_micro_batches(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor,
     )
 
 
-# -------------------------------------------------------------------------------------------------------- one update
+# --------------------------------------------------------------------------------------- one update
 
 
 def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
-    """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum: their weights are fixed before."""
+    """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum:
+    their weights are fixed before."""
     x, critic = learner.x, learner.x.algorithm.critic
     learns = not learner.warming_up() and has_signal(learner, minibatch)
     others = [] if learner.warming_up() else list(streams.stream_passes(learner, minibatch))
@@ -277,12 +288,15 @@ def exact_reference(learner: Learner, packed: Packed) -> tuple[Tensor, Head] | N
 
 
 def has_signal(learner: Learner, batch: Batch) -> bool:
-    """False if the gradient of the policy's loss is known to be exactly 0. Such an update is skipped.
+    """False if the gradient of the policy's loss is known to be exactly 0. Such an update is
+    skipped.
 
-    It is known of a batch without a trained token. Otherwise it is known if each of these terms has none:
+    It is known of a batch without a trained token. Otherwise it is known if each of these terms has
+    none:
 
     policy loss     every advantage is 0, and the loss declares by `@vanishes` that this is enough
-    KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares it
+                    KL in the loss  the reference is the policy (`references.is_policy`), and the
+                    estimator declares it
     entropy bonus   its coefficient is 0
     value loss      it has no gradient into the policy's trunk
 
@@ -316,7 +330,8 @@ def _at_reference(learner: Learner) -> bool:
 
 
 def known_old(learner: Learner, batch: Batch) -> Batch:
-    """The batch with the reference's log-probs as the old policy's, if no update follows to find these.
+    """The batch with the reference's log-probs as the old policy's, if no update follows to find
+    these.
 
     A batch whose KL stands in the loss has no update only while the reference is the policy.
     """
@@ -335,7 +350,8 @@ def step_optimizer(
 ) -> tuple[float, float]:
     """Clips and steps one optimiser at the learning rate in force; its gradient norm and rate.
 
-    No step if the loss or the norm is not finite: the norm is nan then. Raises NonFinite after trainer.max_nonfinite in a row.
+    No step if the loss or the norm is not finite: the norm is nan then. Raises NonFinite after
+    trainer.max_nonfinite in a row.
     """
     optimizer = learner.optimizers[index]
     for group in optimizer.param_groups:

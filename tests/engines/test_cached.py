@@ -1,4 +1,5 @@
-"""The fast engine against the reference engine: the same tokens, whatever the slots, the queue and the room; and no token read twice."""
+"""The fast engine against the reference engine: the same tokens, whatever the slots, the queue and
+the room; and no token read twice."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ SEEDS = [mix(3, i) for i in range(11)]
 
 
 def equal(ours: list[Generation], theirs: list[Generation]) -> bool:
-    """The same tokens and ends; log-probs equal up to the rounding of another order of summation, in float32."""
+    """The same tokens and ends; log-probs equal up to the rounding of another order of summation,
+    in float32."""
     assert [(g.token_ids, g.finish_reason) for g in ours] == [
         (g.token_ids, g.finish_reason) for g in theirs
     ]
@@ -88,7 +90,8 @@ LIMITS = [
 def test_replies_are_those_of_the_reference_in_any_slots(
     tiny, contexts, complete, reference, settings, limits
 ):
-    """All at once, three slots for eleven contexts, one, and room for two contexts of the longest."""
+    """All at once, three slots for eleven contexts, one, and room for two contexts of the
+    longest."""
     expected = reference(tiny, contexts, SEEDS, max_new_tokens=24, **settings)
     assert settings["temperature"] == 0 or (
         len({g.token_ids for g in expected}) > 4 and len({len(g.token_ids) for g in expected}) > 1
@@ -104,7 +107,8 @@ def test_replies_are_those_of_the_reference_in_any_slots(
 def test_a_thinking_budget_is_the_same_in_any_slots(
     tiny, contexts, complete, reference, spelled, interruption
 ):
-    """Each slot has the state of its own reply, also where the tags are spelled, and none of the reply before."""
+    """Each slot has the state of its own reply, also where the tags are spelled, and none of the
+    reply before."""
     thinking = make_renderer(tiny.renderer.tokenizer, interruption=interruption).thinking
     tokens = tuple(tiny.renderer.plain.encode(interruption, add_special_tokens=False).ids)
     assert thinking.close == (*tokens, tiny.renderer.thinking.ids[1]) and (
@@ -134,7 +138,8 @@ def test_a_thinking_budget_is_the_same_in_any_slots(
 
 
 def follower(rng_seed: int, rewrites: bool):
-    """What follows a reply is a function of its index, its number and the reply: nothing, more of the same, or another beginning."""
+    """What follows a reply is a function of its index, its number and the reply: nothing, more of
+    the same, or another beginning."""
     turns: dict[int, int] = {}
     held: dict[int, tuple[int, ...]] = {}
 
@@ -178,7 +183,8 @@ def turns(complete, engine, policy, contexts, rewrites, **params):
     ids=str,
 )
 def test_what_follows_is_that_of_contexts_read_afresh(tiny, contexts, complete, rewrites, slots):
-    """Every reply of every turn, where contexts go on, are cut back and written anew, and outgrow the room that there is."""
+    """Every reply of every turn, where contexts go on, are cut back and written anew, and outgrow
+    the room that there is."""
     found = [
         turns(complete, engine, tiny, contexts, rewrites)
         for engine in (Cached(**slots), Transformers())
@@ -187,7 +193,8 @@ def test_what_follows_is_that_of_contexts_read_afresh(tiny, contexts, complete, 
 
 
 def test_a_long_conversation_beside_one_that_gets_a_long_message(tiny, complete, reference):
-    """Their unread tokens are padded to one width, which from the end of the long one would reach beyond its room."""
+    """Their unread tokens are padded to one width, which from the end of the long one would reach
+    beyond its room."""
     base = tuple(100 + i for i in range(40))
     grown = {0: base * 4, 1: base}
 
@@ -204,7 +211,8 @@ def test_a_long_conversation_beside_one_that_gets_a_long_message(tiny, complete,
 
 
 def test_siblings_are_read_once_and_a_conversation_costs_its_new_tokens(tiny, contexts, complete):
-    """Turn after turn the same number of new tokens goes through the model, whatever stands before them."""
+    """Turn after turn the same number of new tokens goes through the model, whatever stands before
+    them."""
     numbers, news = {}, 10
 
     def same(index, reply):
@@ -269,7 +277,8 @@ WINDOWS = {  # of some layers, or of all
 
 @pytest.mark.parametrize("family", WINDOWS)
 def test_layers_with_a_window_are_left_to_the_reference(tiny, complete, reference, family):
-    """Keys of a position are not all that such a layer needs; the replies are right all the same, also those that follow."""
+    """Keys of a position are not all that such a layer needs; the replies are right all the same,
+    also those that follow."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -323,12 +332,13 @@ def test_numbers_out_of_range_are_refused(wrong):
         Cached(**{wrong: 0})
 
 
-# ------------------------------------------------------------------------------------------- stop checks, parts, the bound
+# -------------------------------------------------------------------- stop checks, parts, the bound
 
 
 @pytest.mark.parametrize("every", cases([2, 8, 100], 1))
 def test_how_often_the_host_looks_changes_no_reply(tiny, contexts, complete, every):
-    """Ends by token and by length in any step, refilled slots, a thinking budget: nothing is drawn behind an end."""
+    """Ends by token and by length in any step, refilled slots, a thinking budget: nothing is drawn
+    behind an end."""
     settings = {"max_new_tokens": 18, "temperature": 1.3, "max_thinking_tokens": 3}
     expected = complete(Cached(max_rows=3, check_every=1), tiny, contexts, SEEDS, **settings)
     assert {g.finish_reason for g in expected} == {"stop", "length"} and any(
@@ -339,7 +349,8 @@ def test_how_often_the_host_looks_changes_no_reply(tiny, contexts, complete, eve
 
 
 def test_parts_cover_all_slots_and_read_less():
-    """Every slot lies in one part that sees as far as it does; slots of one length are one part, and a long one is kept apart."""
+    """Every slot lies in one part that sees as far as it does; slots of one length are one part,
+    and a long one is kept apart."""
     rng = random.Random(0)
     for n in (1, 7, 8, 9, 64):
         reach = torch.tensor([rng.randrange(1, 5000) for _ in range(n)])
@@ -372,7 +383,8 @@ def test_slots_of_very_different_lengths(tiny, complete, reference, monkeypatch)
 
 @pytest.mark.parametrize("most", cases([300, 700], 1))
 def test_the_cache_never_holds_more_than_it_may(tiny, contexts, complete, most):
-    """Watched at each pass, while episodes outgrow their room: the youngest wait, and every reply is that of a boundless cache."""
+    """Watched at each pass, while episodes outgrow their room: the youngest wait, and every reply
+    is that of a boundless cache."""
 
     def play(**bound):
         seen, held = {}, dict(enumerate(contexts[:6]))
@@ -405,7 +417,7 @@ def test_the_cache_never_holds_more_than_it_may(tiny, contexts, complete, most):
     assert len({room for _, room, _, _ in held}) > 1  # it did grow
 
 
-# ------------------------------------------------------------------------------------------- episodes that come and go
+# ------------------------------------------------------------------------ episodes that come and go
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +441,8 @@ def small(tiny):
 
 
 class Day:
-    """Episodes that arrive, wait for something outside, go on, are written anew and are given up, in an order that `seed` says."""
+    """Episodes that arrive, wait for something outside, go on, are written anew and are given up,
+    in an order that `seed` says."""
 
     def __init__(self, seed, decoder, params, opening):
         self.opening = opening
@@ -502,8 +515,9 @@ class Day:
     ids=str,
 )
 def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, more):
-    """Slots that grow and are given up while their episodes wait outside, growing room, rows released while they draw: every completion
-    is that of the reference engine, which knows of no slots."""
+    """Slots that grow and are given up while their episodes wait outside, growing room, rows
+    released while they draw: every completion is that of the reference engine, which knows of no
+    slots."""
     more = dict(more)
     policy = small
     if more.pop("spelled", False):
@@ -530,7 +544,8 @@ def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, mor
 
 
 def test_a_key_may_come_back_after_its_release(small, reference):
-    """Before the slot was given to another: what it held is not taken for what the new one holds."""
+    """Before the slot was given to another: what it held is not taken for what the new one
+    holds."""
     engine, prompts, found = Cached(), [(200, 300, 400), (200, 300, 500)], []
     engine.decoder = decoder = engine.make_decoder(small)
     with engine.serving():
@@ -542,11 +557,12 @@ def test_a_key_may_come_back_after_its_release(small, reference):
     assert equal(found, reference(small, prompts, [1, 1], max_new_tokens=3))
 
 
-# --------------------------------------------------------------------------------------------------- the captured step
+# -------------------------------------------------------------------------------- the captured step
 
 
 class Recorder(TorchDispatchMode):
-    """What a CUDA graph is, on a CPU: a fixed list of operations over fixed memory, in which nothing asks the host."""
+    """What a CUDA graph is, on a CPU: a fixed list of operations over fixed memory, in which
+    nothing asks the host."""
 
     LOOKS = (
         "_local_scalar_dense",
@@ -572,7 +588,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def replay(self):
-        """Every operation on the memory that it had, its results into the memory that they had; views are views still."""
+        """Every operation on the memory that it had, its results into the memory that they had;
+        views are views still."""
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
             for old, new in zip(
@@ -632,7 +649,8 @@ def recording(monkeypatch):
 def test_a_captured_step_gives_the_same_replies(
     tiny, contexts, complete, reference, recording, settings
 ):
-    """The step asks nothing of the host and depends on buffers alone: recorded and replayed, it draws what the reference draws."""
+    """The step asks nothing of the host and depends on buffers alone: recorded and replayed, it
+    draws what the reference draws."""
     settings = {"max_new_tokens": 16, "temperature": 1.3} | settings
     expected = reference(tiny, contexts, SEEDS, **settings)
     found = complete(Cached(max_rows=4, check_every=8), tiny, contexts, SEEDS, **settings)
@@ -672,7 +690,8 @@ def test_weights_that_change_between_loads_are_seen(tiny, contexts, complete, re
 def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(
     tiny, contexts, complete, reference, recording, monkeypatch, when
 ):
-    """Found by the capture, or by the step before it, which breaks off in the model and is done again."""
+    """Found by the capture, or by the step before it, which breaks off in the model and is done
+    again."""
     failures, watched = [], []
 
     def fail(*_):
@@ -710,7 +729,8 @@ def test_a_step_that_cannot_be_captured_runs_without_and_says_so_once(
 
 
 def test_shapes_are_few_and_never_too_small():
-    """Two sets of numbers, of training and evaluation, stay within the bound up to 64 rooms, which are 512 slots."""
+    """Two sets of numbers, of training and evaluation, stay within the bound up to 64 rooms, which
+    are 512 slots."""
     shapes = [bucket(n) for n in range(1, 257)]
     assert all(n <= shape <= 1.5 * n for n, shape in enumerate(shapes, 1)) and shapes == sorted(
         shapes
@@ -732,7 +752,8 @@ def test_beyond_the_bound_a_larger_graph_is_replayed(tiny, recording, monkeypatc
 
 
 def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, recording):
-    """The second call allocates nothing and captures nothing, with other weights too; other numbers have their own state."""
+    """The second call allocates nothing and captures nothing, with other weights too; other numbers
+    have their own state."""
     from copy import deepcopy
 
     policy = tiny._replace(model=deepcopy(tiny.model))
@@ -752,7 +773,8 @@ def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, 
 
 
 def test_calls_of_two_kinds_in_turn_share_one_cache(tiny, contexts, complete, monkeypatch):
-    """Many short episodes and few long ones, as training and evaluation: the second call of each kind allocates nothing."""
+    """Many short episodes and few long ones, as training and evaluation: the second call of each
+    kind allocates nothing."""
     made, make = [], Slots.__init__
     monkeypatch.setattr(
         Slots, "__init__", lambda self, *given: (made.append(given), make(self, *given))[1]
@@ -763,13 +785,14 @@ def test_calls_of_two_kinds_in_turn_share_one_cache(tiny, contexts, complete, mo
     assert len(made) == 2
 
 
-# ---------------------------------------------------------------------------------------------------- the distribution
+# --------------------------------------------------------------------------------- the distribution
 
 
 @pytest.mark.parametrize("engine", cases([Cached, Transformers], 1))
 @pytest.mark.parametrize("temperature", cases([1.0, 2.5], [2.5]))
 def test_replies_of_two_tokens_follow_their_exact_distribution(tiny, complete, engine, temperature):
-    """All 36 replies of two tokens over a vocabulary of 6, enumerated: chi-square of 4,000 fixed seeds at 35 degrees of freedom.
+    """All 36 replies of two tokens over a vocabulary of 6, enumerated: chi-square of 4,000 fixed
+    seeds at 35 degrees of freedom.
 
     75.0 is its 99.99 % quantile: one sound engine in 10,000 sets of seeds would be called wrong.
     """

@@ -1,4 +1,5 @@
-"""The engine's own forward against Hugging Face's own forward, over its families of layers; and who is left to the latter."""
+"""The engine's own forward against Hugging Face's own forward, over its families of layers; and who
+is left to the latter."""
 
 from __future__ import annotations
 

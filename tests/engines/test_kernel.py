@@ -1,4 +1,5 @@
-"""The compiled decoding step against calls of torch: the same tokens, whatever the model, the slots, the seeds and the threads."""
+"""The compiled decoding step against calls of torch: the same tokens, whatever the model, the
+slots, the seeds and the threads."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def sampled(complete, policy, asked, prompts, **params):
     [*((family, 1.0) for family in FORWARDS), ("llama", 0.0), ("qwen3", 0.6), ("qwen3", 1.7)],
 )
 def test_a_compiled_step_draws_what_calls_of_torch_draw(tiny, complete, family, temperature):
-    """40 contexts in 15 slots, more than a block of rows, left and taken again at any time; replies end by token and by length."""
+    """40 contexts in 15 slots, more than a block of rows, left and taken again at any time; replies
+    end by token and by length."""
     policy = policy_of(tiny, family)
     fused, eager = (
         sampled(complete, policy, asked, contexts(40, 1), temperature=temperature)
@@ -120,7 +122,8 @@ def decoder_in_the_middle(policy, asked):
 
 
 def state(decoder):
-    """All of a step's state but what no one reads: the token of slots that do not draw, and what they write behind their completion."""
+    """All of a step's state but what no one reads: the token of slots that do not draw, and what
+    they write behind their completion."""
     sampler, rows = decoder.sampler, [i for i in range(11) if i != 3]
     tensors = [
         getattr(sampler, name) for name in ("position", "count", "limit", "seed", "draws", "ended")
@@ -150,7 +153,8 @@ def test_one_step_leaves_the_state_that_calls_of_torch_leave(tiny):
 
 
 def test_threads_and_neighbours_change_no_bit(tiny):
-    """A row's sums run in one order, whoever computes them: with 1, 2 and 5 threads, and with half of the rows beside it."""
+    """A row's sums run in one order, whoever computes them: with 1, 2 and 5 threads, and with half
+    of the rows beside it."""
     found = []
     with decoder_in_the_middle(policy_of(tiny), "fused") as decoder:
         sampler = decoder.sampler

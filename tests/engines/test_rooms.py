@@ -1,4 +1,5 @@
-"""How much of the reserved cache is in use: the scheduler itself, with lengths in place of a model."""
+"""How much of the reserved cache is in use: the scheduler itself, with lengths in place of a
+model."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from rlkit.engines.cached.sampler import Sampler
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.types import SamplingParams
 
-# Quantiles (1/64, 3/64, …) of the lengths, in words and signs, of 3,000 questions of GSM8K, with 30 for the template, and of their
-# solutions, scaled to a mean of 300.
+# Quantiles (1/64, 3/64, …) of the lengths, in words and signs, of 3,000 questions of GSM8K, with 30
+# for the template, and of their solutions, scaled to a mean of 300.
 PROMPTS = [
     54,
     57,
@@ -111,7 +112,8 @@ def dry(monkeypatch):
 
 
 def test_most_of_the_reserved_cache_is_in_use(tiny, dry):
-    """320 rollouts in 64 slots, of at most 1,024 tokens and 300 on average: while some wait, at least 70 % of the reserved tokens are used.
+    """320 rollouts in 64 slots, of at most 1,024 tokens and 300 on average: while some wait, at
+    least 70 % of the reserved tokens are used.
 
     Seen: 0.71. What overflows is drawn again: 21 % more tokens were seen, which is the price.
     """

@@ -1,7 +1,8 @@
-"""The service around a decoder: who decodes with whom in which round, and what is left of it when something fails.
+"""The service around a decoder: who decodes with whom in which round, and what is left of it when
+something fails.
 
-The decoder here has no model: it ends each completion after as many rounds as the test says, and writes down what it was given. Nothing
-sleeps: answers from outside wait for events.
+The decoder here has no model: it ends each completion after as many rounds as the test says, and
+writes down what it was given. Nothing sleeps: answers from outside wait for events.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ RULES = ("rounds", "barrier", "free")
 
 
 class Recorder:
-    """A decoder of scripted lengths. `seen` has (round, keys that were new in it); `before` is called at the start of each round."""
+    """A decoder of scripted lengths. `seen` has (round, keys that were new in it); `before` is
+    called at the start of each round."""
 
     def __init__(self, lengths=lambda key, turn: 3, before=lambda rounds: None):
         self.lengths, self.before, self.rounds = lengths, before, 0
@@ -85,7 +87,8 @@ async def at_once(key, turn):
 
 
 def play(service, keys, turns=3, pause=at_once, version=0, rule="rounds", rounds=16):
-    """Episodes of so many turns side by side, `pause(key, turn)` after each of them; their completions."""
+    """Episodes of so many turns side by side, `pause(key, turn)` after each of them; their
+    completions."""
     params = SamplingParams(admission=rule, admission_rounds=rounds)
 
     async def episode(key):
@@ -109,12 +112,13 @@ def uneven(key, turn):
     return 1 + (5 * key + 3 * turn) % 7
 
 
-# ------------------------------------------------------------------------------------------------- who joins when
+# ----------------------------------------------------------------------------------- who joins when
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_an_answer_that_waits_for_nothing_joins_the_next_round(rule):
-    """Whatever the rule: a reply of round r is followed by the next prompt of its episode in round r, beside those that still decode."""
+    """Whatever the rule: a reply of round r is followed by the next prompt of its episode in round
+    r, beside those that still decode."""
     decoder = Recorder(lambda key, turn: 2 if key == 0 else 5)
     play(Played(decoder), [0, 1], rule=rule)
     assert decoder.seen == [(0, (0, 1)), (2, (0,)), (4, (0,)), (5, (1,)), (10, (1,))]
@@ -122,7 +126,8 @@ def test_an_answer_that_waits_for_nothing_joins_the_next_round(rule):
 
 @pytest.mark.parametrize("rounds", [1, 4, 16])
 def test_an_answer_from_outside_joins_so_many_rounds_after_its_reply(weather, rounds):
-    """In any order of readiness, early or late, what the decoder is given, and when it is told that an episode is over, is the same."""
+    """In any order of readiness, early or late, what the decoder is given, and when it is told that
+    an episode is over, is the same."""
     found = []
     for seed in range(12):
         decoder = Recorder(uneven)
@@ -141,7 +146,8 @@ def test_an_answer_from_outside_joins_so_many_rounds_after_its_reply(weather, ro
 
 
 def test_the_decoder_waits_for_a_late_answer():
-    """The other episode decodes up to the round in which the answer is due, and not beyond it before it is there."""
+    """The other episode decodes up to the round in which the answer is due, and not beyond it
+    before it is there."""
     decoder, stood = Recorder(lambda key, turn: 20 if key == 0 else 1), []
 
     async def pause(key, turn):
@@ -194,13 +200,14 @@ def test_a_barrier_gives_what_answers_at_once_give(weather, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_free_never_stands_still_while_something_can_decode(weather, seed):
-    """An answer joins in the next round after it is there, and the decoder waits only where all wait."""
+    """An answer joins in the next round after it is there, and the decoder waits only where all
+    wait."""
     service = Played(Recorder(uneven))
     replies = play(service, range(6), 4, weather(seed).pause, rule="free")
     assert [len(own) for own in replies] == [4] * 6 and service.late_s == 0.0 and not service.kept
 
 
-# ------------------------------------------------------------------------------------------------------ its life
+# ----------------------------------------------------------------------------------------- its life
 
 
 def test_versions_stand_on_every_completion_and_the_rounds_go_on():
@@ -326,7 +333,7 @@ def test_nothing_is_kept_of_thousands_of_keys():
     assert service.driver is None or service.driver.done()
 
 
-# ------------------------------------------------------------------------------------------------------ failures
+# ----------------------------------------------------------------------------------------- failures
 
 ERRORS = [
     ValueError("no such token"),
@@ -339,7 +346,8 @@ ERRORS = [
 @pytest.mark.parametrize("error", cases(ERRORS, ERRORS[:2]), ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("where", cases(["advance", "outside"], 1))
 def test_an_error_ends_all_and_comes_out_as_it_was_raised(where, error, capfd):
-    """No task, thread or key is left, nothing is said on stderr, and after the next load the engine is as new."""
+    """No task, thread or key is left, nothing is said on stderr, and after the next load the engine
+    is as new."""
     threads = count_threads()
 
     def fail(at):
@@ -388,7 +396,8 @@ def test_a_decoder_that_failed_is_not_asked_again_before_the_next_load():
 
 
 def test_a_running_loop_waits_meanwhile_also_twice():
-    """As in a notebook, where a cell runs inside a loop: each `play` has a loop of its own, in the same thread."""
+    """As in a notebook, where a cell runs inside a loop: each `play` has a loop of its own, in the
+    same thread."""
 
     async def cell(depth):
         loop = asyncio.get_running_loop()
@@ -402,7 +411,8 @@ def test_a_running_loop_waits_meanwhile_also_twice():
 
 
 def test_a_service_lives_on_in_a_second_loop():
-    """The first loop ended in the middle: what it left is forgotten, and that is no failure of the decoder."""
+    """The first loop ended in the middle: what it left is forgotten, and that is no failure of the
+    decoder."""
     service = Played(Recorder())
 
     async def leave():

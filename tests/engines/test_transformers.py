@@ -1,4 +1,5 @@
-"""The reference engine: what it samples belongs to the rollout alone, and its log-probs are those of the trainer."""
+"""The reference engine: what it samples belongs to the rollout alone, and its log-probs are those
+of the trainer."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def tokens(generations):
 
 @pytest.mark.parametrize("temperature", cases([1.0, 0.0], 1))
 def test_neither_batch_nor_row_changes_a_reply(tiny, contexts, temperature):
-    """Randomness is per rollout: alone, together, reversed or two at a time, each context gets the same tokens."""
+    """Randomness is per rollout: alone, together, reversed or two at a time, each context gets the
+    same tokens."""
     settings = {"max_new_tokens": 24, "temperature": temperature}
     together = tokens(generate(tiny, contexts, seeds(4), **settings))
     alone = [
@@ -98,7 +100,8 @@ def test_log_probs_equal_the_trainer_at_the_same_temperature(tiny, contexts, tem
 
 
 def test_a_cut_distribution_is_the_one_that_is_sampled_and_scored(tiny, contexts):
-    """Top-k 1 is greedy and certain; under top-p every log-prob is that of the cut distribution, here by full forwards."""
+    """Top-k 1 is greedy and certain; under top-p every log-prob is that of the cut distribution,
+    here by full forwards."""
     surest = generate(tiny, contexts, seeds(4), max_new_tokens=8, temperature=2.0, top_k=1)
     assert tokens(surest) == tokens(
         generate(tiny, contexts, seeds(4), max_new_tokens=8, temperature=0.0)
@@ -122,7 +125,8 @@ def test_a_cut_distribution_is_the_one_that_is_sampled_and_scored(tiny, contexts
 
 @pytest.mark.slow
 def test_first_tokens_follow_the_distribution(tiny, contexts):
-    """Chi-square of 4,000 seeds against the model's own probabilities, in 16 classes of token ids (15 degrees of freedom)."""
+    """Chi-square of 4,000 seeds against the model's own probabilities, in 16 classes of token ids
+    (15 degrees of freedom)."""
     n, context = 4000, contexts[2][:8]  # inside the question, where the model is unsure
     replies = generate(
         tiny,
@@ -193,7 +197,7 @@ def test_mode_and_defaults_are_put_back_also_after_an_error(tiny, contexts):
         tiny.model.eval()
 
 
-# ------------------------------------------------------------------------------------------------- thinking budget
+# ---------------------------------------------------------------------------------- thinking budget
 
 
 def thoughts(policy, ids) -> int:
@@ -207,7 +211,8 @@ def thoughts(policy, ids) -> int:
 
 
 def test_a_budget_changes_nothing_before_it_is_used_up_and_closes_the_block_then(tiny, contexts):
-    """The free reply up to there, the closing tag, and what the policy says behind it; a reply that thinks less is the free one."""
+    """The free reply up to there, the closing tag, and what the policy says behind it; a reply that
+    thinks less is the free one."""
     settings, close = {"max_new_tokens": 32, "temperature": 1.5}, tiny.renderer.thinking.close
     free = generate(tiny, contexts, seeds(4), **settings)
     used = [thoughts(tiny, g.token_ids) for g in free]
@@ -231,7 +236,8 @@ def test_a_budget_changes_nothing_before_it_is_used_up_and_closes_the_block_then
 
 
 def test_behind_a_forced_tag_tokens_are_those_of_the_policy(tiny, contexts):
-    """Its log-probs given all that stands before, the forced tag included: by the trainer on the whole reply."""
+    """Its log-probs given all that stands before, the forced tag included: by the trainer on the
+    whole reply."""
     replies = generate(tiny, contexts, seeds(4), max_new_tokens=40, max_thinking_tokens=2)
     assert all(len(g.token_ids) > g.forced[-1] + 1 for g in replies if g.forced) and any(
         g.forced for g in replies
@@ -251,7 +257,8 @@ def test_behind_a_forced_tag_tokens_are_those_of_the_policy(tiny, contexts):
 
 
 def test_neither_batch_nor_row_changes_a_reply_under_a_budget(tiny, contexts):
-    """Each reply has a state of its own; one context ends inside a block, as some templates make it."""
+    """Each reply has a state of its own; one context ends inside a block, as some templates make
+    it."""
     opened = [*contexts[0], tiny.renderer.thinking.ids[0]]
     settings, rows = (
         {"max_new_tokens": 24, "max_thinking_tokens": 3, "temperature": 1.5},
@@ -278,7 +285,8 @@ def spell_tags(renderer):
 
 @pytest.mark.parametrize("spelled", [False, True])
 def test_the_budget_over_random_replies(tiny, spelled):
-    """Against a plain loop over text: all rows and kinds of replies at once, tags cut into tokens at any place."""
+    """Against a plain loop over text: all rows and kinds of replies at once, tags cut into tokens
+    at any place."""
     renderer, rng, budget, steps = tiny.renderer, random.Random(1), 4, 60
     thinking = spell_tags(renderer) if spelled else renderer.thinking
     write = encode_text if spelled else encode_scaffold

@@ -1,4 +1,5 @@
-"""generation=vllm without vLLM: what it is told and when, what servers are asked, and what is said where one is missing.
+"""generation=vllm without vLLM: what it is told and when, what servers are asked, and what is said
+where one is missing.
 
 The same against vLLM itself: test_vllm_real.py.
 """
@@ -64,11 +65,12 @@ def sample(engine, policy, prompts, seeds=None, *, version=0, **params):
     return asyncio.run(both())
 
 
-# ------------------------------------------------------------------------------------------------- in this process
+# ---------------------------------------------------------------------------------- in this process
 
 
 class FakeLLM:
-    """The LLM class of vLLM: a completion is the prompt's last id + 1, then the end, each in a step of its own."""
+    """The LLM class of vLLM: a completion is the prompt's last id + 1, then the end, each in a step
+    of its own."""
 
     made: ClassVar[list[FakeLLM]] = []
     model_config = SimpleNamespace(max_model_len=100)
@@ -187,7 +189,8 @@ def test_under_lora_the_base_goes_once_and_the_adapter_when_it_moved(fakes):
 
 
 def test_a_merged_adapter_is_the_model_that_trains(policy):
-    """Base and adapter in one: the forward pass of the plain model with the merged weights is that of the adapted one."""
+    """Base and adapter in one: the forward pass of the plain model with the merged weights is that
+    of the adapted one."""
     adapted = load_policy(path="tiny", lora=LoRA(rank=2))
     with torch.no_grad():
         for name, weight in adapted.model.named_parameters():
@@ -305,8 +308,9 @@ def test_an_error_leaves_nothing_running(fakes, policy, monkeypatch):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_asleep_it_leaves_the_gpu_to_the_trainer(fakes, monkeypatch, lora):
-    """It sleeps after the last episode and wakes for a load, or for an episode that comes later. Weights that move are forgotten, and
-    pushed before the cache needs its room; a base that does not move is kept."""
+    """It sleeps after the last episode and wakes for a load, or for an episode that comes later.
+    Weights that move are forgotten, and pushed before the cache needs its room; a base that does
+    not move is kept."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     policy, engine = load_policy(path="tiny", lora=LoRA(rank=2 if lora else 0)), VLLM()
     sample(engine, policy, [(5,)])
@@ -386,7 +390,7 @@ def test_without_weights_nothing_is_sampled(fakes):
         asyncio.run(VLLM().generate(0, (5,), 1, SamplingParams()))
 
 
-# ------------------------------------------------------------------------------------------------------------ servers
+# ------------------------------------------------------------------------------------------ servers
 
 
 @pytest.fixture
@@ -509,7 +513,8 @@ def test_one_that_dies_is_named_and_its_completions_are_sampled_elsewhere_from_t
 
 def test_the_turns_of_an_episode_stay_on_one_server_until_it_dies(servers, policy):
     def played():
-        """Tokens, and for each server the first prompts of the episodes that it sampled in, with the number of completions."""
+        """Tokens, and for each server the first prompts of the episodes that it sampled in, with
+        the number of completions."""
         rollouts = collect(
             policy,
             TASKS,
@@ -716,7 +721,7 @@ def test_a_started_server_that_ends_is_told_with_its_last_lines(
         sample(VLLM(addresses=["start"], restart_wait=60.0), policy, [(5,)])
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 def test_without_vllm_the_config_says_what_to_install(monkeypatch):

@@ -1,4 +1,5 @@
-"""vLLM itself, on a CPU, against the reference engine. It needs the environment of tests/vllm_env.sh; elsewhere it is skipped."""
+"""vLLM itself, on a CPU, against the reference engine. It needs the environment of
+tests/vllm_env.sh; elsewhere it is skipped."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def engine():
 
 
 def adapter():
-    """The embedded model with an adapter, its A drawn from a seed: some draws are so badly conditioned that rounding passes ROUNDING."""
+    """The embedded model with an adapter, its A drawn from a seed: some draws are so badly
+    conditioned that rounding passes ROUNDING."""
     torch.manual_seed(0)
     return load_policy(path="tiny", lora=LoRA(rank=3))
 
@@ -99,7 +101,8 @@ def sample(engine, policy, contexts, seeds, **params):
 
 
 def agree(engine, policy, contexts, *, temperature: float = 0.0) -> list[tuple[int, ...]]:
-    """The greedy replies are those of the reference engine, their log-probs equal up to rounding."""
+    """The greedy replies are those of the reference engine, their log-probs equal up to
+    rounding."""
     ours = sample(engine, policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature)
     theirs = sample(
         REFERENCE, policy, contexts, [1, 2, 3], max_new_tokens=24, temperature=temperature
@@ -115,7 +118,8 @@ def agree(engine, policy, contexts, *, temperature: float = 0.0) -> list[tuple[i
 
 
 def test_greedy_replies_follow_the_weights(policy, engine, contexts):
-    """After every change of the weights, and with a fused optimizer, which moves no version counter."""
+    """After every change of the weights, and with a fused optimizer, which moves no version
+    counter."""
     seen = [agree(engine, policy, contexts)]
     move(policy, 0.3)
     seen.append(agree(engine, policy, contexts))
@@ -139,7 +143,8 @@ def test_weights_that_stay_are_not_pushed_again(policy, engine, contexts, monkey
 def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperature(
     policy, engine, contexts
 ):
-    """Alone, together and in another order; their log-probs are the trainer's at that temperature."""
+    """Alone, together and in another order; their log-probs are the trainer's at that
+    temperature."""
     settings = {"max_new_tokens": 16, "temperature": 2.0}
     together = sample(engine, policy, contexts * 2, [7, 8, 9, 10, 11, 12], **settings)
     assert [g.token_ids for g in sample(engine, policy, contexts[2:] * 2, [12, 9], **settings)] == [
@@ -160,7 +165,8 @@ def test_sampled_replies_are_those_of_their_seeds_with_log_probs_after_temperatu
 
 
 def test_samples_have_the_distribution_of_the_policy(policy, engine, contexts):
-    """First tokens of 2,000 replies at temperature 2: Pearson's χ² over cells of about a sixty-fourth of the probability each."""
+    """First tokens of 2,000 replies at temperature 2: Pearson's χ² over cells of about a
+    sixty-fourth of the probability each."""
     n, cells = 2000, 64
     replies = sample(
         engine,
@@ -188,7 +194,8 @@ def test_samples_have_the_distribution_of_the_policy(policy, engine, contexts):
 
 
 def test_episodes_with_tools_are_exact_on_every_token(policy, engine, experiment):
-    """The default task through the whole loop: turns follow at once, and the trainer agrees with every sampled token."""
+    """The default task through the whole loop: turns follow at once, and the trainer agrees with
+    every sampled token."""
     tasks = experiment.task(split="train")[:4]
     rollouts = collect(
         policy,
@@ -211,7 +218,8 @@ def test_episodes_with_tools_are_exact_on_every_token(policy, engine, experiment
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_an_adapter_goes_alone_or_merged(contexts, merge):
-    """The base once, then the adapter after each change; merged, both as whole weights. Rank 3 has no room of its own in vLLM."""
+    """The base once, then the adapter after each change; merged, both as whole weights. Rank 3 has
+    no room of its own in vLLM."""
     adapted = adapter()
     engine = VLLM(max_rows=16, merge=merge, arguments={"kv_cache_memory_bytes": 1 << 28})
     seen = []
@@ -223,7 +231,8 @@ def test_an_adapter_goes_alone_or_merged(contexts, merge):
 
 
 def test_servers_get_adapters_and_weights_and_are_missed(contexts, capfd):
-    """Two, started by rlkit; further engines speak to them as to foreign ones. One is killed in the middle, then the other."""
+    """Two, started by rlkit; further engines speak to them as to foreign ones. One is killed in the
+    middle, then the other."""
     adapted = adapter()
     started = [
         VLLM(
@@ -261,7 +270,8 @@ def test_servers_get_adapters_and_weights_and_are_missed(contexts, capfd):
 
 
 def test_a_served_teacher_names_the_tokens_that_the_model_itself_names(policy, contexts):
-    """Log-probs of a row's tokens and of the three likeliest at each, and the check of the vocabulary, by a server that rlkit starts."""
+    """Log-probs of a row's tokens and of the three likeliest at each, and the check of the
+    vocabulary, by a server that rlkit starts."""
     engine = VLLM(
         addresses=["start"],
         max_rows=16,
@@ -289,7 +299,8 @@ def test_a_served_teacher_names_the_tokens_that_the_model_itself_names(policy, c
 def test_a_run_with_a_served_teacher_learns_what_one_with_the_same_teacher_in_process_learns(
     policy, contexts, tmp_path
 ):
-    """Two whole commands of two steps; the policy is another model than the teacher, so that there is something to learn."""
+    """Two whole commands of two steps; the policy is another model than the teacher, so that there
+    is something to learn."""
     engine = VLLM(
         addresses=["start"],
         max_rows=16,
@@ -334,7 +345,8 @@ def test_a_run_with_a_served_teacher_learns_what_one_with_the_same_teacher_in_pr
 
 
 def test_a_training_run_learns_nothing_wrong(tmp_path):
-    """The whole command: start-up equality, steps, evaluation; the gap between sampler and trainer is rounding, and logged."""
+    """The whole command: start-up equality, steps, evaluation; the gap between sampler and trainer
+    is rounding, and logged."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,5 @@
-"""The calculator: exact results in the spelling people use, and hostile expressions that cost nothing."""
+"""The calculator: exact results in the spelling people use, and hostile expressions that cost
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The environments: what a policy is told first, which tools it has, when an episode ends, which row gets which."""
+"""The environments: what a policy is told first, which tools it has, when an episode ends, which
+row gets which."""
 
 from __future__ import annotations
 

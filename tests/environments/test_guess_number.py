@@ -1,4 +1,5 @@
-"""The guessing game and the scripted dialogue: who says what, when it ends, and what it is worth."""
+"""The guessing game and the scripted dialogue: who says what, when it ends, and what it is
+worth."""
 
 from __future__ import annotations
 

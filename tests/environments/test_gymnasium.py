@@ -1,4 +1,5 @@
-"""Environments with reset and step: one instance an episode, rewards at their steps, and failures that end an episode and not the run."""
+"""Environments with reset and step: one instance an episode, rewards at their steps, and failures
+that end an episode and not the run."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_observations_are_the_prompts_and_rewards_stand_at_their_steps(tiny):
 
 
 def test_siblings_begin_alike_and_do_not_touch_each_other(tiny):
-    """Interleaved in one batch, other actions by seed: each episode is what it is when it is played alone."""
+    """Interleaved in one batch, other actions by seed: each episode is what it is when it is played
+    alone."""
     engine = replies(lambda text, seed: "12"[seed % 2])
     tasks = episodes(max_samples=3)
     together = play(tiny, engine, tasks=tasks, group_size=4)
@@ -300,7 +302,8 @@ def test_every_part_of_an_environment_that_raises_is_named(part, tiny):
 
 
 class Vector:
-    """Two sub-environments in one: each counts down from 3 by what it is told. Knows nothing of Gymnasium."""
+    """Two sub-environments in one: each counts down from 3 by what it is told. Knows nothing of
+    Gymnasium."""
 
     made: list[Vector] = []  # noqa: RUF012
 
@@ -326,7 +329,8 @@ class Vector:
 
 @pytest.mark.parametrize("admission", ["rounds", "free"])
 def test_samples_of_a_task_step_a_vector_environment_together(tiny, admission):
-    """One takes 3 and is done after a step; the others go on without it, and the decoder never waits for who waits for the decoding."""
+    """One takes 3 and is done after a step; the others go on without it, and the decoder never
+    waits for who waits for the decoding."""
     Vector.made.clear()
     engine = replies(lambda context, seed: "3" if seed % 2 else "1")
     tasks = episodes(max_samples=2)
@@ -373,7 +377,8 @@ def test_gymnasiums_own_vector_environments_play(tiny):
 
 
 def test_the_decoder_does_not_wait_for_an_episode_that_waits_for_the_decoding(tiny):
-    """Replies of several lengths: at 1 round after its reply, the shortest would be due while the others are still sampled."""
+    """Replies of several lengths: at 1 round after its reply, the shortest would be due while the
+    others are still sampled."""
     tasks = [
         task._replace(
             messages=({"role": "user", "content": "Ann has 5 pens. Ben gives Ann 3. How many?"},)

@@ -1,4 +1,5 @@
-"""Tools of MCP servers, with a scripted one: what it says, what a call of it cannot do to other episodes, and what is left behind."""
+"""Tools of MCP servers, with a scripted one: what it says, what a call of it cannot do to other
+episodes, and what is left behind."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_a_server_finds_its_episodes_task(private):
 @needs_mcp
 @each("max_servers", [1, 2])
 def test_no_more_servers_are_alive_than_allowed_and_every_episode_is_played(tiny, max_servers):
-    """Under counted rounds, where an episode that waited for a server inside its answer would hold up the one that has it."""
+    """Under counted rounds, where an episode that waited for a server inside its answer would hold
+    up the one that has it."""
     alive = []
 
     def complete(policy, prompts, seeds, params):
@@ -174,7 +176,8 @@ def test_a_call_that_takes_too_long_is_a_result_and_the_episode_goes_on():
 
 @needs_mcp
 def test_a_server_over_http_that_dies_does_so_to_nobody_else():
-    """The client throws a CancelledError into the task that entered it, and a group when it is left."""
+    """The client throws a CancelledError into the task that entered it, and a group when it is
+    left."""
     with subprocess.Popen(
         [sys.executable, "-S", SCRIPT, "0"],
         stdout=subprocess.PIPE,

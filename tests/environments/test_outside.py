@@ -1,4 +1,5 @@
-"""A stateful tool, a reward of its end state, and self-play, from a package outside and its config alone (tests/extension)."""
+"""A stateful tool, a reward of its end state, and self-play, from a package outside and its config
+alone (tests/extension)."""
 
 from __future__ import annotations
 

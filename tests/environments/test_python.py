@@ -1,4 +1,5 @@
-"""The python tool: what it prints, its last value, its errors as sentences, and nothing of this machine."""
+"""The python tool: what it prints, its last value, its errors as sentences, and nothing of this
+machine."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def test_its_schema_has_the_code_alone():
 
 
 def test_a_session_keeps_its_names_until_it_is_lost_and_no_longer():
-    """Time, output and an exit take the interpreter and its names; an exception does not. Each episode has its own."""
+    """Time, output and an exit take the interpreter and its names; an exception does not. Each
+    episode has its own."""
     one, other = PythonSession(sandbox=Sandbox(time_limit=0.5)), PythonSession()
     try:
         assert (
@@ -124,7 +126,8 @@ def test_a_session_is_confined_as_a_program_is():
 
 
 def test_a_thread_that_an_earlier_call_left_in_c_does_not_hold_up_the_next_one():
-    """It kept the interpreter from reading, and a call of more than a pipe holds was written to it for ever."""
+    """It kept the interpreter from reading, and a call of more than a pipe holds was written to it
+    for ever."""
     session = PythonSession(sandbox=Sandbox(time_limit=1.0, allow_weak=True))
     counts = "lambda: (time.sleep(0.2), sum(range(10**12)))"
     session.python(

@@ -1,4 +1,5 @@
-"""Sessions: opened once an episode and closed exactly once, with tools of their own that run while others do."""
+"""Sessions: opened once an episode and closed exactly once, with tools of their own that run while
+others do."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ EPISODES = 4
 
 
 def reply(content: str = "ok", *calls: str) -> Step:
-    """A reply that calls tools by name, without arguments or with one named `text`: "note", "note:hello"."""
+    """A reply that calls tools by name, without arguments or with one named `text`: "note",
+    "note:hello"."""
     parts = [call.partition(":") for call in calls]
     made = tuple(
         ToolCall(f"call_{i}", name, {"text": text} if colon else {})
@@ -59,7 +61,7 @@ def result(rollout: Rollout, step: int = 0) -> str:
     return rollout.steps[step].tool_results[0].content
 
 
-# --------------------------------------------------------------------------------------------------- closed once
+# -------------------------------------------------------------------------------------- closed once
 
 
 class Counted:
@@ -89,7 +91,8 @@ def bare(do):
 
 
 async def turns():
-    """Closings of one batch that end one after the other: the first failure must not cut the others short."""
+    """Closings of one batch that end one after the other: the first failure must not cut the others
+    short."""
     for _ in range(2 * Counted.ended + 1):
         await asyncio.sleep(0)
 
@@ -285,7 +288,7 @@ def test_what_is_no_session_is_named_and_closed():
     assert Counted.ended == 1
 
 
-# ---------------------------------------------------------------------------------------------------- state of its own
+# --------------------------------------------------------------------------------- state of its own
 
 
 class Shelf:
@@ -422,7 +425,7 @@ def test_a_state_that_is_not_plain_is_refused_with_its_place(state, words):
         played(Environment(session=lambda task: Odd(ends)), reply())
 
 
-# ---------------------------------------------------------------------------------------------------- at the same time
+# --------------------------------------------------------------------------------- at the same time
 
 
 class Meeting:
@@ -471,7 +474,8 @@ def test_calls_of_one_reply_wait_together_only_where_all_are_independent():
 
 
 def test_an_answer_without_anything_outside_never_suspends():
-    """The decoder counts an answer that suspends as one from outside, which joins later: then a run's bits would depend on it."""
+    """The decoder counts an answer that suspends as one from outside, which joins later: then a
+    run's bits would depend on it."""
 
     class Quick(Shelf):
         bounded = independent = True

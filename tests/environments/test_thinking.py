@@ -1,4 +1,5 @@
-"""Thinking: the last closing tag counts, tags are in neither part, and an unclosed block hides what follows."""
+"""Thinking: the last closing tag counts, tags are in neither part, and an unclosed block hides what
+follows."""
 
 from __future__ import annotations
 
@@ -39,11 +40,12 @@ def test_a_block_that_the_prompt_opened_must_be_closed():
     assert split_thinking("a</think>18", opened=True) == ("a", "18", True)
 
 
-# ----------------------------------------------------------------------------------------------------- by token ids
+# ------------------------------------------------------------------------------------- by token ids
 
 
 def bytes_with_tags():
-    """A tokenizer of bytes whose closing tag comes before its opening one: no id of any other tokenizer fits."""
+    """A tokenizer of bytes whose closing tag comes before its opening one: no id of any other
+    tokenizer fits."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +105,8 @@ def test_the_ids_are_those_of_the_tokenizer(codec_of):
 
 @pytest.mark.parametrize("name", ["tiny", "bytes", "spelled"])
 def test_only_tags_that_are_tokens_count_where_there_are_such_tokens(codec_of, name):
-    """Random replies of tags, quotations of tags and words: a quotation is text, unless the tokenizer knows no other tags."""
+    """Random replies of tags, quotations of tags and words: a quotation is text, unless the
+    tokenizer knows no other tags."""
     renderer, rng = codec_of[name], random.Random(0)
     for _ in range(300):
         ids, text = [], ""
@@ -133,7 +136,8 @@ def test_only_tags_that_are_tokens_count_where_there_are_such_tokens(codec_of, n
 @pytest.mark.parametrize("name", ["tiny", "bytes", "spelled"])
 @pytest.mark.parametrize("ending", ["<think>", "<think>\n", "<think>\n\n"])
 def test_a_template_may_open_the_block(codec_of, name, ending):
-    """Read at the end of the context: tags of the user, of earlier turns and of closed blocks open nothing."""
+    """Read at the end of the context: tags of the user, of earlier turns and of closed blocks open
+    nothing."""
     tokenizer = copy.deepcopy(codec_of[name].tokenizer)
     said = [
         {"role": "user", "content": "<think>"},
@@ -148,7 +152,8 @@ def test_a_template_may_open_the_block(codec_of, name, ending):
         tokenizer.chat_template = codec_of[name].tokenizer.chat_template + generation_prompt
         renderer = make_renderer(tokenizer)
         assert renderer.thinking.opened(encode_prompt(renderer, said)) is expected
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # nothing stands behind what the user says
+    # nothing stands behind what the user says
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     renderer = make_renderer(tokenizer)
     assert renderer.thinking.opened(encode_prompt(renderer, said)) is (name == "spelled")
 

@@ -206,7 +206,8 @@ def test_a_call_that_failed_to_parse_is_not_run():
 
 
 def test_a_tool_that_ends_the_process_is_named_to_the_user_once(capsys):
-    """The episode went on with a process that was gone: os._exit ran no handler and no traceback."""
+    """The episode went on with a process that was gone: os._exit ran no handler and no
+    traceback."""
     warn_once.cache_clear()
     for _ in range(2):
         executed(call("leave", status=3), TOOLS)
@@ -226,7 +227,8 @@ def test_a_tool_may_fork_a_process_that_exits():
     "number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "a signal that rlkit handles"]
 )
 def test_a_real_interruption_passes(number):
-    """A signal reaches the main thread wherever the tool runs; it was answered to the policy as the tool's own failure."""
+    """A signal reaches the main thread wherever the tool runs; it was answered to the policy as the
+    tool's own failure."""
 
     def handle(signum, frame):
         raise Interrupted(signum)
@@ -261,7 +263,8 @@ def test_a_long_result_is_cut_and_says_so():
 
 @pytest.mark.parametrize("tool", [hang, lazy])
 def test_a_call_that_takes_too_long_is_given_up(tool):
-    """The tool's thread waits for ever; its result, or making text of it, is no longer waited for."""
+    """The tool's thread waits for ever; its result, or making text of it, is no longer waited
+    for."""
     result = executed(call(tool.__name__), {tool.__name__: tool}, timeout=0.02)
     assert (
         not result.ok
@@ -292,7 +295,8 @@ def test_a_plain_tool_runs_in_a_thread_unless_it_is_bounded():
 
 @pytest.mark.parametrize("timeout", [None, 9.0])
 def test_an_async_tool_fails_as_a_plain_one_does(timeout):
-    """In the loop's own thread, an exit or a cancellation of its own must end neither the episode nor the run."""
+    """In the loop's own thread, an exit or a cancellation of its own must end neither the episode
+    nor the run."""
     for tool in (stop, fail, interrupted, leave, own_timeout, get_weather):
         arguments = {
             "stop": {"code": 0},
@@ -349,7 +353,8 @@ SCHEMA = {
 
 
 def test_a_schema_and_an_implementation_make_a_tool():
-    """Neither docstring nor types are needed; those that are there are checked, under the schema's name."""
+    """Neither docstring nor types are needed; those that are there are checked, under the schema's
+    name."""
     tool = with_schema(SCHEMA, lambda a, b=1: a + b)
     assert tool_schema(tool) == SCHEMA
     assert executed(call("add", a=2), {"add": tool}).content == "3"
@@ -388,7 +393,8 @@ def test_a_tool_whose_annotations_cannot_be_resolved_is_still_called():
 
 @pytest.mark.parametrize("bounded, turns", [(False, 2), (True, 1)])
 def test_an_async_tool_waits_by_its_kind_and_not_by_its_luck(bounded, turns):
-    """One that has its answer at once now and then would otherwise join the decoding now at once and now later."""
+    """One that has its answer at once now and then would otherwise join the decoding now at once
+    and now later."""
 
     async def cached() -> str:
         """Looks up."""

@@ -19,7 +19,8 @@ TASKS = [Task(f"t/{i}", (), metadata={"seed": i}) for i in range(2)]
 
 
 class Higher:
-    """Each says a number, twice; player 0 wins a point for each number that is larger than the answer to it."""
+    """Each says a number, twice; player 0 wins a point for each number that is larger than the
+    answer to it."""
 
     open = 0
 
@@ -167,7 +168,8 @@ def test_a_game_that_breaks_ends_for_both_and_the_others_go_on(tiny):
 
 
 def test_a_player_who_is_cut_off_ends_the_game_for_the_other(tiny):
-    """By length in the first reply: the other has no turn. By the limit of turns: the other keeps what it has."""
+    """By length in the first reply: the other has no turn. By the limit of turns: the other keeps
+    what it has."""
     first, second = collect(
         tiny, TASKS[:1], two_players(make=Higher), group_size=2, max_new_tokens=1
     )

@@ -1,4 +1,5 @@
-"""Rollouts to tensors: exactly the sampled tokens are trained, and everything else about a token stays beside it."""
+"""Rollouts to tensors: exactly the sampled tokens are trained, and everything else about a token
+stays beside it."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_one_row_for_histories_that_append_and_one_a_step_for_those_rewritten():
 
 
 def test_rewards_stand_at_the_last_token_that_earned_them():
-    """Of a step at its last sampled token, of the episode at the last of all, on whatever row; a rollout's reward is their sum."""
+    """Of a step at its last sampled token, of the episode at the last of all, on whatever row; a
+    rollout's reward is their sum."""
     steps = [s._replace(reward=r) for s, r in zip(REWRITTEN.steps, (0.25, None, 2.0), strict=True)]
     batch = assemble([APPENDED, REWRITTEN._replace(steps=tuple(steps))], pad_token_id=0)
     assert batch.token_rewards.tolist() == [
@@ -77,7 +79,8 @@ def test_rewards_stand_at_the_last_token_that_earned_them():
 
 
 def test_what_a_silent_or_unscored_episode_earned():
-    """A last step without a reply earns at the last token before it; what cannot be scored earns nothing anywhere."""
+    """A last step without a reply earns at the last token before it; what cannot be scored earns
+    nothing anywhere."""
     silent = rollout(([1, 2], [3]), ([1, 2, 3, 4], []), reward=1.0)
     unscored = APPENDED._replace(
         reward=None, steps=tuple(s._replace(reward=1.0) for s in APPENDED.steps)
@@ -91,7 +94,8 @@ def test_what_a_silent_or_unscored_episode_earned():
 
 
 def test_a_context_that_drops_one_token_starts_a_row():
-    """A prefix test that only compared lengths would put tokens into a history that never held them."""
+    """A prefix test that only compared lengths would put tokens into a history that never held
+    them."""
     assert (
         len(rows(rollout(([1, 2], [3, 4]), ([1, 2, 3], [5])))) == 2
     )  # shorter than what came before
@@ -120,7 +124,8 @@ def random_rollouts(seed: int) -> list[Rollout]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_mask_is_true_exactly_on_sampled_tokens(seed):
-    """Read back along the mask, each rollout's rows give its replies, token for token, log-prob for log-prob, step for step."""
+    """Read back along the mask, each rollout's rows give its replies, token for token, log-prob for
+    log-prob, step for step."""
     rollouts = random_rollouts(seed)
     batch = assemble(rollouts, pad_token_id=0)
     assert int(batch.response_mask.sum()) == sum(r.response_length for r in rollouts)
@@ -151,7 +156,8 @@ def test_the_mask_is_true_exactly_on_sampled_tokens(seed):
 
 
 def test_padding_with_an_end_token_changes_nothing(tiny):
-    """Many models pad with eos; a mask made from ids would lose the end of turn or train on padding."""
+    """Many models pad with eos; a mask made from ids would lose the end of turn or train on
+    padding."""
     end = tiny.eos_token_ids[0]
     rollouts = [rollout(([20, 21], [22, end]), reward=1.0), rollout(([20], [23, 24, 25, 26, end]))]
     ours, theirs = assemble(rollouts, pad_token_id=end), assemble(rollouts, pad_token_id=3)
@@ -203,7 +209,8 @@ def test_an_episode_without_steps_has_no_row_but_keeps_its_number():
 
 
 def test_versions_components_and_metadata_of_rollouts_stand_beside_their_tokens():
-    """Spans count from the reply's first token; what a budget wrote, and what was not sampled, is of no version."""
+    """Spans count from the reply's first token; what a budget wrote, and what was not sampled, is
+    of no version."""
     one = rollout(([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6, 7], [8, 9, 10]))
     steps = (
         one.steps[0]._replace(versions=((0, 3),)),
@@ -233,7 +240,8 @@ def test_nothing_to_train_on_is_refused(nothing):
 
 
 def test_forced_tokens_are_read_and_not_trained():
-    """In the row and its attention, in no mask, length or log-prob; a reward stands at the last token that was sampled."""
+    """In the row and its attention, in no mask, length or log-prob; a reward stands at the last
+    token that was sampled."""
     given = (
         ([1, 2], [3, 4, 5], (1,)),
         ([1, 2, 3, 4, 5, 6], [7, 8], (1,)),
@@ -260,7 +268,8 @@ def test_forced_tokens_are_read_and_not_trained():
 def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
     tiny, history, overflow
 ):
-    """Random dialogues with thinking, tools, forced tokens and a short context: the loss sees what the engine saw, once."""
+    """Random dialogues with thinking, tools, forced tokens and a short context: the loss sees what
+    the engine saw, once."""
     rng, end, asked = random.Random(3), tiny.eos_token_ids[0], []
     pieces = [
         encode_scaffold(tiny.renderer, t) for t in ("<think>", "</think>", "a b", "é\n", TURNS[0])
@@ -315,11 +324,12 @@ def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_from(
         ]
 
 
-# ------------------------------------------------------------------------------ an independent reader of the ids
+# ----------------------------------------------------------------- an independent reader of the ids
 
 
 def scan(policy, ids) -> list[bool]:
-    """What the assistant said, found in the ids alone: from behind <|im_start|>assistant\\n up to and including <|im_end|>."""
+    """What the assistant said, found in the ids alone: from behind <|im_start|>assistant\\n up to
+    and including <|im_end|>."""
     opening = encode_scaffold(policy.renderer, "<|im_start|>assistant\n")
     end = policy.renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     said, position = [False] * len(ids), 0
@@ -371,7 +381,8 @@ def conversation(tiny, history):
 
 
 def test_the_mask_agrees_with_a_scanner_of_turns(tiny):
-    """Two ways to the same mask: bookkeeping while sampling, and the turns as they stand in the ids."""
+    """Two ways to the same mask: bookkeeping while sampling, and the turns as they stand in the
+    ids."""
     batch = assemble(conversation(tiny, "keep_thinking"), pad_token_id=tiny.eos_token_ids[0])
     assert len(batch.ids) == 2
     for ids, mask, real in zip(batch.ids, batch.response_mask, batch.attention_mask, strict=True):
@@ -395,7 +406,8 @@ def test_where_contexts_are_rewritten_only_the_last_turn_of_a_row_is_trained(tin
 
 
 def test_the_end_of_turn_is_trained_and_appears_once(tiny):
-    """Without it the policy never learns to stop (nanochat cuts it off); twice, it would learn to say it twice."""
+    """Without it the policy never learns to stop (nanochat cuts it off); twice, it would learn to
+    say it twice."""
     end = tiny.renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     for one in conversation(tiny, "keep_thinking"):
         batch = assemble([one], pad_token_id=0)

@@ -1,4 +1,5 @@
-"""The flat table: what a row says, that its files open everywhere, and that a resumed run leaves each row once."""
+"""The flat table: what a row says, that its files open everywhere, and that a resumed run leaves
+each row once."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ def test_the_table_and_the_record_open_in(library, tmp_path):
 
 
 def played(step):
-    """A module after an RL step, of two rollouts with two tokens each; of the second nothing was trained on."""
+    """A module after an RL step, of two rollouts with two tokens each; of the second nothing was
+    trained on."""
     mask = torch.tensor([[True, True], [False, False]])
     batch = SimpleNamespace(
         response_mask=mask,
@@ -141,7 +143,8 @@ TRAINER = SimpleNamespace(loggers=[], is_global_zero=True, should_stop=False)
 
 
 def trained(folder, start, stop, *, saves):
-    """A callback through the steps of a run that saves checkpoints after some, and is killed behind the last."""
+    """A callback through the steps of a run that saves checkpoints after some, and is killed behind
+    the last."""
     callback = Completions(folder, every=1, tables=0)
     callback.on_train_start(TRAINER, played(start))
     for step in range(start, stop + 1):
@@ -166,7 +169,8 @@ def test_a_killed_and_resumed_run_leaves_every_row_once(tmp_path):
 
 
 def test_a_file_that_is_half_written_leaves_a_folder_that_opens(tmp_path, monkeypatch):
-    """pandas reads all files of a folder but the hidden ones, and a kill leaves the half for ever."""
+    """pandas reads all files of a folder but the hidden ones, and a kill leaves the half for
+    ever."""
     import pandas
     import pyarrow.parquet
 

@@ -1,4 +1,5 @@
-"""Engines and sessions from outside: what they give is looked at where it comes in, and the message names it."""
+"""Engines and sessions from outside: what they give is looked at where it comes in, and the message
+names it."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_a_first_prompt_that_is_none_is_blamed(tiny, prompt):
 
 
 def test_a_reward_of_the_end_state_is_tried_on_the_state_at_the_start():
-    """A gold answer in words has no session: the reward would raise, and no run could be trained on it."""
+    """A gold answer in words has no session: the reward would raise, and no run could be trained on
+    it."""
 
     class Shelf:
         tools = {}  # noqa: RUF012

@@ -1,4 +1,5 @@
-"""Episodes on the real engine: when an answer came changes nothing, and neither does what failed before."""
+"""Episodes on the real engine: when an answer came changes nothing, and neither does what failed
+before."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ TURNS = 4
 
 
 class Talk:
-    """A conversation of so many turns that waits for `pause` before each answer, and before its first prompt where `late`."""
+    """A conversation of so many turns that waits for `pause` before each answer, and before its
+    first prompt where `late`."""
 
     tools = {}  # noqa: RUF012
 
@@ -117,7 +119,8 @@ def test_slots_change_no_token(policy, tasks, plain, engine):
 )
 @pytest.mark.parametrize("seeds", cases([2, 5], 1))
 def test_a_run_repeats_itself_whenever_answers_come(policy, tasks, plain, weather, more, seeds):
-    """First prompts and answers in five orders, some early, some late: the same bits; and the tokens of answers at once."""
+    """First prompts and answers in five orders, some early, some late: the same bits; and the
+    tokens of answers at once."""
     runs = [
         play(policy, tasks, Cached(**more), weather(seed).pause, late=True, admission_rounds=6)
         for seed in range(seeds)
@@ -188,7 +191,7 @@ def test_a_session_that_closes_slowly_holds_up_no_decoding(policy, tasks):
     )
 
 
-# ------------------------------------------------------------------------------------------------------ failures
+# ----------------------------------------------------------------------------------------- failures
 
 ERRORS = [RuntimeError("by hand"), KeyboardInterrupt(), Interrupted(signal.SIGTERM)]
 
@@ -198,7 +201,8 @@ ERRORS = [RuntimeError("by hand"), KeyboardInterrupt(), Interrupted(signal.SIGTE
 def test_after_an_error_sessions_are_closed_and_the_engine_is_as_new(
     policy, tasks, plain, monkeypatch, capfd, where, error
 ):
-    """It comes out as it was raised, or as the environment's; the model is in its own mode, and nothing complains."""
+    """It comes out as it was raised, or as the environment's; the model is in its own mode, and
+    nothing complains."""
     sessions, calls, raised = [], [], []
 
     def fail(at):
@@ -278,7 +282,8 @@ def test_an_error_in_the_loop_itself_comes_out_as_it_was_raised(policy, tasks, p
 
 
 class Dice:
-    """A session that draws from every generator when it is opened, asked and answers, and waits between two draws."""
+    """A session that draws from every generator when it is opened, asked and answers, and waits
+    between two draws."""
 
     tools: dict = {}  # noqa: RUF012
 
@@ -304,7 +309,8 @@ def draw():
 
 
 def test_what_a_session_draws_is_its_own():
-    """Whatever episodes run beside it, and however long they wait; no two of its draws are equal, and nothing moves outside."""
+    """Whatever episodes run beside it, and however long they wait; no two of its draws are equal,
+    and nothing moves outside."""
 
     async def say(rollout, messages, session):
         for _ in range(rollout.sample):

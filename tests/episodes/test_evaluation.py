@@ -31,7 +31,8 @@ RIGHT = {0: 4, 1: 3, 2: 1, 3: 0}  # question → how many of four samples are ri
 
 
 class Engine:
-    """Answers right for the first `RIGHT[i]` samples of question i; greedy replies are right where any sample is."""
+    """Answers right for the first `RIGHT[i]` samples of question i; greedy replies are right where
+    any sample is."""
 
     def __init__(self):
         self.settings, self.counts = [], dict.fromkeys(RIGHT, 0)
@@ -98,7 +99,8 @@ def test_graded_rewards_have_the_interval_of_a_mean():
 
 
 def test_rows_that_repeat_a_problem_are_no_new_evidence():
-    """294 rows of 42 distinct questions have the interval of 42, for the accuracy, the reward and every pass@k."""
+    """294 rows of 42 distinct questions have the interval of 42, for the accuracy, the reward and
+    every pass@k."""
     tasks = [
         Task(f"row/{i}", ({"role": "user", "content": f"question {i % 42}"},), answer="4")
         for i in range(294)
@@ -127,7 +129,8 @@ def test_rows_that_repeat_a_problem_are_no_new_evidence():
 
 
 def test_what_cannot_be_scored_counts_against_accuracy_but_not_in_the_mean_reward(tiny):
-    """Leaving such rows out of the denominator would raise the accuracy of a verifier that gives up."""
+    """Leaving such rows out of the denominator would raise the accuracy of a verifier that gives
+    up."""
     tasks = [*TASKS[:1], TASKS[1]._replace(answer="no number")]
     result, _ = greedy_accuracy(tiny, tasks, **collecting()[1])
     assert (result["accuracy"], result["n"], result["reward"]) == (0.5, 2, 1.0)
@@ -177,7 +180,8 @@ def test_sampled_is_the_mean_over_tasks_of_each_tasks_own_estimate(tiny):
 
 
 def test_intervals_are_over_tasks_and_stay_within_zero_and_one(tiny):
-    """Samples of one task are not independent trials: 16 replies to 4 tasks have the interval of 4."""
+    """Samples of one task are not independent trials: 16 replies to 4 tasks have the interval of
+    4."""
     result, _ = sampled_accuracy(tiny, TASKS, samples=4, k=[4], temperature=1.0, **collecting()[1])
     assert result["avg@4"]["interval"] == pytest.approx(
         mean_interval([1.0, 0.75, 0.25, 0.0])[1:], abs=1e-12

@@ -1,4 +1,5 @@
-"""Rollouts as files and as text: what is loaded equals what was saved, bytes do not depend on the clock, damage has a place."""
+"""Rollouts as files and as text: what is loaded equals what was saved, bytes do not depend on the
+clock, damage has a place."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from rlkit.tasks import arithmetic
 from rlkit.types import Message, Rollout, Step, Task, ToolCall, ToolResult
 
 TASK = Task("row/0", (), answer="7")
-ODD = 'naïve 数字 🙂 \u202e \u2028 \x85 \x00 \x1b[31m \ud800 \r\n\t"\\ \x0c'  # a call's JSON may hold a lone surrogate
+# a call's JSON may hold a lone surrogate
+ODD = 'naïve 数字 🙂 \u202e \u2028 \x85 \x00 \x1b[31m \ud800 \r\n\t"\\ \x0c'
 
 
 def rollout(text: str = ODD, reward: float | None = 0.1 + 0.2) -> Rollout:
@@ -67,7 +69,7 @@ def rollout(text: str = ODD, reward: float | None = 0.1 + 0.2) -> Rollout:
     )
 
 
-# ------------------------------------------------------------------------------------------------- what is saved
+# ------------------------------------------------------------------------------------ what is saved
 
 CHARACTERS = (
     "a",
@@ -92,7 +94,8 @@ NUMBERS = (0.0, -0.0, 1.0, 0.1 + 0.2, -1e-300, 5e-324, 1e22, -1.7976931348623157
 
 
 def some_rollouts(random: Random) -> list[Rollout]:
-    """Up to three, with anything that the contracts allow in every field. Messages have their keys in the order of the contract."""
+    """Up to three, with anything that the contracts allow in every field. Messages have their keys
+    in the order of the contract."""
 
     def text() -> str:
         return "".join(random.choices(CHARACTERS, k=random.randrange(9)))
@@ -174,7 +177,8 @@ def some_rollouts(random: Random) -> list[Rollout]:
 
 @pytest.mark.parametrize("ending", FORMATS)
 def test_loaded_equals_saved(tmp_path, ending):
-    """In every format, saved at once or bit by bit: floats to the last bit, every character, None apart from 0 and from what is absent."""
+    """In every format, saved at once or bit by bit: floats to the last bit, every character, None
+    apart from 0 and from what is absent."""
     path = tmp_path / "a" / f"r{ending}"
     for seed in range(12):
         rollouts = [rollout for i in range(5) for rollout in some_rollouts(Random(5 * seed + i))]
@@ -191,7 +195,8 @@ def test_loaded_equals_saved(tmp_path, ending):
 
 
 def assert_histories(loaded: list[Rollout], rollouts: list[Rollout]) -> None:
-    """What the policy saw and said before every step, with and without its thinking, is told by the file."""
+    """What the policy saw and said before every step, with and without its thinking, is told by the
+    file."""
     for after, before in zip(loaded, rollouts, strict=True):
         for k in range(len(before.steps) + 1):
             whole = after.history(k, thinking=True)
@@ -246,7 +251,7 @@ def test_what_cannot_be_written_is_refused_with_the_remedy(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def found(path: Path) -> tuple[list[Rollout], list[str]]:
@@ -279,7 +284,8 @@ def test_a_damaged_line_is_named_and_the_rest_is_kept(tmp_path, ending, damage):
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
 def test_whatever_is_cut_off_costs_no_whole_line(tmp_path, ending):
-    """A process that is killed while it appends leaves a file that ends anywhere. What is appended later is whole again."""
+    """A process that is killed while it appends leaves a file that ends anywhere. What is appended
+    later is whole again."""
     path, rollouts, borders = tmp_path / f"r{ending}", [rollout(str(i), 0.5) for i in range(3)], []
     for one in rollouts:
         append_rollouts(path, [one])
@@ -309,7 +315,8 @@ def test_whatever_is_cut_off_costs_no_whole_line(tmp_path, ending):
 
 
 def test_a_damaged_member_leaves_the_others_whole(tmp_path):
-    """One bit at any place of the second of three appends: the other two are kept, and what was damaged is said."""
+    """One bit at any place of the second of three appends: the other two are kept, and what was
+    damaged is said."""
     path, rollouts, borders = tmp_path / "r.jsonl.gz", [rollout(str(i), 0.5) for i in range(3)], []
     for one in rollouts:
         append_rollouts(path, [one])
@@ -343,7 +350,8 @@ def test_what_stands_before_a_damaged_byte_is_kept(tmp_path):
 
 @pytest.mark.parametrize("ending, data", [(".jsonl.gz", b'{"task": 1}\n'), (".jsonl", b"\x1f\x8b")])
 def test_a_file_without_any_rollout_is_refused(tmp_path, ending, data):
-    """Another format under the name, or the first line cut off: one sentence, no traceback of zlib, and no empty list."""
+    """Another format under the name, or the first line cut off: one sentence, no traceback of zlib,
+    and no empty list."""
     path = tmp_path / f"r{ending}"
     path.write_bytes(data)
     with pytest.raises(DataError, match=rf"{path}.*there is no rollout in the file"):
@@ -362,7 +370,7 @@ def test_the_rollout_on_which_a_reward_fails_is_kept(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-# ------------------------------------------------------------------------------------------------ other programs
+# ----------------------------------------------------------------------------------- other programs
 
 
 def test_the_columns_are_those_of_the_contracts():
@@ -382,7 +390,8 @@ def test_the_columns_are_those_of_the_contracts():
 
 
 def test_lines_are_json_objects_of_plain_types(tmp_path):
-    """Other programs read the file too: one object a line, valid UTF-8, what one filters on in columns of its own."""
+    """Other programs read the file too: one object a line, valid UTF-8, what one filters on in
+    columns of its own."""
     save_rollouts(tmp_path / "r.jsonl.gz", [rollout()])
     (line,) = gzip.decompress((tmp_path / "r.jsonl.gz").read_bytes()).decode().split("\n")[:-1]
     data = json.loads(line)
@@ -396,7 +405,8 @@ def test_lines_are_json_objects_of_plain_types(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", FORMATS)
 def test_files_open_in_datasets(tmp_path, ending):
-    """Arguments, metadata and rewards whose keys and types differ between lines; a row is a rollout again."""
+    """Arguments, metadata and rewards whose keys and types differ between lines; a row is a rollout
+    again."""
     import datasets
 
     def load(files, **more):
@@ -451,7 +461,7 @@ def test_files_open_in_datasets(tmp_path, ending):
     ]
 
 
-# -------------------------------------------------------------------------------------------------- transcripts
+# -------------------------------------------------------------------------------------- transcripts
 
 
 def test_transcript_reads_as_the_conversation():
@@ -482,7 +492,8 @@ def unprintable(text: str) -> list[str]:
 
 
 def test_control_characters_are_shown_not_obeyed():
-    """A terminal escape in a reply must not reach the terminal of whoever reads samples/ with less."""
+    """A terminal escape in a reply must not reach the terminal of whoever reads samples/ with
+    less."""
     text = transcript(rollout()._replace(task=TASK))
     assert "\\x1b[31m" in text and "\\x00" in text and "\\u202e" in text and "\\ud800" in text
     assert unprintable(text) == []

@@ -1,4 +1,5 @@
-"""Samplers of problems: what they prefer, that none is frozen, and that a state gives the same draws whenever it is taken up."""
+"""Samplers of problems: what they prefer, that none is frozen, and that a state gives the same
+draws whenever it is taken up."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def rows(*groups):
 
 
 def step(sampler, tasks, state, n, rates, seed=0):
-    """The tasks of one step, and the state after groups of four, of which so many succeed as `rates` says of the task."""
+    """The tasks of one step, and the state after groups of four, of which so many succeed as
+    `rates` says of the task."""
     drawn, state = take(tasks, state, n, seed=seed, sampler=sampler)
     played = [
         Rollout(task, (), group=k, reward=float(j < rates[task.id]))
@@ -89,7 +91,8 @@ def test_every_problem_has_a_positive_probability_whatever_was_scored(sampler):
 
 
 def test_retests_ask_every_problem_in_time_though_one_is_always_preferred():
-    """n problems, a retest every third draw: whatever 3n further draws are, each problem is among them."""
+    """n problems, a retest every third draw: whatever 3n further draws are, each problem is among
+    them."""
     rates = {task.id: 2 if task.id == "t/7" else 0 for task in TASKS}
     sampler, state, last = prioritised_sampler(retest=3), StreamState(), dict.fromkeys(rates, 0)
     for now in range(1, 200):

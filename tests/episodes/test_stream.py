@@ -1,4 +1,5 @@
-"""The prompt stream: each task once an epoch, resumable by two numbers, the same however it is drawn."""
+"""The prompt stream: each task once an epoch, resumable by two numbers, the same however it is
+drawn."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ def rollout(
     )
 
 
-# group 0: 1 and 0, mixed; group 1: 1 and unscored, all good; group 2: 0 and 0, all bad; group 3: nobody scored
+# group 0: 1 and 0, mixed; group 1: 1 and unscored, all good; group 2: 0 and 0, all bad; group 3:
+# nobody scored
 ROLLOUTS = [
     rollout(step(4, calls=[GOOD]), step(2, "#### 7"), group=0, reward=1.0, accuracy=1.0),
     rollout(
@@ -187,7 +188,8 @@ def scored(
 
 
 def test_shares_of_the_advantages_variance_by_hand():
-    """reward = a + 2 b, independent in the group: variances 1/4 and 4/4, so shares 1/5 and 4/5. Levels of groups do not count."""
+    """reward = a + 2 b, independent in the group: variances 1/4 and 4/4, so shares 1/5 and 4/5.
+    Levels of groups do not count."""
     rollouts = [
         scored(g, a, b, a + 2 * b + 100 * g) for g in (0, 1) for a in (0.0, 1.0) for b in (0.0, 1.0)
     ]
@@ -202,7 +204,8 @@ def test_shares_of_the_advantages_variance_by_hand():
 
 
 def test_rewards_of_steps_are_part_of_the_reward():
-    """What the advantage sees is what is logged: else a run on rewards of steps alone reads as one where all rewards are equal."""
+    """What the advantage sees is what is logged: else a run on rewards of steps alone reads as one
+    where all rewards are equal."""
     found = summarize(
         [scored(0, 0, 0, 0.0, step_reward=1.0), scored(0, 0, 0, 0.0, step_reward=-1.0)]
     )

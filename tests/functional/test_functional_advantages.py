@@ -29,7 +29,8 @@ NAN = float("nan")
 
 
 def _group_norm(rewards: Tensor, group_ids: Tensor, *, advantage=group_mean, **numbers) -> Tensor:
-    """GRPO's advantage and verl's `grpo_passk`: two parts of rlkit, each rollout being one row of one token."""
+    """GRPO's advantage and verl's `grpo_passk`: two parts of rlkit, each rollout being one row of
+    one token."""
     rows = advantage(rewards, group_ids).unsqueeze(1)
     return normalize_group(rows, rewards, group_ids, torch.arange(len(rewards)), **numbers).squeeze(
         1
@@ -63,7 +64,8 @@ def _length(i: int) -> int:
 
 
 def _pass_at_k(group: list[float], i: int, k: int) -> float:
-    """By going through all subsets, as the definition has it: their reward, standardised, averaged over those with i."""
+    """By going through all subsets, as the definition has it: their reward, standardised, averaged
+    over those with i."""
     subsets = list(itertools.combinations(range(len(group)), min(k, len(group))))
     best = {s: float(any(group[j] > 0.5 for j in s)) for s in subsets}
     mean = statistics.fmean(best.values())
@@ -112,7 +114,8 @@ LOOPS = {
 
 
 def _call(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """With the quantities that the option asks for; lengths are those of the positions unless given."""
+    """With the quantities that the option asks for; lengths are those of the positions unless
+    given."""
     given = {"rewards": rewards, "group_ids": group_ids, "lengths": lengths}
     if lengths is None:
         given["lengths"] = torch.tensor(
@@ -135,7 +138,8 @@ def _random(seed: int = 0) -> tuple[Tensor, Tensor]:
 @each(
     ("name", "expected"),
     [
-        # rewards 1, 0, 0, 3 of prompt 4 (mean 1) and 5, nan, 7 of prompt 2 (mean 6); batch mean 16 / 6 = 8/3
+        # rewards 1, 0, 0, 3 of prompt 4 (mean 1) and 5, nan, 7 of prompt 2 (mean 6); batch mean 16
+        # / 6 = 8/3
         ("raw", [1, 0, 0, 3, 5, 0, 7]),
         ("batch_mean", [-5 / 3, -8 / 3, -8 / 3, 1 / 3, 7 / 3, 0, 13 / 3]),
         ("group_mean", [0, -1, -1, 2, -1, 0, 1]),
@@ -150,7 +154,8 @@ def _random(seed: int = 0) -> tuple[Tensor, Tensor]:
         # lengths 1, 2, 5, 3, 3, 5, 2: (1·1 + 3·3) / 11 = 10/11; (5·3 + 7·2) / 5 = 29/5
         ("length_weighted", [1 / 11, -10 / 11, -10 / 11, 23 / 11, -0.8, 0, 1.2]),
         ("gpg", [0, -1, -1, 2, -1, 0, 1]),  # both prompts have a signal: α is 1
-        # the squares of group_norm add up to 4 · 0.49993 + 1.99971 = 3.99943, over 5: 0.89436 + 0.0001
+        # the squares of group_norm add up to 4 · 0.49993 + 1.99971 = 3.99943, over 5: 0.89436 +
+        # 0.0001
         ("gdpo", [0, -0.79049, -0.79049, 1.58097, -0.79049, 0, 0.79049]),
         (
             "max_rl",
@@ -195,7 +200,8 @@ def test_against_a_loop(name: str, seed: int) -> None:
 @each("value", [0.0, 0.1, -1 / 3, 1e6 + 0.1])
 @each("name", CENTRED)
 def test_equal_rewards_give_exactly_zero(name: str, value: float, dtype: torch.dtype) -> None:
-    """0.1 + 0.1 + 0.1 is not 3 × 0.1 in floating point, and an epsilon of 1e-9 would blow the difference up."""
+    """0.1 + 0.1 + 0.1 is not 3 × 0.1 in floating point, and an epsilon of 1e-9 would blow the
+    difference up."""
     assert not _call(
         name, torch.full((3,), value, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     ).any()
@@ -203,7 +209,8 @@ def test_equal_rewards_give_exactly_zero(name: str, value: float, dtype: torch.d
 
 @each("name", CENTRED)
 def test_a_lone_rollout_gives_exactly_zero(name: str) -> None:
-    """A group of one, and a group of which only one is scored: nothing to compare with. verl gives it its reward."""
+    """A group of one, and a group of which only one is scored: nothing to compare with. verl gives
+    it its reward."""
     assert not _call(name, torch.tensor([5.0]), torch.tensor([0])).any()
     assert not _call(name, torch.tensor([5.0, NAN]), torch.tensor([0, 0])).any()
 
@@ -260,7 +267,8 @@ def test_a_constant_added_to_all_rewards_changes_nothing(name: str) -> None:
     ],
 )
 def test_units(name: str, power: int) -> None:
-    """Rewards in other units: the advantage scales along, or not at all once standardised (with eps = 0)."""
+    """Rewards in other units: the advantage scales along, or not at all once standardised (with eps
+    = 0)."""
     rewards, group_ids = _random()
     scaled = _call(name, rewards * 8, group_ids)
     torch.testing.assert_close(
@@ -297,7 +305,8 @@ def test_hyperparameters_of_group_options_are_checked(option, name: str, value: 
 
 
 def test_length_weighted_by_hand_and_against_a_loop() -> None:
-    """The loop is over groups of 40 random rollouts, three of them unscored; a group without a token counts them alike."""
+    """The loop is over groups of 40 random rollouts, three of them unscored; a group without a
+    token counts them alike."""
     rewards, group_ids = _random()
     lengths = torch.randint(1, 100, (40,), generator=torch.Generator().manual_seed(2))
     got = length_weighted(rewards, group_ids, lengths)
@@ -325,7 +334,8 @@ def test_length_weighted_with_equal_lengths_is_the_group_mean() -> None:
 
 
 def test_max_rl_of_a_group_without_reward_is_zero() -> None:
-    """Mean 0, and a negative mean: nothing was learned of what is correct; dividing would turn the sign around."""
+    """Mean 0, and a negative mean: nothing was learned of what is correct; dividing would turn the
+    sign around."""
     rewards = torch.tensor([1.0, -1.0, 1.0, -3.0])
     assert max_rl(rewards, torch.tensor([0, 0, 1, 1])).tolist() == [0.0] * 4
 
@@ -361,7 +371,8 @@ def test_pass_at_1_is_the_group_norm() -> None:
 
 
 def test_best_minus_second_of_two_that_share_the_best_place_is_zero() -> None:
-    """Each is the other's second; the third is no matter. Without the tie it is, and an unscored rollout never."""
+    """Each is the other's second; the third is no matter. Without the tie it is, and an unscored
+    rollout never."""
     groups = torch.zeros(4, dtype=torch.int64)
     assert best_minus_second(torch.tensor([2.0, 0.5, 2.0, NAN]), groups).tolist() == [0.0] * 4
     assert best_minus_second(torch.tensor([2.0, 0.5, 1.0, NAN]), groups).tolist() == [
@@ -373,14 +384,16 @@ def test_best_minus_second_of_two_that_share_the_best_place_is_zero() -> None:
 
 
 def test_gpg_by_hand() -> None:
-    """Of seven scored rollouts three are in a group with spread: α = 7/3. The unscored one counts nowhere."""
+    """Of seven scored rollouts three are in a group with spread: α = 7/3. The unscored one counts
+    nowhere."""
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0, NAN, 5.0], dtype=torch.float64)
     got = gpg(rewards, torch.tensor([0, 0, 0, 1, 1, 1, 1, 2]))
     assert got.tolist() == pytest.approx([0, 0, 0, -14 / 9, 7 / 9, 7 / 9, 0, 0], abs=1e-15)
 
 
 def test_gpg_is_not_diluted_by_groups_without_a_signal() -> None:
-    """The mean over all rollouts stays that of the groups with one, where α is 1: there GPG is the group mean."""
+    """The mean over all rollouts stays that of the groups with one, where α is 1: there GPG is the
+    group mean."""
     rewards, group_ids = (
         torch.tensor([1.0, 0.0, 0.0, 0.5], dtype=torch.float64),
         torch.tensor([0, 0, 1, 1]),
@@ -398,7 +411,8 @@ def test_gpg_is_not_diluted_by_groups_without_a_signal() -> None:
 
 
 def test_gdpo_reads_every_component_on_its_own_scale() -> None:
-    """A component in other units, or with a constant added, moves nothing; a weight does, and one of 0 takes it out, nan included."""
+    """A component in other units, or with a constant added, moves nothing; a weight does, and one
+    of 0 takes it out, nan included."""
     generator = torch.Generator().manual_seed(0)
     right, short = torch.rand(2, 12, generator=generator, dtype=torch.float64)
     groups = torch.arange(12) // 4

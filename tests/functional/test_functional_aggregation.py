@@ -1,4 +1,5 @@
-"""Weights of tokens in the loss: by hand, against loops, and their laws over the table of options."""
+"""Weights of tokens in the loss: by hand, against loops, and their laws over the table of
+options."""
 
 import inspect
 from collections import defaultdict
@@ -65,7 +66,8 @@ def test_by_hand(name: str, per_row: list[float]) -> None:
 
 
 def _loop(name: str, mask: Tensor, rollouts: Tensor, groups: Tensor) -> list[float]:
-    """loss = Σ w · l as the papers write it, as nested means over the loss l[i, t] = (t + 1)(i + 2)."""
+    """loss = Σ w · l as the papers write it, as nested means over the loss l[i, t] = (t + 1)(i +
+    2)."""
     per_rollout, per_prompt = defaultdict(list), defaultdict(list)
     for i, row in enumerate(mask.tolist()):
         per_rollout[int(rollouts[i])] += []

@@ -133,7 +133,8 @@ EVERY = {
 
 @pytest.mark.parametrize("name", EVERY)
 def test_laws_of_every_correction(name: str) -> None:
-    """One where both agree and under the mask, whatever stands there; constants; finite and bounded at any log-ratio."""
+    """One where both agree and under the mask, whatever stands there; constants; finite and bounded
+    at any log-ratio."""
     part = partial(EVERY[name], response_mask=MASK)
     assert torch.equal(part(SAMPLER, SAMPLER), no_correction(MASK).double())
     clean = part(OLD, SAMPLER)
@@ -170,7 +171,8 @@ def test_neither_order_nor_split_of_rows_changes_a_factor(name: str) -> None:
     torch.testing.assert_close(rows.view(3, 3), whole, **CLOSE)
 
 
-MASKS_BY_HAND = {  # rollout 0 has the ratio 2.5, rollout 1 ½ 3 2 1 ½: a mean log-ratio of 0.0811, times √5 0.1813
+# rollout 0 has the ratio 2.5, rollout 1 ½ 3 2 1 ½: a mean log-ratio of 0.0811, times √5 0.1813
+MASKS_BY_HAND = {
     "geometric": (partial(geometric_mask, rollout_ids=ROLLOUTS), "low high", 0.1813, 0.1814),
     "geometric fixed": (
         partial(geometric_mask, rollout_ids=ROLLOUTS, scaled=False),
@@ -195,7 +197,8 @@ MASKS_BY_HAND = {  # rollout 0 has the ratio 2.5, rollout 1 ½ 3 2 1 ½: a mean 
 
 @pytest.mark.parametrize("name", MASKS_BY_HAND)
 def test_masks_of_rollouts_by_hand(name: str) -> None:
-    """Rollout 1 is dropped whole just below its own value, and kept just above; rollout 0 is outside both but for the worst token."""
+    """Rollout 1 is dropped whole just below its own value, and kept just above; rollout 0 is
+    outside both but for the worst token."""
     part, names, below, above = MASKS_BY_HAND[name]
     for bound, kept in ((below, 0.0), (above, 1.0)):
         got = part(OLD, SAMPLER, MASK, **dict.fromkeys(names.split(), bound))
@@ -236,7 +239,8 @@ def test_bounds_hold_at_equality() -> None:
 
 
 def test_a_scaled_band_keeps_the_same_share_at_every_length() -> None:
-    """Log-ratios of standard deviation 0.02: ±0.001 keeps 18 % at 20 tokens and 89 % at 1,000; ±0.04 / √length keeps 95 % of both."""
+    """Log-ratios of standard deviation 0.02: ±0.001 keeps 18 % at 20 tokens and 89 % at 1,000;
+    ±0.04 / √length keeps 95 % of both."""
     generator = torch.Generator().manual_seed(0)
     for length, fixed in ((20, 0.18), (1000, 0.89)):
         gaps = 0.02 * torch.randn(2000, length, generator=generator)
@@ -257,8 +261,9 @@ def test_a_scaled_band_keeps_the_same_share_at_every_length() -> None:
 def test_the_second_moment_by_hand() -> None:
     """The squares of the gaps are .25 .09 .04 .01 0, and a gap of 0 is in no trust region.
 
-    All pushed further up: of .25 .09 .04 .01 two go, and the mean of the others is .025; with one gone it is .0467.
-    At .05 one goes, at .02 three, at .1 (the mean of all is .0975) none. Ties go together.
+    All pushed further up: of .25 .09 .04 .01 two go, and the mean of the others is .025; with one
+    gone it is .0467. At .05 one goes, at .02 three, at .1 (the mean of all is .0975) none. Ties go
+    together.
     """
     gaps = torch.tensor([[0.5, 0.3, 0.2, 0.1, 0.0]], dtype=torch.float64)
     part = partial(
@@ -280,9 +285,11 @@ def test_the_second_moment_by_hand() -> None:
 
 
 def test_the_second_moment_masks_what_an_update_pushes_further_out() -> None:
-    """Four quadrants with squares of 1: A > 0 with r > 1 and A < 0 with r < 1 go. The others pull back to the sampler and stay.
+    """Four quadrants with squares of 1: A > 0 with r > 1 and A < 0 with r < 1 go. The others pull
+    back to the sampler and stay.
 
-    The fifth token has no advantage and stays. Harmless outliers count in no mean: beside them .04 is kept at a bound of .04.
+    The fifth token has no advantage and stays. Harmless outliers count in no mean: beside them .04
+    is kept at a bound of .04.
     """
     gaps = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, -1.0, -1.0, 1.0, 0.0]])
@@ -304,7 +311,8 @@ def test_binary_kl_by_hand() -> None:
 
 
 def test_a_product_multiplies_what_each_part_gives() -> None:
-    """A weight and a mask of whole rollouts; parts get the quantities that they ask for, the advantages too."""
+    """A weight and a mask of whole rollouts; parts get the quantities that they ask for, the
+    advantages too."""
     parts = {
         "weight": partial(token_correction, mode="mask"),
         "band": partial(geometric_mask, low=0.2, high=0.2),
@@ -346,7 +354,8 @@ def test_weights_over_their_mean() -> None:
 
 
 def test_a_sequence_is_corrected_exactly_and_its_tokens_are_not() -> None:
-    """Two tokens of three each, enumerated: Σ μ w R ∇log π is Σ π R ∇log π with the sequence's weight, off by 1 % with the tokens'."""
+    """Two tokens of three each, enumerated: Σ μ w R ∇log π is Σ π R ∇log π with the sequence's
+    weight, off by 1 % with the tokens'."""
     generator = torch.Generator().manual_seed(0)
     first, second = (
         torch.randn(3, generator=generator).double(),
@@ -389,7 +398,8 @@ def test_a_sequence_is_corrected_exactly_and_its_tokens_are_not() -> None:
 
 @pytest.mark.parametrize("versions", [1, 2, 5])
 def test_an_interpolated_old_policy_splits_the_ratio(versions: int) -> None:
-    """ρ · r = π / μ for every number of versions d, and r = (π / μ)^(1/d); the last of the d steps is the update's own."""
+    """ρ · r = π / μ for every number of versions d, and r = (π / μ)^(1/d); the last of the d steps
+    is the update's own."""
     share = torch.full((3, 3), (versions - 1) / versions, dtype=torch.float64)
     old = interpolated_old(OLD.where(MASK, math.nan), SAMPLER.where(MASK, math.nan), share, MASK)
     rho, ratio = (

@@ -77,7 +77,8 @@ def test_effective_sample_size_by_hand() -> None:
 
 
 def test_effective_sample_size_of_rollouts_multiplies_their_tokens() -> None:
-    """Rollout 0 has both rows but for one token: W = 2 · 2 · 0.5 = 2; rollout 1: W = 3. (2 + 3)² / (2 · 13). Its own tokens say more."""
+    """Rollout 0 has both rows but for one token: W = 2 · 2 · 0.5 = 2; rollout 1: W = 3. (2 + 3)² /
+    (2 · 13). Its own tokens say more."""
     trainer = torch.tensor(
         [[2.0, 2.0, math.nan], [3.0, math.nan, math.inf], [0.5, 1.0, math.nan]]
     ).log()
@@ -90,7 +91,8 @@ def test_effective_sample_size_of_rollouts_multiplies_their_tokens() -> None:
 
 
 def test_a_small_gap_of_every_token_leaves_few_effective_rollouts() -> None:
-    """Normal log-ratios of 0.02: e^(-0.0004) of tokens, e^(-T 0.0004) = 0.670 of rollouts of T = 1,000 tokens."""
+    """Normal log-ratios of 0.02: e^(-0.0004) of tokens, e^(-T 0.0004) = 0.670 of rollouts of T =
+    1,000 tokens."""
     gap = torch.randn(2000, 1000, generator=torch.Generator().manual_seed(0)) * 0.02
     zeros, mask = torch.zeros_like(gap), torch.ones_like(gap, dtype=torch.bool)
     assert effective_sample_size(gap, zeros, mask).item() == pytest.approx(

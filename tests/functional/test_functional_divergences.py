@@ -1,4 +1,5 @@
-"""Every divergence has the value and the gradient of its definition, by enumeration over four tokens in float64."""
+"""Every divergence has the value and the gradient of its definition, by enumeration over four
+tokens in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def kl(a, b):
     return (a * (a / b).log()).sum()
 
 
-DEFINITIONS = {  # function → divergence of q, p; which carries the gradient of the state's own distribution alone
+# function → divergence of q, p; which carries the gradient of the state's own distribution alone
+DEFINITIONS = {
     F.sampled_divergence: lambda q: kl(q, P),
     F.kl_student_teacher: lambda q: kl(q, P),
     F.kl_teacher_student: lambda q: kl(P, q),

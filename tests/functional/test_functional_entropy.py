@@ -50,7 +50,8 @@ def test_bfloat16_logits_are_worked_in_float32() -> None:
 
 
 def test_large_logits_lose_no_digits() -> None:
-    """The form logsumexp - Σ p · logit is off by 1e-3 and more at logits of 1e4 in float32; ours by rounding alone."""
+    """The form logsumexp - Σ p · logit is off by 1e-3 and more at logits of 1e4 in float32; ours by
+    rounding alone."""
     logits = torch.tensor([1e4, 1e4 - 1, 1e4 - 2])
     exact = from_logits(torch.tensor([0.0, -1.0, -2.0], dtype=torch.float64)).item()
     assert from_logits(logits).item() == pytest.approx(

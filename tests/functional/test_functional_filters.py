@@ -24,7 +24,8 @@ def test_keep_all_keeps_also_the_unscored() -> None:
 
 
 def test_mixed_groups_by_hand() -> None:
-    """Prompt 7: 1, 0, nan differ → kept whole. Prompt 3: 1, 1 equal. Prompt -2: one scored. Prompt 0: none scored."""
+    """Prompt 7: 1, 0, nan differ → kept whole. Prompt 3: 1, 1 equal. Prompt -2: one scored. Prompt
+    0: none scored."""
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 5.0, NAN, NAN])
     group_ids = torch.tensor([7, 3, 7, 3, 7, -2, -2, 0])
     assert mixed_groups(rewards, group_ids).tolist() == [
@@ -40,7 +41,8 @@ def test_mixed_groups_by_hand() -> None:
 
 
 def test_mixed_groups_compares_exactly() -> None:
-    """0.1 thrice has a standard deviation of 1e-17 in float64; one unit in the last place is a difference."""
+    """0.1 thrice has a standard deviation of 1e-17 in float64; one unit in the last place is a
+    difference."""
     groups = torch.tensor([0, 0, 0, 1, 1])
     rewards = torch.tensor([0.1, 0.1, 0.1, 1.0, 1.0 + 2.0**-52], dtype=torch.float64)
     assert mixed_groups(rewards, groups).tolist() == [False, False, False, True, True]
@@ -61,7 +63,8 @@ def test_every_token_is_the_mask() -> None:
 
 
 def test_top_entropy_by_hand() -> None:
-    """Six tokens over two rows: the 0.8 quantile of 1 … 6 is 5 exactly, the 0.75 quantile 4.75, the ½ quantile 3.5."""
+    """Six tokens over two rows: the 0.8 quantile of 1 … 6 is 5 exactly, the 0.75 quantile 4.75, the
+    ½ quantile 3.5."""
     entropy = torch.tensor([[4.0, 9.0, 1.0, 6.0], [2.0, 5.0, 9.0, 3.0]])
     mask = entropy < 9
     for fraction, kept in (
@@ -120,7 +123,8 @@ def test_fractions_are_checked(fraction: float) -> None:
 
 
 def test_mixed_component_by_hand() -> None:
-    """Prompt 0 has right and wrong answers; all of prompt 1 are right, and their format and length keep no group alive."""
+    """Prompt 0 has right and wrong answers; all of prompt 1 are right, and their format and length
+    keep no group alive."""
     right = torch.tensor([1.0, 0.0, 1.0, 1.0, NAN])
     components = {"right": right, "format": torch.tensor([0.5, 0.5, 0.0, 0.5, 0.5])}
     rewards, groups = right + components["format"], torch.tensor([0, 0, 1, 1, 1])
@@ -157,7 +161,8 @@ def _covaried(n: int = 200) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, t
 
 
 def test_clip_cov_by_hand() -> None:
-    """A -1 1 0 and log π -5 -1 -6, means 0 and -4: 1, 3 and 0. Only 3 is strictly between 1 and 5; at least one token is drawn."""
+    """A -1 1 0 and log π -5 -1 -6, means 0 and -4: 1, 3 and 0. Only 3 is strictly between 1 and 5;
+    at least one token is drawn."""
     given = (
         torch.tensor([[-1.0, 1.0, 0.0]]),
         torch.tensor([[-5.0, -1.0, -6.0]]),
@@ -173,7 +178,8 @@ def test_clip_cov_by_hand() -> None:
 
 
 def test_clip_cov_draws_its_share_from_the_band() -> None:
-    """So many of all trained tokens, evenly from the band, and the same ones whatever the order of rows or the padding."""
+    """So many of all trained tokens, evenly from the band, and the same ones whatever the order of
+    rows or the padding."""
     advantages, logprobs, mask, rollouts = given = _covaried()
     kept = clip_cov(*given, share=0.05, low=0.5)
     left = mask & ~kept
@@ -197,7 +203,8 @@ def test_clip_cov_draws_its_share_from_the_band() -> None:
 
 
 def test_covariance_rank_by_hand() -> None:
-    """Covariances 1, 3, 0 as above, and a token under the mask: a third of the tokens is above 1, none above 3."""
+    """Covariances 1, 3, 0 as above, and a token under the mask: a third of the tokens is above 1,
+    none above 3."""
     given = (
         torch.tensor([[-1.0, 1.0, 0.0, NAN]]),
         torch.tensor([[-5.0, -1.0, -6.0, NAN]]),

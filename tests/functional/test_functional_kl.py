@@ -68,7 +68,8 @@ def test_expected_value(name: str, exact) -> None:
     ids=["k1", "k2", "k3"],
 )
 def test_expected_gradient_in_the_loss(name: str, exact) -> None:
-    """Tokens are drawn, so the draw is a constant: k1 gives nothing, k2 ∇KL(π‖ref), k3 ∇KL(ref‖π)."""
+    """Tokens are drawn, so the draw is a constant: k1 gives nothing, k2 ∇KL(π‖ref), k3
+    ∇KL(ref‖π)."""
     logits, p, ref = _policies()
     (ours,) = torch.autograd.grad(
         (p.exp().detach() * ESTIMATORS[name](p, ref)).sum(), logits, retain_graph=True
@@ -221,7 +222,8 @@ def test_weighted_and_partial_estimators_by_hand(got: Tensor, expected: float) -
 def test_weighted_estimators_have_value_and_gradient_of_their_divergence(
     name: str, exact, on_policy: bool
 ) -> None:
-    """Enumerated over the tokens that the old policy may draw: unbiased on its samples too, and the gradient with it."""
+    """Enumerated over the tokens that the old policy may draw: unbiased on its samples too, and the
+    gradient with it."""
     logits, p, ref = _policies()
     old = p.detach() if on_policy else LOGITS_OLD.log_softmax(-1)
     expected = (old.exp() * WEIGHTED[name](p, ref, old)).sum()
@@ -233,7 +235,8 @@ def test_weighted_estimators_have_value_and_gradient_of_their_divergence(
 
 @pytest.mark.parametrize("name", ["truncated", "confident"])
 def test_partial_estimators_have_value_and_gradient_of_their_tokens(name: str) -> None:
-    """On the tokens that count, k3 and Σ (π - ref) ∇log π; the others add a constant, or nothing. Some count and some do not."""
+    """On the tokens that count, k3 and Σ (π - ref) ∇log π; the others add a constant, or nothing.
+    Some count and some do not."""
     logits, p, ref = _policies()
     q = (ref - p).detach()
     if name == "truncated":
@@ -261,7 +264,8 @@ def test_partial_estimators_at_their_limits_are_k3() -> None:
 @pytest.mark.parametrize("size", [1e4, math.inf])
 @pytest.mark.parametrize("name", ["forward", "reverse", "truncated", "confident"])
 def test_the_others_are_finite_at_any_log_ratio(name: str, size: float) -> None:
-    """And no step away from the reference comes of it: at a capped log-ratio `reverse` has no gradient, `forward` the right sign."""
+    """And no step away from the reference comes of it: at a capped log-ratio `reverse` has no
+    gradient, `forward` the right sign."""
     logprobs = torch.zeros(2, requires_grad=True)
     ref = torch.tensor([size, -size])
     options = {"truncated": truncated, "confident": confident}
@@ -305,7 +309,8 @@ def test_hyperparameters_are_checked(estimator, name: str, value: float) -> None
 
 
 def test_straight_through_has_the_value_of_k3_and_the_gradient_of_its_divergence() -> None:
-    """By enumeration: E = KL(π‖ref) and ∇ = ∇KL(π‖ref) in the loss; with a ratio 2 ∇KL(π‖ref) - ∇KL(ref‖π), as the table says."""
+    """By enumeration: E = KL(π‖ref) and ∇ = ∇KL(π‖ref) in the loss; with a ratio 2 ∇KL(π‖ref) -
+    ∇KL(ref‖π), as the table says."""
     logits, p, ref = _policies()
     got = k3_straight_through(p, ref)
     assert torch.equal(got.detach(), k3(p, ref).detach())

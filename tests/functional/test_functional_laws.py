@@ -1,6 +1,8 @@
-"""Laws of the whole loss, over a table of every policy loss × KL × aggregation; and the shape of the package itself.
+"""Laws of the whole loss, over a table of every policy loss × KL × aggregation; and the shape of
+the package itself.
 
-A new option is tested by adding a row to its table; the last tests fail where a public function stands in no table.
+A new option is tested by adding a row to its table; the last tests fail where a public function
+stands in no table.
 """
 
 import importlib
@@ -50,7 +52,8 @@ PUBLIC = {
 
 
 def _batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """10 rows of 8 positions, 7 rollouts, 3 prompts; log-ratios of order 1, so that the clip binds on part of them."""
+    """10 rows of 8 positions, 7 rollouts, 3 prompts; log-ratios of order 1, so that the clip binds
+    on part of them."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(10, 8, generator=generator) < 0.5
     mask[4] = False
@@ -91,7 +94,8 @@ def _inject(part: Callable[..., Tensor], quantities: Mapping[str, Tensor]) -> Te
 
 
 def _loss(names: tuple[str, str, str], batch: Mapping[str, Tensor], weights: Tensor) -> Tensor:
-    """The loss as a caller writes it: fill under the mask, then ratio, then the parts, then Σ weights × loss."""
+    """The loss as a caller writes it: fill under the mask, then ratio, then the parts, then Σ
+    weights × loss."""
     mask = batch["response_mask"]
     filled = {
         k: fill_masked(v, mask, 0.0) if v.is_floating_point() else v for k, v in batch.items()
@@ -129,7 +133,8 @@ def test_garbage_under_the_mask_changes_no_bit(names: tuple[str, str, str]) -> N
 
 @pytest.mark.parametrize("names", combinations(POLICY_LOSSES, KLS, AGGREGATIONS), ids="-".join)
 def test_no_split_into_micro_batches_changes_the_gradient(names: tuple[str, str, str]) -> None:
-    """Weights come from the whole update batch; after that everything is a sum. Norm-relative, as float rounding is."""
+    """Weights come from the whole update batch; after that everything is a sum. Norm-relative, as
+    float rounding is."""
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         batch = _batch(dtype)
         weights = _inject(AGGREGATIONS[names[2]], batch)
@@ -169,7 +174,8 @@ def test_padding_changes_no_bit_of_the_gradient(names: tuple[str, str, str]) -> 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_the_gradient_follows_the_advantage(name: str) -> None:
-    """A step against the gradient raises the log-prob where the advantage is positive, and lowers it where negative."""
+    """A step against the gradient raises the log-prob where the advantage is positive, and lowers
+    it where negative."""
     logprobs = torch.full((2, 1), -1.0, requires_grad=True)
     batch = {
         "logprobs": logprobs,
@@ -200,7 +206,8 @@ def test_every_option_stands_in_a_table() -> None:
 
 @each("name", [n for n in PUBLIC if n in PARTS or n.split(".")[0] in PARTS])
 def test_parameters_are_quantities_or_keywords(name: str) -> None:
-    """Parts are called by name: a positional parameter that is no quantity could never be filled in."""
+    """Parts are called by name: a positional parameter that is no quantity could never be filled
+    in."""
     for parameter in inspect.signature(PUBLIC[name]).parameters.values():
         if parameter.kind is not parameter.KEYWORD_ONLY:
             assert parameter.name in types.QUANTITIES

@@ -118,7 +118,8 @@ def test_entropy_carries_a_gradient_only_where_asked() -> None:
 
 
 def test_no_logits_survive_the_forward_pass() -> None:
-    """What chunking is for: the graph holds hidden states, never [m, V]; the head runs once more per chunk instead."""
+    """What chunking is for: the graph holds hidden states, never [m, V]; the head runs once more
+    per chunk instead."""
     hidden, weight, ids = _problem()
     alive: list[weakref.ref[Tensor]] = []
 
@@ -135,7 +136,8 @@ def test_no_logits_survive_the_forward_pass() -> None:
 
 
 def test_a_detached_entropy_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recomputation of a chunk ends before the entropy: it would be two more passes over [m, V] for nothing."""
+    """The recomputation of a chunk ends before the entropy: it would be two more passes over [m, V]
+    for nothing."""
     hidden, weight, ids = _problem()
     calls: list[int] = []
     original = log_probs.from_log_probs
@@ -174,7 +176,8 @@ def _reference() -> tuple[Tensor, Tensor]:
 def test_exact_divergence_equals_the_naive_form(
     chunk_size: int, temperature: float, entropy_gradient: bool
 ) -> None:
-    """Its value and its gradient into the policy, beside those of the log-probs; none into the reference."""
+    """Its value and its gradient into the policy, beside those of the log-probs; none into the
+    reference."""
     hidden, weight, ids = _problem()
     hidden_ref, weight_ref = _reference()
     logp, ref = (
@@ -206,7 +209,8 @@ def test_exact_divergence_equals_the_naive_form(
 
 @pytest.mark.parametrize("rows, rows_ref", [(9, 7), (7, 9)])
 def test_exact_divergence_of_heads_with_unequal_padding(rows: int, rows_ref: int) -> None:
-    """Both are normalised over the ids that both have; log-probs and entropies stay those of the whole head."""
+    """Both are normalised over the ids that both have; log-probs and entropies stay those of the
+    whole head."""
     hidden, weight, ids = _problem()
     hidden_ref, weight_ref = _reference()
     heads = [lambda x, w=w, n=n: x @ w[:n].T for w, n in ((weight, rows), (weight_ref, rows_ref))]
@@ -237,7 +241,8 @@ def test_exact_divergence_by_hand() -> None:
 
 
 def test_exact_divergence_of_tokens_that_are_excluded() -> None:
-    """What the policy excludes adds nothing, with or without the reference; what the reference alone excludes is infinite."""
+    """What the policy excludes adds nothing, with or without the reference; what the reference
+    alone excludes is infinite."""
     inf = math.inf
     logits = torch.tensor(
         [[0.0, 0.0, -inf], [0.0, 0.0, -inf], [0.0, -1e4, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64
@@ -281,7 +286,8 @@ def test_exact_divergence_of_equal_policies_is_zero_up_to_rounding() -> None:
 
 
 def test_no_logits_of_the_reference_survive_the_forward_pass() -> None:
-    """Both heads run once a chunk forward and once backward; nothing of width V is kept in between."""
+    """Both heads run once a chunk forward and once backward; nothing of width V is kept in
+    between."""
     hidden, weight, ids = _problem()
     hidden_ref, weight_ref = _reference()
     alive: list[weakref.ref[Tensor]] = []

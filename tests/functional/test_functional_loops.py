@@ -1,7 +1,9 @@
-"""Every option of the catalogue against its formula in plain Python loops: random small batches, and edges by name.
+"""Every option of the catalogue against its formula in plain Python loops: random small batches,
+and edges by name.
 
-The loops know tensors no more than the papers do: they read lists, index rollouts and tokens one by one, and call nothing of the
-package. A new option is tested by one line in CASES; `test_every_public_function_has_a_loop` fails where it is missing.
+The loops know tensors no more than the papers do: they read lists, index rollouts and tokens one by
+one, and call nothing of the package. A new option is tested by one line in CASES;
+`test_every_public_function_has_a_loop` fails where it is missing.
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ FUNCTIONS = [
     getattr(functional, name) for name in functional.__all__
 ]  # all public ones: test_functional_laws
 PUBLIC = {f"{f.__module__.rpartition('.')[2]}.{f.__name__}": f for f in FUNCTIONS}
-CLOSE = 1e-9  # float64: up to 10^4 terms summed in another order, 10^4 · 2^-53 = 1e-12, and an exp of up to 20 behind the sum
-FLOAT32 = 1e-6  # weights of aggregation and figures of diagnostics are float32 by contract: 2^-24 and one more rounding
+# float64: up to 10^4 terms summed in another order, 10^4 · 2^-53 = 1e-12, and an exp of up to 20
+# behind the sum
+CLOSE = 1e-9
+# weights of aggregation and figures of diagnostics are float32 by contract: 2^-24 and one more
+# rounding
+FLOAT32 = 1e-6
 
 
-# --- the loops: what the formulas share ---------------------------------------------------------------------------------------------
+# --- the loops: what the formulas share
+# ---------------------------------------------------------------------------------------------
 
 
 def cellwise(formula: Callable[..., float]) -> Callable[..., Rows]:
@@ -70,13 +77,15 @@ def variance(xs: list[float]) -> float:
 
 
 def scored(rewards: list[float], group_ids: list[int], i: int) -> list[int]:
-    """The rollouts of i's group that have a reward; none where i itself has none, or where all their rewards are equal."""
+    """The rollouts of i's group that have a reward; none where i itself has none, or where all
+    their rewards are equal."""
     peers = [j for j, g in enumerate(group_ids) if g == group_ids[i] and not math.isnan(rewards[j])]
     return peers if i in peers and len({rewards[j] for j in peers}) > 1 else []
 
 
 def cells_of(rollout_ids: list[int], response_mask: Rows) -> dict[int, list[tuple[int, int]]]:
-    """Where the trained tokens of each rollout stand; rollouts with rows but without such tokens have none."""
+    """Where the trained tokens of each rollout stand; rollouts with rows but without such tokens
+    have none."""
     out: dict[int, list[tuple[int, int]]] = {j: [] for j in rollout_ids}
     for b, row in enumerate(response_mask):
         out[rollout_ids[b]] += [(b, t) for t, trained in enumerate(row) if trained]
@@ -99,7 +108,8 @@ def table_of(entries: dict[tuple[int, int], float], response_mask: Rows, elsewhe
     ]
 
 
-# --- advantages ---------------------------------------------------------------------------------------------------------------------
+# --- advantages
+# --------------------------------------------------------------------------------------------------
 
 
 def raw(rewards):
@@ -214,7 +224,8 @@ def max_rl(rewards, group_ids):
 
 
 def pass_at_k_advantage(rewards, group_ids, *, k=4, correct_above=0.5):
-    """By enumeration: each k-subset has the reward of its best, standardised over all subsets; a rollout has the mean of its own."""
+    """By enumeration: each k-subset has the reward of its best, standardised over all subsets; a
+    rollout has the mean of its own."""
     out = []
     for i, r in enumerate(rewards):
         peers = [
@@ -241,7 +252,8 @@ def best_minus_second(rewards, group_ids):
 
 
 def actions_of(rollout_ids, step_ids, response_mask, by_turn):
-    """For each rollout its actions in the order of time: single tokens, or all tokens of a step together."""
+    """For each rollout its actions in the order of time: single tokens, or all tokens of a step
+    together."""
     for cells in cells_of(rollout_ids, response_mask).values():
         ordered = sorted(cells, key=lambda cell: (step_ids[cell[0]][cell[1]], cell))
         yield [
@@ -323,7 +335,8 @@ def adaptive_gae(
     return table_of(out, response_mask, 0.0), returns
 
 
-# --- normalization ------------------------------------------------------------------------------------------------------------------
+# --- normalization
+# --------------------------------------------------------------------------------------------------
 
 
 def no_normalization(advantages):
@@ -383,7 +396,8 @@ def whiten(advantages, rewards, rollout_ids, response_mask, *, eps=1e-8):
     return cellwise(lambda a, m: (a - mu) / scale if m else 0.0)(advantages, counts)
 
 
-# --- ratios -------------------------------------------------------------------------------------------------------------------------
+# --- ratios
+# --------------------------------------------------------------------------------------------------
 
 
 @cellwise
@@ -439,7 +453,8 @@ def d_sequence_token_ratio(weights, logprobs, logprobs_old, response_mask, rollo
     return cellwise(lambda w, r, m: w * r if m else 0.0)(weights, s, response_mask)
 
 
-# --- policy losses and value losses, with their derivatives ------------------------------------------------------------------------
+# --- policy losses and value losses, with their derivatives
+# ------------------------------------------------------------------------
 
 
 @cellwise
@@ -453,7 +468,8 @@ def clipped(ratio, advantages, *, clip_low=0.2, clip_high=0.2, dual_clip=None, d
 def d_clipped(
     weights, ratio, advantages, *, clip_low=0.2, clip_high=0.2, dual_clip=None, delta=None
 ):
-    """-A, but 0 where the ratio has left the interval in the direction that the advantage asks for, or is beyond a cap."""
+    """-A, but 0 where the ratio has left the interval in the direction that the advantage asks for,
+    or is beyond a cap."""
     if advantages >= 0:
         return -advantages * weights if ratio <= 1 + clip_high else 0.0
     return (
@@ -655,7 +671,8 @@ def d_dppo(
 
 
 def dppo(logprobs, logprobs_sampler, response_mask, advantages, *, penalty=1e-3, **rule):
-    """The ratio times what the slope says without the penalty, and the penalty; where the ratio is clamped it is not."""
+    """The ratio times what the slope says without the penalty, and the penalty; where the ratio is
+    clamped it is not."""
     ones, gap = (
         [[1.0] * len(row) for row in logprobs],
         cellwise(lambda p, q: clip(p - q, -20, 20))(logprobs, logprobs_sampler),
@@ -691,7 +708,8 @@ def clipped_squared_error(values, values_old, returns, *, clip=0.2):
 
 @cellwise
 def d_clipped_squared_error(weights, values, values_old, returns, *, clip=0.2):
-    """0 where the value has moved by more than the clip and the held one is further from the return."""
+    """0 where the value has moved by more than the clip and the held one is further from the
+    return."""
     held = min(max(values, values_old - clip), values_old + clip)
     return (
         0.0
@@ -700,7 +718,8 @@ def d_clipped_squared_error(weights, values, values_old, returns, *, clip=0.2):
     )
 
 
-# --- KL -----------------------------------------------------------------------------------------------------------------------------
+# --- KL
+# --------------------------------------------------------------------------------------------------
 
 
 def log_quotient(logprobs, logprobs_ref):
@@ -765,7 +784,8 @@ def forward(logprobs, logprobs_ref, logprobs_old):
 
 @cellwise
 def d_forward(weights, logprobs, logprobs_ref, logprobs_old):
-    """Product rule: r (log π - log ref) through the ratio, r through the log-ratio, each within its own clamp."""
+    """Product rule: r (log π - log ref) through the ratio, r through the log-ratio, each within its
+    own clamp."""
     q, delta = logprobs_ref - logprobs, logprobs - logprobs_old
     r = math.exp(clip(delta, -20, 20))
     return weights * (
@@ -799,7 +819,8 @@ def d_full(weights):
     return weights
 
 
-# --- aggregation, filters, corrections, overlong -----------------------------------------------------------------------------------
+# --- aggregation, filters, corrections, overlong
+# -----------------------------------------------------------------------------------
 
 
 def token_mean(response_mask):
@@ -1061,7 +1082,8 @@ def mask_truncated(rewards, truncated):
     return rewards, [not cut for cut in truncated]
 
 
-# --- pairs and entropy --------------------------------------------------------------------------------------------------------------
+# --- pairs and entropy
+# --------------------------------------------------------------------------------------------------
 
 
 def all_pairs(rewards, group_ids):
@@ -1177,7 +1199,8 @@ def d_from_logits(row_weights, logits):
     ]
 
 
-# --- log-probs and diagnostics ------------------------------------------------------------------------------------------------------
+# --- log-probs and diagnostics
+# --------------------------------------------------------------------------------------------------
 
 
 def token_log_probs(logits, ids, *, temperature=1.0):
@@ -1258,7 +1281,8 @@ def explained_variance(values, returns, response_mask):
     return 1 - variance([y - x for x, y in zip(xs, ys, strict=True)]) / variance(ys)
 
 
-# --- masking ------------------------------------------------------------------------------------------------------------------------
+# --- masking
+# --------------------------------------------------------------------------------------------------
 
 
 def full_precision(values):
@@ -1312,11 +1336,13 @@ def there_and_back(values, response_mask):
     return cellwise(lambda v, m: v if m else 0.0)(values, response_mask)
 
 
-# --- the table: option → its loop, its options, what it is called with, its derivative ----------------------------------------------
+# --- the table: option → its loop, its options, what it is called with, its derivative
+# ----------------------------------------------
 
 
 class Case(NamedTuple):
-    """`args` names the quantities where the parameters do not; `gradient` is the leaf and the loop of d Σ weights · result."""
+    """`args` names the quantities where the parameters do not; `gradient` is the leaf and the loop
+    of d Σ weights · result."""
 
     loop: Callable[..., Any]
     options: Mapping[str, Any] = MappingProxyType({})
@@ -1588,7 +1614,8 @@ MODULES = {
     m: [name for name in CASES if name.startswith(f"{m}.")]
     for m in dict.fromkeys(name.split(".")[0] for name in CASES)
 }
-# No formula of a paper but a generator of bits, held to its published numbers in its own tests; over whole distributions, enumerated there.
+# No formula of a paper but a generator of bits, held to its published numbers in its own tests;
+# over whole distributions, enumerated there.
 ELSEWHERE = {"sampling", "divergences"}
 STEPWISE = {
     "policy_losses.kl_cov",
@@ -1619,7 +1646,8 @@ FILLED = {
 }  # finite everywhere by contract: the caller fills under the mask
 
 
-# --- batches ------------------------------------------------------------------------------------------------------------------------
+# --- batches
+# --------------------------------------------------------------------------------------------------
 
 REWARDS = (0.0, 1.0, 0.5, 0.1, 0.7, -2.0, 3.0, NAN)
 GROUP_IDS = (7, -3, 40, 0)
@@ -1643,7 +1671,8 @@ Rollout = tuple[float, bool, list[list[bool]]]  # reward, cut off, the response 
 
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, list]:
-    """One to four groups of one to four rollouts, each of no, one or two rows of up to six positions."""
+    """One to four groups of one to four rollouts, each of no, one or two rows of up to six
+    positions."""
     sizes, seed = (
         draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)),
         draw(st.integers(0, 2**32)),
@@ -1663,7 +1692,8 @@ def batches(draw: st.DrawFn) -> dict[str, list]:
 
 
 def _batch(groups: list[list[Rollout]], style: str = "smooth", seed: int = 0) -> dict[str, list]:
-    """All quantities as lists. Rollouts and rows are shuffled; under the mask stands what may stand there.
+    """All quantities as lists. Rollouts and rows are shuffled; under the mask stands what may stand
+    there.
 
     `ties` has numbers on a grid, so that many are equal; `far` has log-ratios beyond the clamps.
     """
@@ -1759,7 +1789,8 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _arguments(f: Callable[..., Any], case: Case, batch: dict[str, list]) -> list[str]:
-    """The quantities that f is called with, in order: its positional parameters, unless the case names them."""
+    """The quantities that f is called with, in order: its positional parameters, unless the case
+    names them."""
     positional = [
         p.name
         for p in inspect.signature(f).parameters.values()
@@ -1791,7 +1822,8 @@ def _call(
 
 
 def _assert_close(name: str, got: Tensor, expected: Any, close: float) -> None:
-    """Relative to the largest entry: sums of large terms that cancel have the rounding of the terms."""
+    """Relative to the largest entry: sums of large terms that cancel have the rounding of the
+    terms."""
     want = torch.tensor(expected, dtype=torch.float64)
     want = want.view(got.shape) if not want.numel() else want
     assert got.shape == want.shape, name
@@ -1833,7 +1865,8 @@ def _check(name: str, batch: dict[str, list]) -> None:
 )
 @given(batch=batches())
 def test_equals_its_loop(module: str, batch: dict[str, list]) -> None:
-    """Groups of one to four, rewards of nan and ties, rows without tokens, tools in between, garbage under the mask."""
+    """Groups of one to four, rewards of nan and ties, rows without tokens, tools in between,
+    garbage under the mask."""
     for name in MODULES[module]:
         _check(name, batch)
 
@@ -1859,7 +1892,8 @@ def _edge(edge: str) -> dict[str, list]:
 @each("edge", EDGES)
 @each("module", MODULES)
 def test_equals_its_loop_at_the_edge(module: str, edge: str) -> None:
-    """And is finite there, but for rewards of nan that overlong passes on, and figures that are not defined."""
+    """And is finite there, but for rewards of nan that overlong passes on, and figures that are not
+    defined."""
     batch = _edge(edge)
     for name in MODULES[module]:
         _check(name, batch)
@@ -1872,9 +1906,11 @@ def test_equals_its_loop_at_the_edge(module: str, edge: str) -> None:
 
 @each("name", CASES)
 def test_half_precision_is_computed_in_full(name: str) -> None:
-    """On bfloat16 inputs the result is that of float32 on the same numbers; where it has their dtype, rounded once at the end.
+    """On bfloat16 inputs the result is that of float32 on the same numbers; where it has their
+    dtype, rounded once at the end.
 
-    Losses of one token are computed on what they are given, ratios and log-probs of full precision; on others they round as they go.
+    Losses of one token are computed on what they are given, ratios and log-probs of full precision;
+    on others they round as they go.
     """
     batch = _batch(
         [[(r, r > 0, [[True, False, True, True], [True, True]]) for r in (1.0, 0.0, 0.5)]] * 3,

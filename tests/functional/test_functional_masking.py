@@ -10,7 +10,8 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e38])
 def test_garbage_under_the_mask_reaches_neither_value_nor_gradient(garbage: float) -> None:
-    """Guards against multiplying by the mask: 0 × nan is nan, in the value and in the gradient of exp."""
+    """Guards against multiplying by the mask: 0 × nan is nan, in the value and in the gradient of
+    exp."""
     values = torch.tensor([-1.0, garbage, -2.0], requires_grad=True)
     filled = fill_masked(values, torch.tensor([True, False, True]), 0.0).exp()
     filled.sum().backward()

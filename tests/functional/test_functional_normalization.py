@@ -1,4 +1,5 @@
-"""Scales of advantages: by hand, with the advantages they belong to, and what takes no part in them."""
+"""Scales of advantages: by hand, with the advantages they belong to, and what takes no part in
+them."""
 
 import inspect
 import math
@@ -35,7 +36,8 @@ OPTIONS = {
 
 
 def _batch(seed: int = 0) -> dict[str, Tensor]:
-    """9 rows of 7 positions of 6 rollouts of 2 prompts; rollout 1 is unscored, row 3 has no token."""
+    """9 rows of 7 positions of 6 rollouts of 2 prompts; rollout 1 is unscored, row 3 has no
+    token."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(9, 7, generator=generator) < 0.6
     mask[3] = False
@@ -81,7 +83,8 @@ def test_two_rollouts_under_the_group_are_one_over_root_two() -> None:
 
 
 def test_group_and_batch_by_hand() -> None:
-    """Groups (0, 1) and (0, 2), sample deviations 1/√2 and √2; all four: mean ¾, squares 2.75, deviation √(2.75 / 3)."""
+    """Groups (0, 1) and (0, 2), sample deviations 1/√2 and √2; all four: mean ¾, squares 2.75,
+    deviation √(2.75 / 3)."""
     rewards, groups = (
         torch.tensor([0.0, 1.0, 0.0, 2.0], dtype=torch.float64),
         torch.tensor([5, 5, 2, 2]),
@@ -126,7 +129,8 @@ def test_scales_are_those_of_the_scored_rewards(seed: int) -> None:
 @pytest.mark.parametrize("option", [normalize_group, normalize_batch])
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.1, NAN, NAN], [NAN, NAN, NAN]])
 def test_without_spread_nothing_is_divided(option, rewards: list[float]) -> None:
-    """0.1 + 0.1 + 0.1 is not 3 × 0.1 in floating point; over an epsilon alone an advantage would grow ten-thousandfold."""
+    """0.1 + 0.1 + 0.1 is not 3 × 0.1 in floating point; over an epsilon alone an advantage would
+    grow ten-thousandfold."""
     given = {
         "advantages": torch.tensor([[2.0], [-1.0], [0.5]]),
         "rewards": torch.tensor(rewards),
@@ -150,7 +154,8 @@ def test_a_group_of_one_stays_as_it_is() -> None:
 
 
 def test_normalize_advantages_by_hand() -> None:
-    """Means 2, 0 and -2 of three rollouts, one of them of two rows; the fourth cannot be scored: deviation √(8 / 2) = 2."""
+    """Means 2, 0 and -2 of three rollouts, one of them of two rows; the fourth cannot be scored:
+    deviation √(8 / 2) = 2."""
     advantages = torch.tensor(
         [[1.0, 9.0], [3.0, 9.0], [0.0, 0.0], [-2.0, NAN], [7.0, 7.0]], dtype=torch.float64
     )
@@ -167,7 +172,8 @@ def test_normalize_advantages_by_hand() -> None:
 
 
 def test_an_easy_prompt_does_not_widen_the_scale_of_the_advantages() -> None:
-    """Rewards of one prompt raised by 10: the deviation of all rewards grows, that of their distance from the group's mean does not."""
+    """Rewards of one prompt raised by 10: the deviation of all rewards grows, that of their
+    distance from the group's mean does not."""
     rewards, groups, rollouts = (
         torch.tensor([0.0, 1.0, 0.0, 2.0], dtype=torch.float64),
         torch.tensor([5, 5, 2, 2]),
@@ -208,7 +214,8 @@ def test_reinforce_pp_is_reward_to_go_whitened() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whitened_tokens_have_mean_0_and_variance_1(seed: int) -> None:
-    """Over the trained tokens of scored rollouts; also whatever the advantages' unit and origin are."""
+    """Over the trained tokens of scored rollouts; also whatever the advantages' unit and origin
+    are."""
     given = _batch(seed)
     got = _call(whiten, given)
     counts = given["response_mask"] & (given["rollout_ids"] != 1).unsqueeze(1)

@@ -1,4 +1,5 @@
-"""Pairs of a prompt's rollouts: which there are, their loss, and the advantage that has exactly its gradient."""
+"""Pairs of a prompt's rollouts: which there are, their loss, and the advantage that has exactly its
+gradient."""
 
 import itertools
 import math
@@ -24,7 +25,8 @@ SELECTORS = {"all_pairs": all_pairs, "best_worst": best_worst}
 
 
 def _batch(seed: int = 0) -> dict[str, Tensor]:
-    """10 rows of 8 positions of 8 rollouts of 3 prompts: one unscored, one without a token, one without a row, two alike."""
+    """10 rows of 8 positions of 8 rollouts of 3 prompts: one unscored, one without a token, one
+    without a row, two alike."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(10, 8, generator=generator) < 0.5
     mask[:, 1] = True
@@ -98,7 +100,8 @@ def test_ties_unscored_and_lone_rollouts_are_in_no_pair(selector, rewards: list[
 
 
 def test_loss_by_hand() -> None:
-    """Sums -3 and -2 (what is masked is nan), β = ½: -log σ(½ · -1) = log(1 + √e); means -1 and -2: log(1 + 1/√e)."""
+    """Sums -3 and -2 (what is masked is nan), β = ½: -log σ(½ · -1) = log(1 + √e); means -1 and -2:
+    log(1 + 1/√e)."""
     logprobs = torch.tensor(
         [[-1.0, NAN, -2.0], [-2.0, NAN, NAN], [0.0, NAN, NAN]], dtype=torch.float64
     )
@@ -126,7 +129,8 @@ def test_no_pair_is_a_zero_with_a_gradient() -> None:
 def test_the_advantage_has_the_gradient_of_the_loss(
     selector, beta: float, length_normalise: bool, seed: int
 ) -> None:
-    """Σ weights × reinforce at the old policy, against autograd of the mean loss of a pair; garbage stands under the mask."""
+    """Σ weights × reinforce at the old policy, against autograd of the mean loss of a pair; garbage
+    stands under the mask."""
     given = _batch(seed)
     mask, numbers = given["response_mask"], {"beta": beta, "length_normalise": length_normalise}
     leaf = given["logprobs_old"].where(mask, NAN).requires_grad_()
@@ -148,7 +152,8 @@ def test_the_advantage_has_the_gradient_of_the_loss(
 
 
 def test_pairwise_by_hand() -> None:
-    """Rewards 2, 1, 0, all of log-prob 0, β = 1: σ(0) = ½ a pair, 3 pairs of 3 rollouts: A = ½ + ½, ½ - ½, -½ - ½."""
+    """Rewards 2, 1, 0, all of log-prob 0, β = 1: σ(0) = ½ a pair, 3 pairs of 3 rollouts: A = ½ + ½,
+    ½ - ½, -½ - ½."""
     given = (torch.zeros(3, 2), torch.ones(3, 2).bool(), torch.arange(3))
     got = pairwise(torch.tensor([2.0, 1.0, 0.0]), torch.zeros(3).long(), *given, beta=1.0)
     assert got.tolist() == [[1.0, 1.0], [0.0, 0.0], [-1.0, -1.0]]

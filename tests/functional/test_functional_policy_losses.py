@@ -58,7 +58,8 @@ def test_reinforce_by_hand() -> None:
 
 @pytest.mark.parametrize("widths", [(0.2, 0.2), (1.0, 1e6)])
 def test_clipped_at_ratio_one_has_the_gradient_of_reinforce(widths: tuple[float, float]) -> None:
-    """On policy the ratio is 1 and the clip never binds: the first step of PPO is REINFORCE, whatever the widths."""
+    """On policy the ratio is 1 and the clip never binds: the first step of PPO is REINFORCE,
+    whatever the widths."""
     generator = torch.Generator().manual_seed(0)
     logprobs = (-torch.rand(3, 5, generator=generator, dtype=torch.float64)).requires_grad_()
     advantages = torch.randn(3, 5, generator=generator, dtype=torch.float64)
@@ -149,7 +150,8 @@ def test_the_two_caps_are_the_same_function() -> None:
 )
 @each("advantage", [2.0, -1.0])
 def test_cispo_by_hand(ratio: float, weight: float, advantage: float) -> None:
-    """The gradient is -weight · A, on both sides of the clip and for both signs; none flows into the ratio."""
+    """The gradient is -weight · A, on both sides of the clip and for both signs; none flows into
+    the ratio."""
     r, logprobs = (
         torch.tensor([[ratio]], requires_grad=True),
         torch.tensor([[-0.5]], requires_grad=True),
@@ -312,7 +314,8 @@ def test_numbers_are_checked(loss, name: str, value: float) -> None:
 
 
 def test_kl_cov_by_hand() -> None:
-    """r = 2, A = -3: 6. Of the two tokens the one of rank 0.1 pays 0.5 · log 2 more; its gradient is that of |log π|, 0 at r = 1."""
+    """r = 2, A = -3: 6. Of the two tokens the one of rank 0.1 pays 0.5 · log 2 more; its gradient
+    is that of |log π|, 0 at r = 1."""
     old = torch.zeros(1, 3, dtype=torch.float64)
     new = torch.tensor([[2.0, 2.0, 1.0]], dtype=torch.float64).log().requires_grad_()
     ratio, advantages = (
@@ -336,7 +339,8 @@ def test_kl_cov_on_policy_has_the_gradient_of_reinforce() -> None:
     assert torch.equal(ours, theirs)
 
 
-DPPO_BY_HAND = [  # policy, sampler, advantage, two-sided → the gradient by the log-prob; r = π / μ, delta = 0.2
+# policy, sampler, advantage, two-sided → the gradient by the log-prob; r = π / μ, delta = 0.2
+DPPO_BY_HAND = [
     (0.8, 0.5, 1.0, False, 0.0),  # further up by 0.3, which the advantage asks for
     (0.8, 0.5, -1.0, False, 1.6),  # on its way back
     (0.8, 0.5, -1.0, True, 0.0),
@@ -371,7 +375,8 @@ def test_dppo_by_hand(
 
 
 def test_dppo_by_kl_and_on_policy() -> None:
-    """By the binary KL a move from 0.5 to 0.8 is 0.223 nats. On policy: the gradient of REINFORCE, nothing held, no penalty."""
+    """By the binary KL a move from 0.5 to 0.8 is 0.223 nats. On policy: the gradient of REINFORCE,
+    nothing held, no penalty."""
     leaf, mu = (
         torch.tensor([[0.8]], dtype=torch.float64).log().requires_grad_(),
         torch.tensor([[0.5]], dtype=torch.float64).log(),
@@ -409,7 +414,8 @@ def _vespo_at(w: float, advantage: float) -> float:
 
 
 def test_vespo_by_hand() -> None:
-    """φ(1) = 1: REINFORCE on the sampler's own policy. Largest at k/λ: (2/3)² e at ⅔ and (3/2)³ e^-1 at 3/2."""
+    """φ(1) = 1: REINFORCE on the sampler's own policy. Largest at k/λ: (2/3)² e at ⅔ and (3/2)³
+    e^-1 at 3/2."""
     assert _vespo_at(1.0, 2.0) == _vespo_at(1.0, -2.0) == 1.0
     for advantage, peak, height in ((1.0, 2 / 3, 1.208), (-1.0, 3 / 2, 1.242)):
         assert _vespo_at(peak, advantage) == pytest.approx(height, abs=1e-3)
@@ -424,7 +430,8 @@ def test_vespo_by_hand() -> None:
 
 
 def test_vespo_weighs_a_rollout_whole() -> None:
-    """Rows of one rollout share a weight, tokens under the mask count nowhere, and no gradient flows into the weight or the sampler."""
+    """Rows of one rollout share a weight, tokens under the mask count nowhere, and no gradient
+    flows into the weight or the sampler."""
     given = _random()
     leaf, sampler = (
         given["logprobs"].clone().requires_grad_(),

@@ -49,7 +49,8 @@ def test_nothing_flows_into_the_old_policy() -> None:
 
 
 def test_a_nan_that_counts_stays_visible() -> None:
-    """Only the mask hides: a broken log-prob of a trained token must reach the loss and stop the run."""
+    """Only the mask hides: a broken log-prob of a trained token must reach the loss and stop the
+    run."""
     assert token_ratio(torch.tensor([[math.nan]]), torch.zeros(1, 1), ONE).isnan().all()
 
 
@@ -105,7 +106,8 @@ def test_a_row_alone_has_the_mean_of_its_own() -> None:
 
 
 def test_both_sequence_forms_have_one_value_and_in_the_loss_one_gradient() -> None:
-    """With one advantage a rollout and sequence_mean, also where the clip binds; their gradients differ token by token before."""
+    """With one advantage a rollout and sequence_mean, also where the clip binds; their gradients
+    differ token by token before."""
     new, old, mask, rollout_ids = _rollouts()
     advantages = (
         torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)[rollout_ids]

@@ -1,4 +1,5 @@
-"""Randomness by name: the hash, the distribution, and independence of everything that must not matter."""
+"""Randomness by name: the hash, the distribution, and independence of everything that must not
+matter."""
 
 import math
 
@@ -22,7 +23,8 @@ def _splitmix(word: int) -> int:
 
 
 def _unsplitmix(word: int) -> int:
-    """Its inverse: an xorshift is undone by repeating it, an odd multiplier by its inverse modulo 2^64."""
+    """Its inverse: an xorshift is undone by repeating it, an odd multiplier by its inverse modulo
+    2^64."""
     for shift, multiplier in ((31, SECOND), (27, FIRST), (30, 1)):
         original = word
         for _ in range(64 // shift + 1):
@@ -58,7 +60,8 @@ def test_mix_fits_int64_and_does_not_collide() -> None:
 
 
 def test_mix_spreads_one_bit_over_all() -> None:
-    """Avalanche: one changed bit of either part flips each of the 63 bits about half of the time."""
+    """Avalanche: one changed bit of either part flips each of the 63 bits about half of the
+    time."""
     flips = [bin(mix(7, 5) ^ mix(7 ^ (1 << bit), 5)).count("1") for bit in range(63)]
     flips += [bin(mix(7, 5) ^ mix(7, 5 ^ (1 << bit))).count("1") for bit in range(63)]
     mean = sum(flips) / len(flips)
@@ -69,7 +72,8 @@ def test_mix_spreads_one_bit_over_all() -> None:
 
 
 def test_noise_agrees_with_a_scalar_version() -> None:
-    """The whole formula on Python integers and floats: guards the shifts, which in torch carry the sign along."""
+    """The whole formula on Python integers and floats: guards the shifts, which in torch carry the
+    sign along."""
     seeds, counters, vocabulary = [0, 1, mix(3), -5, (1 << 63) - 1], [0, 1, 2, 1000, 1 << 40], 40
     noise = gumbel_noise(torch.tensor(seeds), torch.tensor(counters), vocabulary)
     for row, (seed, counter) in enumerate(zip(seeds, counters, strict=True)):
@@ -84,7 +88,8 @@ def test_noise_agrees_with_a_scalar_version() -> None:
 def test_argmax_draws_from_the_softmax() -> None:
     """χ² over 300,000 draws with neighbouring seeds and counters, the hardest case for a weak hash.
 
-    6 symbols, one of probability 0.0006 (190 draws expected); χ² with 5 degrees of freedom is above 35.9 once in 1e6.
+    6 symbols, one of probability 0.0006 (190 draws expected); χ² with 5 degrees of freedom is above
+    35.9 once in 1e6.
     """
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -5.0])
     seeds = torch.arange(1000).repeat_interleave(300)
@@ -95,7 +100,8 @@ def test_argmax_draws_from_the_softmax() -> None:
 
 
 def test_moments_are_those_of_a_gumbel() -> None:
-    """Mean 0.5772 (Euler), variance π²/6; standard errors of 1e6 draws are 0.0013 and 0.0034: five of each."""
+    """Mean 0.5772 (Euler), variance π²/6; standard errors of 1e6 draws are 0.0013 and 0.0034: five
+    of each."""
     noise = gumbel_noise(torch.arange(1000), 3, 1000).double()
     assert abs(noise.mean() - 0.5772157) < 0.0065
     assert abs(noise.var() - math.pi**2 / 6) < 0.017
@@ -103,7 +109,8 @@ def test_moments_are_those_of_a_gumbel() -> None:
 
 @pytest.mark.parametrize("neighbour", ["seed", "counter", "token", "seed and counter"])
 def test_neighbours_are_independent(neighbour: str) -> None:
-    """Correlation of 200,000 pairs is within 5 / √200,000 = 0.011 of 0. "seed and counter": seed + 1, counter - 1."""
+    """Correlation of 200,000 pairs is within 5 / √200,000 = 0.011 of 0. "seed and counter": seed +
+    1, counter - 1."""
     seeds, counters = torch.arange(400), torch.full((400,), 7)
     first = gumbel_noise(seeds, counters, 501)[:, :500]
     second = {
@@ -117,7 +124,8 @@ def test_neighbours_are_independent(neighbour: str) -> None:
 
 
 def test_a_row_depends_on_its_own_seed_and_counter_alone() -> None:
-    """What makes batching invisible: order, company, one counter or many, and the vocabulary's size change nothing."""
+    """What makes batching invisible: order, company, one counter or many, and the vocabulary's size
+    change nothing."""
     seeds, counters = torch.tensor([5, 9, 5, 77]), torch.tensor([0, 4, 1, 4])
     noise = gumbel_noise(seeds, counters, 1003)  # not a multiple of a vector register
     order = torch.tensor([2, 0, 3, 1])
@@ -131,7 +139,8 @@ def test_a_row_depends_on_its_own_seed_and_counter_alone() -> None:
 
 
 def test_the_ends_of_the_interval_are_finite() -> None:
-    """u is never 0 and never 1: a seed is solved for that makes token 0 draw all zero bits, and one for all ones."""
+    """u is never 0 and never 1: a seed is solved for that makes token 0 draw all zero bits, and one
+    for all ones."""
     counter = 3
     words = {
         0: -math.log(-math.log1p(-(2.0**-32))),
@@ -162,12 +171,13 @@ def test_wrong_arguments_are_refused() -> None:
         gumbel_noise(torch.tensor([1]), 0, 0)
 
 
-# ------------------------------------------------------------------------------------------------- a draw in two levels
+# ----------------------------------------------------------------------------- a draw in two levels
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 6, 9, 11])
 def test_a_choice_draws_from_the_distribution(vocabulary: int) -> None:
-    """χ² over 200,000 draws with neighbouring seeds and counters, whole and broken last blocks, one token of probability 0.
+    """χ² over 200,000 draws with neighbouring seeds and counters, whole and broken last blocks, one
+    token of probability 0.
 
     Degrees of freedom are at most 9, where χ² is above 44 once in 1e6.
     """
@@ -186,7 +196,8 @@ def test_a_choice_draws_from_the_distribution(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("neighbour", ["seed", "counter", "seed and counter"])
 def test_choices_of_neighbours_are_independent(neighbour: str) -> None:
-    """χ² of the 8 × 8 table of 200,000 pairs of draws over uniform tokens; at 49 degrees of freedom it is above 112 once in 1e6."""
+    """χ² of the 8 × 8 table of 200,000 pairs of draws over uniform tokens; at 49 degrees of freedom
+    it is above 112 once in 1e6."""
     seeds, counters = torch.arange(1000).repeat_interleave(200), torch.arange(200).repeat(1000) * 2
     other = (
         seeds + 5000 if "seed" in neighbour else seeds,
@@ -200,7 +211,8 @@ def test_choices_of_neighbours_are_independent(neighbour: str) -> None:
 
 
 def test_a_choice_depends_on_its_own_row_alone() -> None:
-    """Order, company, one counter or many; and nothing is drawn outside of the vocabulary, whatever the probabilities are."""
+    """Order, company, one counter or many; and nothing is drawn outside of the vocabulary, whatever
+    the probabilities are."""
     seeds, counters = torch.tensor([mix(1), mix(2), mix(1), mix(4)]), torch.tensor([0, 4, 1, 4])
     probabilities = torch.rand(4, 1003, generator=torch.Generator().manual_seed(0))
     drawn, order = gumbel_choice(probabilities, seeds, counters), torch.tensor([2, 0, 3, 1])
@@ -217,7 +229,8 @@ def test_a_choice_depends_on_its_own_row_alone() -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes of all tensors that operations read and write; views move none, and what is broadcast or gathered counts once an entry."""
+    """Bytes of all tensors that operations read and write; views move none, and what is broadcast
+    or gathered counts once an entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +253,8 @@ class Traffic(TorchDispatchMode):
 
 
 def test_noise_moves_few_bytes() -> None:
-    """At Qwen3's vocabulary: probabilities are read once (4 bytes an entry), and noise and all the rest move less than 4 more."""
+    """At Qwen3's vocabulary: probabilities are read once (4 bytes an entry), and noise and all the
+    rest move less than 4 more."""
     rows, vocabulary = 4, 151_936
     probabilities = torch.rand(rows, vocabulary)
     seeds, counters = torch.arange(rows), torch.arange(rows)
@@ -253,7 +267,8 @@ def test_noise_moves_few_bytes() -> None:
 
 
 def test_a_cut_distribution_keeps_the_fewest_likely_tokens_that_are_asked_for() -> None:
-    """Against a loop over one row at a time, in every order of cuts; what is kept keeps its proportions."""
+    """Against a loop over one row at a time, in every order of cuts; what is kept keeps its
+    proportions."""
     generator = torch.Generator().manual_seed(0)
     logprobs = torch.randn(20, 12, generator=generator, dtype=torch.float64).log_softmax(-1)
     assert cut_distribution(logprobs) is logprobs

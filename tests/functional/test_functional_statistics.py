@@ -8,7 +8,8 @@ import pytest
 from rlkit.statistics import Z95, independent, mean_interval, pass_at_k, wilson
 
 
-# Newcombe 1998, Statistics in Medicine 17, table I, method 3 (score interval without continuity correction)
+# Newcombe 1998, Statistics in Medicine 17, table I, method 3 (score interval without continuity
+# correction)
 @pytest.mark.parametrize(
     ("successes", "n", "low", "high"),
     [
@@ -24,7 +25,8 @@ def test_wilson_against_published_numbers(successes, n, low, high):
 
 @pytest.mark.parametrize("n", [1, 2, 7, 100])
 def test_wilson_bounds_solve_the_score_equation(n):
-    """Each bound b is where the observed share is z standard errors of b away: (p - b)² = z² b (1 - b) / n."""
+    """Each bound b is where the observed share is z standard errors of b away: (p - b)² = z² b (1 -
+    b) / n."""
     for c in range(n + 1):
         for bound in wilson(c, n):
             assert (c / n - bound) ** 2 == pytest.approx(
@@ -75,7 +77,8 @@ def test_pass_at_k_refuses_impossible_counts(n, c, k):
 
 
 def test_mean_interval_of_zeros_and_ones_is_wilsons_with_students_t():
-    """(p + k/2 ± √(k p(1-p) + k²/4)) / (1 + k), k = t²/n · n/(n-1) of the sample variance; here the part beyond p(1-p) is left to r²."""
+    """(p + k/2 ± √(k p(1-p) + k²/4)) / (1 + k), k = t²/n · n/(n-1) of the sample variance; here the
+    part beyond p(1-p) is left to r²."""
     mean, low, high = mean_interval([1.0] * 90 + [0.0] * 10)
     assert mean == pytest.approx(0.9) and (low, high) == pytest.approx(wilson(90, 100), abs=0.006)
     assert mean_interval([1.0] * 100)[1] == pytest.approx(wilson(100, 100)[0], abs=0.002), (
@@ -91,7 +94,8 @@ def test_mean_interval_of_one_value_is_the_whole_range():
 
 
 def test_rows_of_one_value_weigh_as_one():
-    """Weights that are equal change nothing but the count of rows; one value in nearly all rows leaves little evidence."""
+    """Weights that are equal change nothing but the count of rows; one value in nearly all rows
+    leaves little evidence."""
     values = [0.2, 0.9, 0.4, 1.0]
     assert mean_interval(values, [7] * 4) == pytest.approx(mean_interval(values))
     assert independent([7] * 42) == 42 and independent([250] + [1] * 41) < 1.5

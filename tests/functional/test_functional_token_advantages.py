@@ -1,4 +1,5 @@
-"""Advantages of tokens and turns: returns and GAE by hand, against loops, and what tools, rows and padding must not change."""
+"""Advantages of tokens and turns: returns and GAE by hand, against loops, and what tools, rows and
+padding must not change."""
 
 import inspect
 import itertools
@@ -26,7 +27,8 @@ OPTIONS = {
 
 
 def _rows(seed: int = 0) -> dict[str, Tensor]:
-    """9 rows of 7 positions: rollout 2 fills three of them, out of order, rollout 4 two; rollout 3 has no token."""
+    """9 rows of 7 positions: rollout 2 fills three of them, out of order, rollout 4 two; rollout 3
+    has no token."""
     generator = torch.Generator().manual_seed(seed)
     step_ids = torch.tensor([0, 0, 1, 0, 2, 0, 1, 0, 0]).unsqueeze(1).repeat(1, 7)
     step_ids[0, 4:] = 1  # a row of two steps
@@ -71,7 +73,8 @@ def _call(option, given: dict[str, Tensor], **numbers) -> Estimate:
 def _loop(
     name: str, given: dict[str, Tensor], gamma: float, lam: float
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Backwards over the actions of each rollout, one at a time: place of a token → (advantage, return)."""
+    """Backwards over the actions of each rollout, one at a time: place of a token → (advantage,
+    return)."""
     out = {}
     for rollout in range(6):
         rows = [r for r in range(9) if given["rollout_ids"][r] == rollout]
@@ -116,11 +119,12 @@ def test_against_a_loop(name: str, seed: int) -> None:
         assert got.returns[r, t].item() == pytest.approx(following, abs=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------------------------------------ by hand
 
 
 def test_tool_tokens_are_passed_over() -> None:
-    """act, act, obs, obs, act, act: the return is 1 on every act, not 0 before the tool; and γ counts acts alone."""
+    """act, act, obs, obs, act, act: the return is 1 on every act, not 0 before the tool; and γ
+    counts acts alone."""
     given = _episode([0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1], [0, 0, 9, NAN, 0, 1], [0] * 6)
     assert _call(reward_to_go, given).advantages.tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0, 1.0]]
     assert _call(reward_to_go, given, gamma=0.5).advantages.tolist() == [
@@ -132,7 +136,8 @@ def test_tool_tokens_are_passed_over() -> None:
 
 
 def test_rewards_on_the_way_count_from_where_they_were_earned() -> None:
-    """A step's reward of 2 in the middle, a KL of 0.5 on each act, 1 at the end: from behind 0.5, 0, 1.5, 1; no act owes the past."""
+    """A step's reward of 2 in the middle, a KL of 0.5 on each act, 1 at the end: from behind 0.5,
+    0, 1.5, 1; no act owes the past."""
     given = _episode([0, 0, 0, 1, 1], [1, 1, 0, 1, 1], [-0.5, 1.5, 0, -0.5, 0.5], [0] * 5)
     assert _call(reward_to_go, given).advantages.tolist() == [[1.0, 1.5, 0.0, 0.0, 0.5]]
 
@@ -140,7 +145,8 @@ def test_rewards_on_the_way_count_from_where_they_were_earned() -> None:
 def test_gae_by_hand_with_a_tool_in_the_middle() -> None:
     """γ = 1, λ = ½, V = .1 .2 · · .3 .4, reward 1 at the end.
 
-    δ = .1, .1, .1, .6 → Â₄ = .6, Â₃ = .1 + .3 = .4, Â₂ = .1 + .2 = .3, Â₁ = .1 + .15 = .25. A reset at the tool would give
+    δ = .1, .1, .1, .6 → Â₄ = .6, Â₃ = .1 + .3 = .4, Â₂ = .1 + .2 = .3, Â₁ = .1 + .15 = .25. A reset
+    at the tool would give
     -.2 at the second act. The returns are those that verl's function gives here.
     """
     given = _episode(
@@ -158,7 +164,8 @@ def test_gae_by_hand_with_a_tool_in_the_middle() -> None:
 def test_turn_gae_by_hand() -> None:
     """Two turns, V = .2 and .5 at their first tokens, rewards .1 + .2 and 1; γ = λ = ½.
 
-    δ₂ = 1 - .5 = .5, δ₁ = .3 + .25 - .2 = .35, Â₁ = .35 + .25 · .5 = .475; returns .675 and 1, on each token of the turn.
+    δ₂ = 1 - .5 = .5, δ₁ = .3 + .25 - .2 = .35, Â₁ = .35 + .25 · .5 = .475; returns .675 and 1, on
+    each token of the turn.
     """
     given = _episode([0, 0, 0, 1, 1], [1, 1, 0, 1, 1], [0.1, 0.2, 9, 0, 1], [0.2, 9, NAN, 0.5, 9])
     got = _call(turn_gae, given, gamma=0.5, lam=0.5)
@@ -172,7 +179,8 @@ def test_turn_gae_by_hand() -> None:
 
 @pytest.mark.parametrize("option", [gae, turn_gae])
 def test_a_truncated_rollout_may_go_on_from_its_last_state(option) -> None:
-    """One token, V = .5, reward 0: cut off is a loss of .5, or with the value of the last state behind it, at γ = .9, of .05."""
+    """One token, V = .5, reward 0: cut off is a loss of .5, or with the value of the last state
+    behind it, at γ = .9, of .05."""
     for truncated, bootstrap, expected in (
         (True, False, -0.5),
         (False, True, -0.5),
@@ -185,7 +193,7 @@ def test_a_truncated_rollout_may_go_on_from_its_last_state(option) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------------- relations
+# ---------------------------------------------------------------------------------------- relations
 
 
 def test_gae_without_decay_is_the_return_minus_the_value() -> None:
@@ -206,7 +214,8 @@ def test_gae_with_full_decay_is_the_one_step_error() -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_observations_may_as_well_not_be_there(name: str) -> None:
-    """act act obs obs act act against the four acts alone: the same numbers on the acts, bit for bit."""
+    """act act obs obs act act against the four acts alone: the same numbers on the acts, bit for
+    bit."""
     given = _episode(
         [0, 0, 0, 0, 1, 1],
         [1, 1, 0, 0, 1, 1],
@@ -257,7 +266,7 @@ def test_a_turn_has_one_advantage_and_one_return() -> None:
             assert got[at].unique().numel() == min(1, int(at.sum()))
 
 
-# ------------------------------------------------------------------------------------------------- what must not matter
+# ----------------------------------------------------------------------------- what must not matter
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -331,7 +340,8 @@ def test_alpha_is_checked(value: float) -> None:
 
 @each(("length", "lam"), [(1, 0.0), (20, 0.0), (25, 0.2), (40, 0.5), (1000, 0.98)])
 def test_adaptive_gae_by_hand(length: int, lam: float) -> None:
-    """Without values and with a reward of 1 at the end, Â is λ^i from behind, which sums to α · l; and the return is 1."""
+    """Without values and with a reward of 1 at the end, Â is λ^i from behind, which sums to α · l;
+    and the return is 1."""
     given = _episode([0] * length, [1] * length, [0.0] * (length - 1) + [1.0], [0.0] * length)
     got = _call(gae, given, alpha=0.05)
     expected = [lam**i for i in reversed(range(length))]
@@ -344,7 +354,8 @@ def test_adaptive_gae_by_hand(length: int, lam: float) -> None:
 
 
 def test_adaptive_gae_is_gae_with_a_lambda_for_each_rollout() -> None:
-    """The same rollouts by `gae` with λ = 1 - 1/(αl): the policy's; with λ = 1: the critic's, which no value biases."""
+    """The same rollouts by `gae` with λ = 1 - 1/(αl): the policy's; with λ = 1: the critic's, which
+    no value biases."""
     given = _rows()
     lengths = [int(given["response_mask"][given["rollout_ids"] == j].sum()) for j in range(6)]
     got = _call(gae, given, alpha=0.4)
@@ -360,7 +371,8 @@ def test_adaptive_gae_is_gae_with_a_lambda_for_each_rollout() -> None:
 
 
 def _group(rewards: list[list[float]], **more) -> dict[str, Tensor]:
-    """A group of rollouts with a turn of two tokens for each number; the number stands at the turn's last token."""
+    """A group of rollouts with a turn of two tokens for each number; the number stands at the
+    turn's last token."""
     width = 2 * max(map(len, rewards))
     rows = [[x for r in own for x in (0.0, r)] + [NAN] * (width - 2 * len(own)) for own in rewards]
     n = len(rewards)
@@ -377,7 +389,8 @@ def _group(rewards: list[list[float]], **more) -> dict[str, Tensor]:
 
 
 def test_turn_group_mean_by_hand() -> None:
-    """Returns 3 2 | 2 0 | 1 of first and second turns: means 2 and 1; with γ = 0 the rewards 1 2 | 2 0 | 1 themselves: 4/3 and 1."""
+    """Returns 3 2 | 2 0 | 1 of first and second turns: means 2 and 1; with γ = 0 the rewards 1 2 |
+    2 0 | 1 themselves: 4/3 and 1."""
     given = _group([[1, 2], [2, 0], [1]])
     assert turn_group_mean(**given).tolist() == [[1, 1, 1, 1], [0, 0, -1, -1], [-1, -1, 0, 0]]
     expected = (
@@ -397,7 +410,8 @@ def test_turn_group_mean_by_hand() -> None:
 
 
 def test_turn_group_mean_is_the_group_mean_of_each_turn() -> None:
-    """Of one turn it is `group_mean`, and with all rewards at the end too; turns of other groups, padding and tools are no matter."""
+    """Of one turn it is `group_mean`, and with all rewards at the end too; turns of other groups,
+    padding and tools are no matter."""
     one, end = _group([[1], [0], [4]]), _group([[0, 1], [0, 0], [0, 4]])
     expected = group_mean(one["rewards"], one["group_ids"])
     for given in (one, end):
@@ -410,7 +424,8 @@ def test_turn_group_mean_is_the_group_mean_of_each_turn() -> None:
 
 
 def test_remax_by_hand() -> None:
-    """Rewards 2 and 1 on two turns, greedy 1.5: returns 3 3 1 less 1.5. An unknown greedy reward gives no advantage."""
+    """Rewards 2 and 1 on two turns, greedy 1.5: returns 3 3 1 less 1.5. An unknown greedy reward
+    gives no advantage."""
     given = _episode([0, 0, 0, 1], [1, 1, 0, 1], [0, 2, NAN, 1], [0] * 4)
     del given["values"], given["truncated"]
     assert remax(**given, greedy_rewards=torch.tensor([1.5])).tolist() == [[1.5, 1.5, 0.0, -0.5]]
@@ -418,7 +433,8 @@ def test_remax_by_hand() -> None:
 
 
 def test_remax_is_unbiased() -> None:
-    """By enumeration of one token of three: Σ π (R - R_greedy) ∇log π is the gradient of the expected reward, whatever the baseline."""
+    """By enumeration of one token of three: Σ π (R - R_greedy) ∇log π is the gradient of the
+    expected reward, whatever the baseline."""
     logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([[1.0], [0.0], [0.4]], dtype=torch.float64)
     place = (torch.arange(3), torch.zeros(3, 1).long(), torch.ones(3, 1).bool())

@@ -1,11 +1,13 @@
-"""Goldens: what a change of structure must not change. Five steps of 4 × 4 rollouts for every algorithm, KL, reference and experiment.
+"""Goldens: what a change of structure must not change. Five steps of 4 × 4 rollouts for every
+algorithm, KL, reference and experiment.
 
     python tests/goldens/take.py                takes all of them
     python tests/goldens/take.py grpo ppo       takes these
 
-Each case is the command `rlkit train` in this process, read from its run folder alone: the token ids of every rollout as a digest,
-the log-probs of the sampler, the metrics of every step, and sum and norm of every trained tensor after the last. They are taken again
-only for a change that is meant to move them.
+Each case is the command `rlkit train` in this process, read from its run folder alone: the token
+ids of every rollout as a digest, the log-probs of the sampler, the metrics of every step, and sum
+and norm of every trained tensor after the last. They are taken again only for a change that is
+meant to move them.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ COMMON = [
     "evaluation.stop_at=null",
     "logger=none",
     "++generation.kernel=eager",
-    "++model.kernel=eager",  # compiled code differs in the last bits, and from processor to processor
+    # compiled code differs in the last bits, and from processor to processor
+    "++model.kernel=eager",
 ]
-# Sweeps, whose jobs are runs of the other cases, sft, whose rows are a user's (their order follows their path), and newer presets.
+# Sweeps, whose jobs are runs of the other cases, sft, whose rows are a user's (their order follows
+# their path), and newer presets.
 NEWER = (  # options that came after the goldens
     "remax",
     "gpg",

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_on_cuda_is_that_of_the_cpu(dtype):
-    """Two groups of four replies to one prompt, up to 700 tokens; four query heads share two of 64."""
+    """Two groups of four replies to one prompt, up to 700 tokens; four query heads share two of
+    64."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     g = torch.Generator().manual_seed(0)

@@ -1,6 +1,8 @@
-"""The decoding step on CUDA, captured: the replies of the reference and of the step uncaptured. Needs torch, transformers, peft.
+"""The decoding step on CUDA, captured: the replies of the reference and of the step uncaptured.
+Needs torch, transformers, peft.
 
-On a machine without pytest-xdist: pytest -o addopts= -m gpu tests/gpu. In float32, where rounding all but never changes a token.
+On a machine without pytest-xdist: pytest -o addopts= -m gpu tests/gpu. In float32, where rounding
+all but never changes a token.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def test_captured_turns_in_a_cache_that_grows(policy, complete, replays):
 
 
 def test_adapters_and_weights_that_change_between_loads(policy, complete, reference, replays):
-    """LoRA, then its weights in place, as an optimizer changes them, then other memory under the same names."""
+    """LoRA, then its weights in place, as an optimizer changes them, then other memory under the
+    same names."""
     policy = load_policy(path="tiny", lora=LoRA(rank=4), dtype="float32", device="cuda")
     seen = []
     for change in (
@@ -123,7 +126,8 @@ def test_adapters_and_weights_that_change_between_loads(policy, complete, refere
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, None])
 def test_half_precision_scores_what_it_samples(policy, complete, replays, precision):
-    """bfloat16 weights, or autocast over float32 ones: log-probs of the tokens that were drawn, against one full forward."""
+    """bfloat16 weights, or autocast over float32 ones: log-probs of the tokens that were drawn,
+    against one full forward."""
     from contextlib import nullcontext
 
     from rlkit.models import forward_logprobs, pack
@@ -152,7 +156,8 @@ def test_half_precision_scores_what_it_samples(policy, complete, replays, precis
 def test_a_model_that_asks_the_host_decodes_without(
     policy, complete, reference, replays, monkeypatch
 ):
-    """One warning, the same replies, and CUDA in order afterwards: other models are captured still."""
+    """One warning, the same replies, and CUDA in order afterwards: other models are captured
+    still."""
     norm = type(policy.model.model.norm)
     forward, expected = norm.forward, reference(policy, CONTEXTS, SEEDS, max_new_tokens=16)
     with monkeypatch.context() as patch:
@@ -178,7 +183,8 @@ def test_a_model_that_asks_the_host_decodes_without(
 def test_a_capture_that_breaks_off_leaves_cuda_in_order(
     policy, complete, reference, replays, monkeypatch
 ):
-    """The host's look is found in the capture alone: then too the stream, the memory and the replies are as without."""
+    """The host's look is found in the capture alone: then too the stream, the memory and the
+    replies are as without."""
     from contextlib import nullcontext
 
     norm = type(policy.model.model.norm)

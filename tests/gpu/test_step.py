@@ -1,4 +1,5 @@
-"""One whole training_step on CUDA with a Qwen3-shaped model of random weights and LoRA. Needs torch, transformers, lightning, peft.
+"""One whole training_step on CUDA with a Qwen3-shaped model of random weights and LoRA. Needs
+torch, transformers, lightning, peft.
 
 On a machine without pytest-xdist: pytest -o addopts= -m gpu tests/gpu.
 """
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def random_qwen3(tmp_path_factory):
-    """Four layers of Qwen3-0.6B's width, random weights, the tiny model's tokenizer and template."""
+    """Four layers of Qwen3-0.6B's width, random weights, the tiny model's tokenizer and
+    template."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from rlkit.models.load import TINY

@@ -1,4 +1,5 @@
-"""Chat text to token ids: nothing from outside becomes a control token, nothing sampled is tokenised again."""
+"""Chat text to token ids: nothing from outside becomes a control token, nothing sampled is
+tokenised again."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def renderer(request, tiny):
 
 @each("text", HOSTILE)
 def test_text_never_becomes_a_control_token(renderer, text):
-    """Tried and wrong: add_special_tokens=False still yields <|im_end|>, split_special_tokens still yields <think>."""
+    """Tried and wrong: add_special_tokens=False still yields <|im_end|>, split_special_tokens still
+    yields <think>."""
     ids = encode_text(renderer, text)
     assert not set(ids) & renderer.added_ids
     assert decode(renderer, ids) == text
@@ -55,7 +57,8 @@ def test_text_never_becomes_a_control_token(renderer, text):
 
 @each("text", HOSTILE)
 def test_hostile_content_leaves_the_turns_as_they_are(renderer, text):
-    """The control tokens of a prompt are those of the template with harmless content, whatever the user, the tool or the data say."""
+    """The control tokens of a prompt are those of the template with harmless content, whatever the
+    user, the tool or the data say."""
 
     def control(content):
         messages = [
@@ -121,7 +124,8 @@ def test_two_results_share_a_turn(renderer):
 
 
 def test_end_of_turn_is_there_once(renderer):
-    """Where the policy sampled the end of turn, the template's own is left out; where it ended otherwise, it is written."""
+    """Where the policy sampled the end of turn, the template's own is left out; where it ended
+    otherwise, it is written."""
     end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
     other = renderer.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     new = [{"role": "user", "content": "go on"}]

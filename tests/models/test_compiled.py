@@ -1,5 +1,5 @@
-"""Compiling C once for all processes: whatever happens to the folder, the compiler and the other processes, a process has the right library
-or one sentence."""
+"""Compiling C once for all processes: whatever happens to the folder, the compiler and the other
+processes, a process has the right library or one sentence."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def folders() -> list[Path]:
     return [path for path in compiled.folder_paths() if path.is_dir()]
 
 
-# ------------------------------------------------------------------------------------------------ several processes
+# -------------------------------------------------------------------------------- several processes
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
@@ -109,7 +109,7 @@ def test_who_waits_too_long_for_another_compiles_for_itself(source, tmp_path, mo
     assert capsys.readouterr().out == "waiting for another process that compiles the kernel\n"
 
 
-# ---------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 def truncated(part: float):
@@ -236,7 +236,7 @@ def test_another_source_flag_or_compiler_has_a_library_of_its_own(source, tmp_pa
     assert len(names) == 5
 
 
-# --------------------------------------------------------------------------------------------------------- folders
+# ------------------------------------------------------------------------------------------ folders
 
 
 def no_entry(*_):
@@ -316,7 +316,7 @@ def test_a_full_disk_or_a_folder_that_takes_nothing_costs_the_kept_library_alone
     assert library(source, "step").step() == 7
 
 
-# -------------------------------------------------------------------------------------------------------- compilers
+# ---------------------------------------------------------------------------------------- compilers
 
 FAILS = {  # script → what is said
     "exit 3": "does not compile the kernel \\(status 3\\)",

@@ -1,4 +1,5 @@
-"""The compiled operations of an update against torch's: the same values and gradients, whatever the shapes, the family and the threads."""
+"""The compiled operations of an update against torch's: the same values and gradients, whatever the
+shapes, the family and the threads."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ SHAPES = [
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("strided", [False, True])
 def test_norm_rotation_and_gate_are_those_of_torch(n, heads, size, threads, strided):
-    """To float32's rounding of what float64 gives, for odd shapes, one row, strided inputs and gradients."""
+    """To float32's rounding of what float64 gives, for odd shapes, one row, strided inputs and
+    gradients."""
     torch.manual_seed(0)
     x, other = (
         torch.randn(n, size, heads).transpose(1, 2) if strided else torch.randn(n, heads, size)

@@ -1,4 +1,5 @@
-"""Models that scale or cap their logits behind the head: trainer, engines and the exact KL use what the model's own forward gives."""
+"""Models that scale or cap their logits behind the head: trainer, engines and the exact KL use what
+the model's own forward gives."""
 
 from __future__ import annotations
 
@@ -39,10 +40,11 @@ FAMILIES = {
     "cohere2": {"logit_scale": 0.25, "layer_types": ["full_attention"] * 2},
     "gemma3_text": {"final_logit_softcapping": 1.0, "sliding_window": 64},
 }
+# weights in float64, but norms, rotations and Mamba's states in float32, as their models have them
 CLOSE = {
     "rtol": 0,
     "atol": 1e-6,
-}  # weights in float64, but norms, rotations and Mamba's states in float32, as their models have them
+}
 SEEDS = [mix(5, i) for i in range(3)]
 
 every = pytest.mark.parametrize("family", FAMILIES, indirect=True)
@@ -148,7 +150,8 @@ def test_the_exact_divergence_and_the_entropy_are_those_of_the_models_own_forwar
 
 @every
 def test_every_engine_gives_the_log_probs_that_the_trainer_gives(family, complete):
-    """And both engines the same tokens; a model with a state of its own is left to the reference engine."""
+    """And both engines the same tokens; a model with a state of its own is left to the reference
+    engine."""
     policy = family.policy
     contexts = [row[:length].tolist() for row, length in zip(family.ids, (5, 9, 12), strict=True)]
     ours, theirs = (
@@ -200,7 +203,8 @@ def test_such_a_model_passes_the_check_before_the_first_step(family, experiment)
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_where_the_head_is_all_there_is_it_is_used_alone(name, tiny):
-    """Bit for bit what the model's own forward gives; a subclass or an instance with a forward of its own is not taken for it."""
+    """Bit for bit what the model's own forward gives; a subclass or an instance with a forward of
+    its own is not taken for it."""
     model = made(name, tiny.renderer.tokenizer)
     hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(4))
     plain = Head(model)
@@ -212,7 +216,8 @@ def test_where_the_head_is_all_there_is_it_is_used_alone(name, tiny):
 
 
 def test_the_model_is_not_touched(tiny):
-    """A trunk that was put in its place and not taken away would answer with old states ever after."""
+    """A trunk that was put in its place and not taken away would answer with old states ever
+    after."""
     model = made("granite", tiny.renderer.tokenizer)
     parts, attributes = dict(model._modules), dict(vars(model))
     Head(model)(torch.zeros(2, 16))

@@ -71,7 +71,8 @@ def test_model_without_a_template_is_refused(tmp_path):
 
 
 def test_dropout_is_off_and_the_mode_is_training(tmp_path):
-    """With dropout the first ratio is not 1; in evaluation mode gradient checkpointing is silently off."""
+    """With dropout the first ratio is not 1; in evaluation mode gradient checkpointing is silently
+    off."""
     shutil.copytree(TINY, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
@@ -103,7 +104,8 @@ def test_gradient_checkpointing_recomputes(tiny):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_with_their_name(tmp_path, tiny, value):
-    """The first sampled token ended the run in torch.multinomial; the model was already the fault."""
+    """The first sampled token ended the run in torch.multinomial; the model was already the
+    fault."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(save_to(tmp_path / "model", tiny))

@@ -1,4 +1,5 @@
-"""Trainer log-probs: equal to the naive form, zero outside the mask, and the adapter-off model is the base."""
+"""Trainer log-probs: equal to the naive form, zero outside the mask, and the adapter-off model is
+the base."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_adapter_off_is_the_base(tiny, rows):
 
 
 def test_exact_divergence_equals_the_naive_form(double, rows):
-    """Against another model, at each sampled token's own place; 0 outside the mask, and the reference is a constant."""
+    """Against another model, at each sampled token's own place; 0 outside the mask, and the
+    reference is a constant."""
     ids, mask = rows
     other = copy.deepcopy(double)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Packed rows: every distinct prefix once, and no log-prob, value or gradient differs from that of whole padded rows."""
+"""Packed rows: every distinct prefix once, and no log-prob, value or gradient differs from that of
+whole padded rows."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from rlkit.models.packing import ATTENTION, KERNELS, Kernels, allow_packing, att
 
 
 def make_rows(seed: int, *, vocabulary: int = 50):
-    """Groups of one prompt; equal replies, replies that begin alike, a row without a sampled token, gaps between sampled tokens."""
+    """Groups of one prompt; equal replies, replies that begin alike, a row without a sampled token,
+    gaps between sampled tokens."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (12, 20), generator=g)
     mask = torch.zeros(12, 20, dtype=torch.bool)
@@ -178,11 +180,12 @@ def test_nothing_sampled_is_nothing_packed(tiny):
     assert scores.logprobs.shape == ids.shape and not scores.logprobs.any()
 
 
-# -------------------------------------------------------------------------------------- which kernels attend, and with what
+# -------------------------------------------------------------- which kernels attend, and with what
 
 
 def make_groups(prompts: int, samples: int, *, prompt=(60, 250), replies=(5.5, 0.6), seed: int = 0):
-    """Groups of one prompt, with replies as long as those to GSM8K: log-normal, 300 tokens on average."""
+    """Groups of one prompt, with replies as long as those to GSM8K: log-normal, 300 tokens on
+    average."""
     g = np.random.default_rng(seed)
     heads = g.integers(*prompt, prompts).repeat(samples)
     lengths = (
@@ -232,7 +235,8 @@ def shapes(monkeypatch):
     ),
 )
 def test_a_step_on_a_gpu_has_at_most_eight_shapes_of_attention(case, shapes):
-    """16 × 8 replies in micro-batches of 16,384 tokens had about 50, and each costs cuDNN a second of planning."""
+    """16 × 8 replies in micro-batches of 16,384 tokens had about 50, and each costs cuDNN a second
+    of planning."""
     kernels, dtype = case
     ids, mask = make_groups(16, 8)
     for rows in torch.arange(len(ids)).split(40):
@@ -280,7 +284,8 @@ def test_memory_of_attention_grows_with_the_tokens(kernels):
 
 @pytest.mark.parametrize("case", combinations([(8, 9), (9, 0)], [False, True]))
 def test_no_gpu_plans_a_shape_or_writes_out_the_scores(tiny, case):
-    """A mask that meets grouped heads ended in the materialising kernel on Ada and Ampere, and in cuDNN's plans on Hopper."""
+    """A mask that meets grouped heads ended in the materialising kernel on Ada and Ampere, and in
+    cuDNN's plans on Hopper."""
     capability, half = case
     ids, mask = (x[:6, :80] for x in make_groups(2, 3, prompt=(20, 40), replies=(4, 0.1)))
     model = copy.deepcopy(tiny.model)

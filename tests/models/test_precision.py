@@ -1,4 +1,5 @@
-"""What is computed in which precision: adapters, keys and values, the head, shards and optimizers."""
+"""What is computed in which precision: adapters, keys and values, the head, shards and
+optimizers."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def mean_gap(policy) -> float:
 
 
 def test_adapters_add_nothing_to_the_gap_between_sampler_and_trainer(adapted):
-    """Merging them into a bfloat16 base while sampling adds up to 1.1e-3 nats to 2.0e-3; computed beside it they add 0.3e-3 at most."""
+    """Merging them into a bfloat16 base while sampling adds up to 1.1e-3 nats to 2.0e-3; computed
+    beside it they add 0.3e-3 at most."""
     found = mean_gap(adapted)
     with adapted.model.disable_adapter():
         assert found <= mean_gap(adapted) + 1e-3
@@ -71,7 +73,8 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_adapters_are_computed_in_the_precision_of_the_base(adapted):
-    """They were computed in float32, with copies of every input and output; that of a reference too."""
+    """They were computed in float32, with copies of every input and output; that of a reference
+    too."""
     ema(decay=0.9).init(adapted.model, step=0)
     ids = torch.arange(12).view(2, 6)
     for name in adapted.model.peft_config:
@@ -85,7 +88,8 @@ def test_adapters_are_computed_in_the_precision_of_the_base(adapted):
 
 
 def test_keys_and_values_are_kept_in_one_precision(tiny, monkeypatch):
-    """Under mixed precision the float32 weight of the keys' norm made the keys float32: one and a half times the cache."""
+    """Under mixed precision the float32 weight of the keys' norm made the keys float32: one and a
+    half times the cache."""
     from rlkit.engines.cached import scheduler
 
     kept, slots = [], scheduler.Slots
@@ -107,7 +111,8 @@ def test_keys_and_values_are_kept_in_one_precision(tiny, monkeypatch):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_logits_in_float32_where_the_model_asks_for_them(autocast):
-    """A bfloat16 head rounds a logit of 16 to 32 by up to 0.12 nats. Hugging Face's own forward has the same head."""
+    """A bfloat16 head rounds a logit of 16 to 32 by up to 0.12 nats. Hugging Face's own forward has
+    the same head."""
     ids = torch.arange(20)[None] * 7 % 300
     errors = {}
     for asked in (None, "float32"):
@@ -123,7 +128,7 @@ def test_logits_in_float32_where_the_model_asks_for_them(autocast):
     assert errors["float32"] < 1e-4 < 1e-2 < errors[None]
 
 
-# ------------------------------------------------------------------------------------------------- shards and optimizers
+# ---------------------------------------------------------------------------- shards and optimizers
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ STEP = Load(prompts=16, group=8, prompt=150, reply=300, longest=600, rank=16, ch
 
 
 @each(
-    "name, parameters, kib",  # numbers of all weights, as the hub counts them; KiB of one token's keys and values in bfloat16
+    # numbers of all weights, as the hub counts them; KiB of one token's keys and values in bfloat16
+    "name, parameters, kib",
     [
         ("Qwen/Qwen3-0.6B", 596_049_920, 112),
         ("Qwen/Qwen3-1.7B", 1_720_574_976, 112),
@@ -39,7 +40,8 @@ def test_sizes_of_published_models(name, parameters, kib):
 def test_the_sizes_of_a_config_are_those_of_its_weights(tiny):
     shape = shape_of(pretrained_config("tiny"))
     assert shape.parameters == sum(p.numel() for p in tiny.model.parameters())
-    # A rank of 2 by hand, in each of 4 layers: q and o 128 + 128, k and v 128 + 64, and three projections of 128 + 384.
+    # A rank of 2 by hand, in each of 4 layers: q and o 128 + 128, k and v 128 + 64, and three
+    # projections of 128 + 384.
     assert shape.adapters(2) == 4 * 2 * (2 * 256 + 2 * 192 + 3 * 512)
 
 
@@ -51,7 +53,8 @@ def test_the_bandwidth_limit_of_an_h200(rows, context, thousands):
 @each("rank", [0, 16])
 @each("card", [name for name in CARDS if name != "cpu"])
 def test_decoding_reaches_half_of_the_bandwidth_limit(card, rank):
-    """At 256 rows of 1k; and the noise that was, 270 bytes an entry, would cost more than a twentieth of the limit."""
+    """At 256 rows of 1k; and the noise that was, 270 bytes an entry, would cost more than a
+    twentieth of the limit."""
     step = decode_step(CARDS[card], SMALL, 256, 1024, rank)
     share = 256 / sum(step.values()) / decode_limit(CARDS[card], SMALL, 256, 1024)
     assert 0.5 <= share < 1
@@ -65,7 +68,8 @@ def test_the_noise_of_a_row_of_an_h200_by_hand():
 
 
 def test_memory_of_trained_weights_by_hand():
-    """AdamW in float32: weights, gradients and two moments are 16 bytes a number, the frozen reference 4, the copy in bfloat16 2."""
+    """AdamW in float32: weights, gradients and two moments are 16 bytes a number, the frozen
+    reference 4, the copy in bfloat16 2."""
     found, _ = memory_of(H200, KNOWN["Qwen/Qwen3-4B"], STEP._replace(rank=0, copies=1))
     held = sum(
         found[name]
@@ -83,7 +87,8 @@ def test_adapters_of_8b_fit_24_gb_with_a_dozen_long_replies():
 
 
 def test_a_step_of_an_h200():
-    """16 × 8 replies of 300 tokens of 0.6 B: seconds, not minutes; today's engine is expected to need 4 to 8 s for decoding alone."""
+    """16 × 8 replies of 300 tokens of 0.6 B: seconds, not minutes; today's engine is expected to
+    need 4 to 8 s for decoding alone."""
     found = forecast(H200, SMALL, STEP)
     assert found.fits and found.slots == 128 and 1 < found.total < 5
     assert found.total == pytest.approx(sum(found.seconds.values()))

@@ -33,7 +33,8 @@ def test_control_tokens_are_one_id_each(tiny, token):
 
 
 def test_the_warm_start_of_guess_number_plays_in_the_right_form():
-    """Every reply a number of the range that ends by itself, also deep in a game: what PPO needs to begin with."""
+    """Every reply a number of the range that ends by itself, also deep in a game: what PPO needs to
+    begin with."""
     from rlkit.engines import Cached
     from rlkit.environments import guess_number
     from rlkit.episodes import collect
@@ -75,7 +76,8 @@ def test_the_committed_measurement_is_of_a_bad_but_not_hopeless_start():
 
 
 def test_the_weights_are_those_that_were_measured(tiny, experiment):
-    """The first 100 held-out problems, greedy, against the committed accuracy on 1,000: four standard errors apart at most."""
+    """The first 100 held-out problems, greedy, against the committed accuracy on 1,000: four
+    standard errors apart at most."""
     from rlkit.episodes.evaluation import greedy_accuracy
 
     measured = json.loads((BUILD / "accuracy.json").read_text())["greedy"]["accuracy"]

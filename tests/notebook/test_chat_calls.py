@@ -1,4 +1,5 @@
-"""The chat and PPO notebook's classes and functions: each call as the notebook makes it, with the embedded model."""
+"""The chat and PPO notebook's classes and functions: each call as the notebook makes it, with the
+embedded model."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def generator():
     return LLMGenerator("tiny")
 
 
-# ----------------------------------------------------------------------------------------------------------- generation
+# --------------------------------------------------------------------------------------- generation
 
 
 def test_the_generator_gives_the_shapes_of_the_notebook(generator):
@@ -124,7 +125,7 @@ def test_lists_of_chats(generator):
     ) == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- tools
+# -------------------------------------------------------------------------------------------- tools
 
 
 def test_a_conversation_with_tools():
@@ -199,7 +200,7 @@ def test_results_that_are_no_text_become_json(result, text):
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- rollouts
+# ----------------------------------------------------------------------------------------- rollouts
 
 
 def managed(generator, n=4, max_steps=3, prompts=dummy_prompt_generator, ends=None):
@@ -315,7 +316,7 @@ def test_a_pickle_that_could_run_something_is_refused(tmp_path):
         RolloutManager.load_rollouts(tmp_path / "evil", format="yaml")
 
 
-# --------------------------------------------------------------------------------------------------------------- losses
+# ------------------------------------------------------------------------------------------- losses
 
 
 def test_advantages_over_steps():
@@ -391,7 +392,7 @@ def test_the_divergence_takes_the_new_log_probs_first():
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- trainer
+# ------------------------------------------------------------------------------------------ trainer
 
 
 def trainer(**config) -> RLTrainer:
@@ -494,7 +495,8 @@ def test_replies_with_values_of_a_list_of_chats():
 
 
 def test_the_advantages_of_the_steps_are_what_a_step_learns_from():
-    """With equal ones there is nothing to learn; what the notebook's function writes may be replaced."""
+    """With equal ones there is nothing to learn; what the notebook's function writes may be
+    replaced."""
     given = trainer()
     manager = managed(given.generator, n=2, max_steps=2)
     given.add_values(manager.rollouts)

@@ -1,4 +1,5 @@
-"""The chat and PPO notebooks themselves, where they are: every cell is run as it stands, but for the names of models.
+"""The chat and PPO notebooks themselves, where they are: every cell is run as it stands, but for
+the names of models.
 
 A cell's definitions of what `rlkit.notebook` offers are left out, so its examples run on rlkit's.
 """
@@ -33,7 +34,8 @@ def cells(number: str) -> list[ast.Module]:
 
 
 def code(text: str) -> ast.Module:
-    """The longest beginning that is Python: prose may follow a cell, and some cells are kept with their quotes escaped."""
+    """The longest beginning that is Python: prose may follow a cell, and some cells are kept with
+    their quotes escaped."""
     found = [
         beginning(lines)
         for lines in (

@@ -1,4 +1,5 @@
-"""Every call that the notebook of primitives makes on its own functions, made as it makes it, with the embedded model."""
+"""Every call that the notebook of primitives makes on its own functions, made as it makes it, with
+the embedded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The notebook of primitives itself, where it is at hand: its rewards, hooks and examples, and its own functions on top of ours."""
+"""The notebook of primitives itself, where it is at hand: its rewards, hooks and examples, and its
+own functions on top of ours."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def definitions():
 
 
 def document(*names):
-    """A name space of rlkit.notebook with imports of the notebook, and these definitions of its own, unmodified."""
+    """A name space of rlkit.notebook with imports of the notebook, and these definitions of its
+    own, unmodified."""
     space: dict[str, Any] = {name: getattr(nb, name) for name in nb.__all__}
     imports = [
         node
@@ -103,7 +105,8 @@ def saying(tokenizer, *texts):
 
 
 def test_the_signatures_are_those_of_the_document():
-    """Names, order and defaults of parameters and fields; what is added comes after them, or by keyword alone."""
+    """Names, order and defaults of parameters and fields; what is added comes after them, or by
+    keyword alone."""
     # may be left out here
     defaulted = {
         "gen_config",
@@ -173,7 +176,8 @@ def test_its_rewards_score_our_rollouts_as_ours_do(name, given, reward, model, t
 
 
 def test_its_tools_are_tracked_over_the_turns(model, tokenizer):
-    """Parser, executor, stop condition and reward of the fourth example; the executor reads the arguments that the parser found."""
+    """Parser, executor, stop condition and reward of the fourth example; the executor reads the
+    arguments that the parser found."""
     space = document(*EXAMPLES)
     rollout = nb.create_multiturn_rollout(
         model,
@@ -200,7 +204,8 @@ def test_its_tools_are_tracked_over_the_turns(model, tokenizer):
 
 
 def test_its_switch_and_its_updaters_act_in_training(model, tokenizer):
-    """adaptive_ref_update takes the step's KL as kl_value, which the document's own loop never passes."""
+    """adaptive_ref_update takes the step's KL as kl_value, which the document's own loop never
+    passes."""
     space = document(*EXAMPLES)
     configs = [
         nb.get_algorithm_config(step, space["adaptive_algorithm_switch"]).algorithm
@@ -230,7 +235,8 @@ def test_its_switch_and_its_updaters_act_in_training(model, tokenizer):
 @pytest.mark.filterwarnings("ignore:compute_advantages")
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
 def test_its_own_loop_runs_on_our_functions(algorithm, model, tokenizer, tmp_path):
-    """The bodies of its rollouts, its iteration and its training, as they are written, with every call in them."""
+    """The bodies of its rollouts, its iteration and its training, as they are written, with every
+    call in them."""
     space = document(
         "create_rollout",
         "create_multiturn_rollout",

@@ -51,7 +51,8 @@ def test_every_name_of_the_page_is_there():
 
 
 def test_the_notebooks_names_are_known_in_their_room_alone():
-    """Nothing outside rlkit/notebook uses the shape of the documents' rollouts; the lazy `rlkit.__getattr__` knows the room's name."""
+    """Nothing outside rlkit/notebook uses the shape of the documents' rollouts; the lazy
+    `rlkit.__getattr__` knows the room's name."""
     shape = re.compile(
         r"\.(generation\.(text|token_ids|valid_mask|logprobs)|kl_penalty|conversation\.messages)\b|rlkit\.notebook\."
     )
@@ -183,7 +184,8 @@ def test_results_of_tools_are_text_as_they_print(model, tokenizer):
 
 
 def test_training_takes_the_configs_numbers_and_says_what_it_ignores(model, tokenizer):
-    """Token limit and temperature reach training; a cut distribution and a KL without a reference are named."""
+    """Token limit and temperature reach training; a cut distribution and a KL without a reference
+    are named."""
     lengths, logprobs = [], []
 
     def reward(rollout):
@@ -214,7 +216,8 @@ def test_training_takes_the_configs_numbers_and_says_what_it_ignores(model, toke
 
 
 def test_every_hook_of_an_iteration_is_called_and_trains(model, tokenizer):
-    """The document's own loss as a loss_fn gives the step that the config alone gives: its log-probs carry the gradient."""
+    """The document's own loss as a loss_fn gives the step that the config alone gives: its
+    log-probs carry the gradient."""
     weights, seen = [], []
     for hooks in (
         {},

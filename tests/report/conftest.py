@@ -1,4 +1,5 @@
-"""Run folders as training leaves them, with figures that are easy to follow and texts that try to break the page."""
+"""Run folders as training leaves them, with figures that are easy to follow and texts that try to
+break the page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The page in a real Chromium: filtering, folding, keys, no errors, and no script that a model wrote.
+"""The page in a real Chromium: filtering, folding, keys, no errors, and no script that a model
+wrote.
 
-Needs the packages chromium-headless-shell (or chromium) of the system and playwright of Python; skipped where one is missing.
+Needs the packages chromium-headless-shell (or chromium) of the system and playwright of Python;
+skipped where one is missing.
 """
 
 from __future__ import annotations
@@ -257,7 +259,8 @@ def test_light_dark_and_phone(page):
 
 
 def test_moving_through_the_list_is_fast(page):
-    """A step of the selection draws a few rows: far below a tenth of a second even on a slow machine."""
+    """A step of the selection draws a few rows: far below a tenth of a second even on a slow
+    machine."""
     page.focus("#list")
     spent = page.evaluate(
         """() => { const list = document.getElementById('list'), start = performance.now();

@@ -17,7 +17,8 @@ def groups(make_run, **changes):
 
 
 def test_smoothing_has_no_bias_towards_the_start():
-    """A constant stays itself from the first value on; an exponential mean that starts at 0 would not."""
+    """A constant stays itself from the first value on; an exponential mean that starts at 0 would
+    not."""
     assert charts.smoothed([3.0] * 5, 4) == pytest.approx([3.0] * 5)
     assert charts.smoothed([1.0, 2.0], 0) == [1.0, 2.0]
 
@@ -44,7 +45,8 @@ def test_charts_that_show_nothing_are_left_out(make_run):
 
 
 def test_a_chart_names_its_lines_and_is_there_for_papers(make_run):
-    """Names of runs are text in the picture, whatever characters they hold; a dollar sign starts no formula."""
+    """Names of runs are text in the picture, whatever characters they hold; a dollar sign starts no
+    formula."""
     drawn = drawing.draw_chart(charts.STATIC[0], groups(make_run), 2)
     texts = [
         element.text for element in ET.fromstring(drawn.svg).iter() if element.tag.endswith("text")
@@ -75,7 +77,8 @@ def test_equal_runs_give_equal_bytes(make_run):
 
 
 def test_an_axis_does_not_magnify_noise(make_run):
-    """Validation accuracies of 0.5 throughout filled the height of their chart, and so did rounding errors of a ratio."""
+    """Validation accuracies of 0.5 throughout filled the height of their chart, and so did rounding
+    errors of a ratio."""
     svg = drawing.figure_of(charts.STATIC[1], groups(make_run), None)
     low, high = svg.axes[0].get_ylim()
     assert high - low >= 0.1
@@ -137,7 +140,8 @@ def test_a_solve_rate_has_one_bin(rate, bin):
 
 
 def test_bars_stand_where_not_every_step_was_measured(make_run):
-    """An accuracy before and after was drawn as a ribbon between the two, over steps at which nobody had measured."""
+    """An accuracy before and after was drawn as a ribbon between the two, over steps at which
+    nobody had measured."""
     measured = {"test/accuracy": 0.5, "test/accuracy_low": 0.4, "test/accuracy_high": 0.6}
     (group,) = group_runs([read_run(make_run("a"))])
     (run,) = group.runs

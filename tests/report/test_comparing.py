@@ -1,4 +1,5 @@
-"""Statistics that decide between arms: closed forms, and simulated data with a known effect. Sources: the functions' docstrings."""
+"""Statistics that decide between arms: closed forms, and simulated data with a known effect.
+Sources: the functions' docstrings."""
 
 import math
 
@@ -28,7 +29,7 @@ def test_students_t_becomes_normal():
     assert c.student_cdf(1.0, 10_000) == pytest.approx(c.NORMAL.cdf(1.0), abs=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------------ pairs
+# -------------------------------------------------------------------------------------------- pairs
 
 
 def test_pairs_by_hand():
@@ -78,7 +79,8 @@ def test_differences_that_are_equal_by_rounding_are_not_certain():
 
 
 def test_intervals_cover_the_truth_95_times_in_100():
-    """Of paired differences (normal, n = 5) and of accuracies of 0.9 over seeds (64 problems each)."""
+    """Of paired differences (normal, n = 5) and of accuracies of 0.9 over seeds (64 problems
+    each)."""
     rng = np.random.default_rng(2)
     found = [c.paired([0.0] * 5, row) for row in rng.normal(0.3, 1.0, size=(2000, 5)).tolist()]
     assert np.mean([d.low <= 0.3 <= d.high for d in found]) == pytest.approx(0.95, abs=0.015)
@@ -90,7 +92,8 @@ def test_intervals_cover_the_truth_95_times_in_100():
 
 
 def test_the_interval_of_an_accuracy_is_about_its_mean():
-    """Of asin √x it was about another quantity: 0.78 of fifty seeds' intervals held an accuracy of 0.98 that varies over seeds."""
+    """Of asin √x it was about another quantity: 0.78 of fifty seeds' intervals held an accuracy of
+    0.98 that varies over seeds."""
     rng = np.random.default_rng(12)
     odds = math.log(0.98 / 0.02) + 1.0 * rng.normal(size=(400, 50))
     figures = 1 / (1 + np.exp(-odds))
@@ -106,7 +109,7 @@ def test_a_step_is_the_smallest_difference_that_is_more_than_rounding():
     assert c.smallest_step([0.33333, 0.33334, 0.66667], 2e-5) == pytest.approx(0.33333)
 
 
-# ------------------------------------------------------------------------------------------------------ seeds
+# -------------------------------------------------------------------------------------------- seeds
 
 
 def test_seeds_of_the_plan_have_its_power_and_no_effect_is_found_in_one_of_twenty():
@@ -137,7 +140,8 @@ def test_what_a_number_of_seeds_can_see_is_the_plan_read_backwards():
 
 
 def test_a_plan_by_a_small_pilot_keeps_its_power():
-    """By the spread of three seeds itself, 0.65 to 0.76 of such plans find what they promise to find four times in five."""
+    """By the spread of three seeds itself, 0.65 to 0.76 of such plans find what they promise to
+    find four times in five."""
     rng = np.random.default_rng(13)
     for pilot in (3, 5):
         spreads = rng.normal(size=(120, pilot)).std(axis=1, ddof=1)
@@ -154,11 +158,12 @@ def test_the_bound_of_a_pilots_spread_holds_four_times_in_five():
     assert np.mean([c.spread_bound(s, 5) >= 1 for s in spreads]) == pytest.approx(0.8, abs=0.02)
 
 
-# ------------------------------------------------------------------------------------------------------ corrections
+# -------------------------------------------------------------------------------------- corrections
 
 
 def test_corrections_by_hand():
-    """Benjamini and Hochberg claim one of .01 .03 .04 .2 at 0.05, and all where all are at most 0.05."""
+    """Benjamini and Hochberg claim one of .01 .03 .04 .2 at 0.05, and all where all are at most
+    0.05."""
     assert [q <= 0.05 for q in c.false_discovery([0.2, 0.04, 0.01, 0.03])] == [
         False,
         False,
@@ -171,7 +176,8 @@ def test_corrections_by_hand():
 
 
 def test_no_effect_is_claimed_in_one_of_twenty_families():
-    """Ten independent p-values without an effect: any claim, by either rule, in 5 % of the families."""
+    """Ten independent p-values without an effect: any claim, by either rule, in 5 % of the
+    families."""
     families = np.random.default_rng(5).uniform(size=(4000, 10)).tolist()
     for rule in (c.holm, c.false_discovery):
         assert np.mean([min(rule(family)) <= 0.05 for family in families]) == pytest.approx(
@@ -194,7 +200,7 @@ def test_an_interval_leaves_out_zero_where_holm_makes_the_claim():
         assert [s.low > 0 or s.high < 0 for s in spans] == claims
 
 
-# ------------------------------------------------------------------------------------------------------ over tasks
+# --------------------------------------------------------------------------------------- over tasks
 
 
 def test_the_interquartile_mean_by_hand():
@@ -204,7 +210,8 @@ def test_the_interquartile_mean_by_hand():
 
 
 def test_the_bootstrap_redraws_whole_seeds():
-    """D = [[1, -1], [-1, 1]]: over seeds the means are all 0. One column: its variance is (n-1)/n · s²/n."""
+    """D = [[1, -1], [-1, 1]]: over seeds the means are all 0. One column: its variance is (n-1)/n ·
+    s²/n."""
     square = np.array([[1.0, -1.0], [-1.0, 1.0]])
     assert c.bootstrap(square, np.mean) == (0.0, 0.0)
     drawn: list[float] = []
@@ -214,7 +221,8 @@ def test_the_bootstrap_redraws_whole_seeds():
 
 
 def test_the_interval_of_a_middle_mean_needs_ten_seeds_and_is_at_least_that_of_redrawn_seeds():
-    """Of one column and ten seeds, two on either side are left out: t of five degrees of freedom."""
+    """Of one column and ten seeds, two on either side are left out: t of five degrees of
+    freedom."""
     scores = np.random.default_rng(10).normal(size=(10, 1))
     value, low, high = c.seeds_interval(scores, c.iqm)
     redrawn = c.bootstrap(scores, c.iqm)
@@ -226,7 +234,8 @@ def test_the_interval_of_a_middle_mean_needs_ten_seeds_and_is_at_least_that_of_r
 
 
 def test_claims_that_are_tested_together_have_intervals_to_match():
-    """An interval leaves out 0 exactly where Benjamini and Hochberg's rule makes the claim; nine seeds make none."""
+    """An interval leaves out 0 exactly where Benjamini and Hochberg's rule makes the claim; nine
+    seeds make none."""
     rng = np.random.default_rng(14)
     for _ in range(20):
         sides = [

@@ -16,7 +16,8 @@ from rlkit.types import Rollout, Task
 
 
 def said(shown, entry):
-    """What the viewer opens for an entry of the list: its messages, with the texts of prompts put in."""
+    """What the viewer opens for an entry of the list: its messages, with the texts of prompts put
+    in."""
     page = json.loads(gzip.decompress(base64.b64decode(shown.pages[entry["page"]])))
     own = page["said"][entry["at"]]
     return [

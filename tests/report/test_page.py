@@ -1,4 +1,5 @@
-"""The file: complete in itself, a policy that lets nothing else in, and no text that becomes markup."""
+"""The file: complete in itself, a policy that lets nothing else in, and no text that becomes
+markup."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every sentence of compare, plan, bench and the report keeps the level that it promises, in a simulation that calls the real functions.
+"""Every sentence of compare, plan, bench and the report keeps the level that it promises, in a
+simulation that calls the real functions.
 
-experiments/sentences/run.py has the table of promises and the simulation. Here are its representatives, the whole of it (slow), and the
-laws that let no new sentence in without a promise.
+experiments/sentences/run.py has the table of promises and the simulation. Here are its
+representatives, the whole of it (slow), and the laws that let no new sentence in without a promise.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ SPEAKERS = {
     "episodes.evaluation.curves": ("report, one run",),
     **{f"runs.report.trends.{check.__name__}": ("report, health",) for check in TRENDS},
 }
-# The sentences themselves, without what is filled in: a new one has to be written here, beside a promise above.
+# The sentences themselves, without what is filled in: a new one has to be written here, beside a
+# promise above.
 WORDS = {
     "runs.report.verdicts.sentence": {
         " (…, … to …)",
@@ -134,7 +136,8 @@ WORDS = {
     ],
 )
 def test_promises_hold_in_the_hardest_settings(name):
-    """Few seeds, and a coarse score near its bound. 49 % of such pages of the bench made a false claim."""
+    """Few seeds, and a coarse score near its bound. 49 % of such pages of the bench made a false
+    claim."""
     for setting in (run.Setting(3, 0.995, True), run.Setting(10, 0.998, True)):
         count = run.simulated(name, setting, 24)
         assert run.kept(run.PROMISES[name], setting, count), (setting, count)

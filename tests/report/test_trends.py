@@ -1,4 +1,5 @@
-"""Checks of a whole run: each sees its pathology in simulated curves, none speaks of a healthy run or of noise."""
+"""Checks of a whole run: each sees its pathology in simulated curves, none speaks of a healthy run
+or of noise."""
 
 from __future__ import annotations
 

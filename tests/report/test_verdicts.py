@@ -27,7 +27,8 @@ from rlkit.runs.report.verdicts import (
 
 @pytest.fixture
 def arms(make_run):
-    """(accuracies of grpo, of dapo, …) → lines, one seed after the other; the runs of an arm are below runs/NAME."""
+    """(accuracies of grpo, of dapo, …) → lines, one seed after the other; the runs of an arm are
+    below runs/NAME."""
 
     def make(*columns, **changes):
         names = ("grpo", "dapo", "gspo")
@@ -67,7 +68,8 @@ def test_a_difference_is_said_with_its_interval(arms):
 
 
 def test_what_cannot_be_told_apart_is_said_with_the_seeds_that_it_takes(arms):
-    """Differences 0.02, -0.02, 0.01, four times each: s = 0.0178, and it may be 1.27 times as much."""
+    """Differences 0.02, -0.02, 0.01, four times each: s = 0.0178, and it may be 1.27 times as
+    much."""
     (text,) = said(arms([0.5, 0.6, 0.7] * 4, [0.52, 0.58, 0.71] * 4))
     assert (
         "no difference can be claimed (+0.003, " in text
@@ -88,7 +90,8 @@ def test_fewer_than_ten_seeds_are_shown_and_claim_nothing(arms):
 
 
 def test_a_coarse_score_that_differs_by_the_same_step_is_not_called_enough(arms):
-    """ "3 seeds are enough to see 0.01" stood beside ±0.018: the floor of the interval was not in the spread of the sentence."""
+    """ "3 seeds are enough to see 0.01" stood beside ±0.018: the floor of the interval was not in
+    the spread of the sentence."""
     (text,) = said(arms([0.5] * 3, [0.51] * 3))
     assert "enough" not in text and "(+0.010, +0.003 to +0.017)" in text
 
@@ -150,7 +153,8 @@ def test_more_comparisons_need_more_evidence(arms):
 
 
 def test_arms_that_are_equal_are_told_apart_in_one_of_twenty_pages():
-    """Twenty problems' worth of noise shared by the arms, and noise of their own; three comparisons a page."""
+    """Twenty problems' worth of noise shared by the arms, and noise of their own; three comparisons
+    a page."""
     rng, claims = np.random.default_rng(0), 0
 
     class Line:
@@ -168,7 +172,8 @@ def test_arms_that_are_equal_are_told_apart_in_one_of_twenty_pages():
 
 
 def test_unequal_budgets_are_said_and_can_be_made_equal(arms):
-    """dapo took two updates a step where grpo took one: at equal updates its validation accuracy is that of half the steps."""
+    """dapo took two updates a step where grpo took one: at equal updates its validation accuracy is
+    that of half the steps."""
     rows = {"optim/updates": 1, "group/sampled": 4, "tokens/total": 100}
     groups = arms(
         [0.5] * 3, [0.6] * 3, grpo={"change": rows}, dapo={"change": rows | {"optim/updates": 2}}

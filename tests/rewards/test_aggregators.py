@@ -106,7 +106,7 @@ def test_a_wrong_form_takes_everything_in_a_product_and_a_penalty_stays_one():
     assert smallest({"a": 1.0, "length": 0.5}, {"a": 1.0, "length": -1.0}) == -0.5
 
 
-# ------------------------------------------------------------------------------------------------------------- groups
+# ------------------------------------------------------------------------------------------- groups
 
 VECTOR = [
     {"a": 1.0, "b": 100.0},
@@ -120,7 +120,8 @@ GROUPS = [4, 4, 4, 7, 7, 7]
 
 
 def test_each_component_is_normalised_in_its_group():
-    """By hand with statistics.stdev; the rollout that cannot be scored is in no mean; a has no spread in the second group."""
+    """By hand with statistics.stdev; the rollout that cannot be scored is in no mean; a has no
+    spread in the second group."""
     weights = {"a": 1.0, "b": -0.5}
     found = [r.reward for r in score(names(VECTOR, GROUPS), reward_of(group_normalised, weights))]
     z = lambda x, column: (x - statistics.fmean(column)) / (statistics.stdev(column) + 1e-4)  # noqa: E731

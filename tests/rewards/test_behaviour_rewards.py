@@ -1,4 +1,5 @@
-"""Rewards of how a reply is written: its length, its use of tools, its repetitions. Tables by hand, and laws."""
+"""Rewards of how a reply is written: its length, its use of tools, its repetitions. Tables by hand,
+and laws."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def words(count: int) -> str:
     return " ".join(f"w{i}" for i in range(count))
 
 
-# ------------------------------------------------------------------------------------------------------------ length
+# ------------------------------------------------------------------------------------------- length
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_soft_length_is_a_ramp(count, score):
     assert soft_length(rollout(step(tokens=count)), limit=100, buffer=40, penalty=2.0) == score
 
 
-# -------------------------------------------------------------------------------------------------------- tool usage
+# --------------------------------------------------------------------------------------- tool usage
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_tool_usage_counts_all_replies_and_may_have_no_upper_bound():
     )
 
 
-# --------------------------------------------------------------------------------------------------------- repetition
+# --------------------------------------------------------------------------------------- repetition
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_repetition_counts_thinking_and_looks_at_each_text_by_itself():
     )  # no n-gram spans two texts
 
 
-# --------------------------------------------------------------------------------------------------------------- laws
+# --------------------------------------------------------------------------------------------- laws
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The reward of code: hidden tests decide, every way to fail has its name, and reference solutions of MBPP score 1."""
+"""The reward of code: hidden tests decide, every way to fail has its name, and reference solutions
+of MBPP score 1."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def test_a_task_without_tests_cannot_be_scored_and_a_test_that_cannot_be_checked
 
 
 def test_a_hostile_value_is_wrong_for_its_own_program_and_no_other():
-    """10**400 under isclose raised OverflowError in the trainer, took the batch with it, and the first rollout got the blame."""
+    """10**400 under isclose raised OverflowError in the trainer, took the batch with it, and the
+    first rollout got the blame."""
     tests = (
         "assert math.isclose(f(1), 2.0)",
         "assert sorted(f(2)) == [1]",

@@ -1,4 +1,5 @@
-"""Which program a reply gives: replies in the style of chat models, CommonMark as the oracle, and hostile text."""
+"""Which program a reply gives: replies in the style of chat models, CommonMark as the oracle, and
+hostile text."""
 
 from __future__ import annotations
 
@@ -201,7 +202,7 @@ def test_references_of_mbpp_keep_what_only_splitlines_takes_for_a_line_end(tmp_p
     ]
 
 
-# ---------------------------------------------------------------------------------------- CommonMark as the oracle
+# ------------------------------------------------------------------------- CommonMark as the oracle
 
 CODE = st.lists(
     st.sampled_from(
@@ -250,7 +251,7 @@ def test_well_formed_blocks_are_those_of_commonmark(text):
     assert read == [("py" in token.info, token.content.rstrip("\n")) for token in tokens]
 
 
-# --------------------------------------------------------------------------------------------------- hostile text
+# ------------------------------------------------------------------------------------- hostile text
 
 PIECES = st.sampled_from(
     [
@@ -311,7 +312,8 @@ def test_any_text_is_read_and_nothing_is_invented(text):
     ],
 )
 def test_hostile_replies_cost_no_more_than_their_length(piece):
-    """Processor time, not wall time. A quadratic reader takes seconds for 60 kB every time; a collection of garbage is slow once."""
+    """Processor time, not wall time. A quadratic reader takes seconds for 60 kB every time; a
+    collection of garbage is slow once."""
 
     def seconds(text):
         start = time.process_time()

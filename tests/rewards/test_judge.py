@@ -1,4 +1,5 @@
-"""reward=judge against a scripted server on this machine: what it asks, how often, and what follows where there is no verdict."""
+"""reward=judge against a scripted server on this machine: what it asks, how often, and what follows
+where there is no verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ RUBRIC = {"correct": "It is right.", "short": "It is short."}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with the next line of the server's script, or with full points; counts the requests under way."""
+    """Answers with the next line of the server's script, or with full points; counts the requests
+    under way."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

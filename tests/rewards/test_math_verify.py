@@ -83,7 +83,7 @@ def children() -> set[int]:
     return {child.pid for child in module._idle}
 
 
-# ---------------------------------------------------------------------------------------------------- the children
+# ------------------------------------------------------------------------------------- the children
 
 
 def test_verdicts(package):
@@ -99,7 +99,8 @@ def test_verdicts(package):
 
 
 def test_what_takes_for_ever_costs_its_own_call_and_no_other(package):
-    """One missed deadline killed the one child that all calls shared, in the middle of the batch."""
+    """One missed deadline killed the one child that all calls shared, in the middle of the
+    batch."""
     assert math_verify([rollout("0.5"), rollout("2/4")]) == [1.0, 1.0]
     warm = children()
     assert len(warm) == 2
@@ -218,7 +219,7 @@ def test_the_deadline_is_positive():
         verdict("0.5", deadline=0.0)
 
 
-# ----------------------------------------------------------------------------------------------- the real package
+# --------------------------------------------------------------------------------- the real package
 
 # Written for this test, in the forms that answers of MATH (Hendrycks et al. 2021) have.
 TRUTHS = (

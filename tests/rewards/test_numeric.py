@@ -1,4 +1,5 @@
-"""The numeric reward: which number of a reply counts, how numbers are written, and what is no final answer."""
+"""The numeric reward: which number of a reply counts, how numbers are written, and what is no final
+answer."""
 
 from __future__ import annotations
 
@@ -272,7 +273,7 @@ def test_which_number_is_the_answer(text, value):
     assert extract_answer(text) == value
 
 
-# ------------------------------------------------------------------------------------------- the law of truth and reply
+# ----------------------------------------------------------------------- the law of truth and reply
 
 MARKED = [
     "#### {}",
@@ -472,7 +473,7 @@ def test_any_text_that_is_a_number_is_that_number_in_every_form(text):
         assert {form: value for form, value in read.items() if value != number} == {}
 
 
-# ----------------------------------------------------------------------------------------------------------- the rest
+# ----------------------------------------------------------------------------------------- the rest
 
 
 def test_decimals_are_compared_exactly():

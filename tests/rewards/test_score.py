@@ -1,4 +1,5 @@
-"""Scoring a batch: components by name, shadow terms, None, errors that name their place, and rewards chosen by row."""
+"""Scoring a batch: components by name, shadow terms, None, errors that name their place, and
+rewards chosen by row."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def test_by_task_gives_a_batched_reward_all_rows_that_name_it():
     ]  # mean of 0 and 4 is 2
 
 
-# ------------------------------------------------------------------------------------------------- how scores come about
+# ---------------------------------------------------------------------------- how scores come about
 
 FOUR = [Rollout(Task(f"t/{i}", ()), ()) for i in range(4)]
 
@@ -203,7 +204,7 @@ def test_a_refusal_passes_whatever_the_error_rate():
                 score(FOUR, lenient(1.0, odd=Term(1.0, fn, timeout=timeout)))
 
 
-# -------------------------------------------------------------------------------------------------------------- timeouts
+# ----------------------------------------------------------------------------------------- timeouts
 
 
 def sleepy(rollout: Rollout) -> float:
@@ -255,7 +256,7 @@ def test_a_timeout_is_positive(timeout):
         score(FOUR, reward(one=Term(1.0, index, timeout=timeout)))
 
 
-# ----------------------------------------------------------------------------------------------------------------- async
+# -------------------------------------------------------------------------------------------- async
 
 
 def test_async_rewards_are_in_flight_together_and_keep_their_order():
@@ -302,7 +303,7 @@ def test_async_rewards_work_inside_a_running_loop():
     assert [r.reward for r in asyncio.run(cell())] == [0.0, 1.0, 2.0, 3.0]
 
 
-# ------------------------------------------------------------------------------------------------------ rewards of steps
+# --------------------------------------------------------------------------------- rewards of steps
 
 
 def episode(count: int) -> Rollout:
@@ -389,8 +390,8 @@ TERMS = {
 def test_an_episode_earns_what_the_environment_paid_and_what_its_terms_add_however_often_it_is_scored(
     paid, names
 ):
-    """total = Σ paid + Σ weight · term over all terms but `environment`, whose component is Σ paid; scored once, twice, or after another
-    reward. Terms of steps took the place of what was paid."""
+    """total = Σ paid + Σ weight · term over all terms but `environment`, whose component is Σ paid;
+    scored once, twice, or after another reward. Terms of steps took the place of what was paid."""
     played = episode(2)
     played = played._replace(
         steps=tuple(s._replace(reward=p) for s, p in zip_longest(played.steps, PAID[paid]))

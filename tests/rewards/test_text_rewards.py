@@ -1,4 +1,5 @@
-"""Rewards on text: whole words, not substrings; equality; forms; and what each makes of an empty truth."""
+"""Rewards on text: whole words, not substrings; equality; forms; and what each makes of an empty
+truth."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_exact_match_strips_and_folds_on_request():
 
 
 def test_exact_match_compares_what_a_parse_gives():
-    """Equality after the parse, never a substring; what cannot be parsed of the truth cannot be scored."""
+    """Equality after the parse, never a substring; what cannot be parsed of the truth cannot be
+    scored."""
     parsed = partial(exact_match, parse=extract_answer)
     assert [parsed(rollout(text, "10")) for text in ("it is 10.0", "#### 1", "100", "none")] == [
         1.0,

@@ -1,4 +1,5 @@
-"""Splitting a test keeps its meaning; comparing is strict about types; what a child sends is decoded or refused, never run."""
+"""Splitting a test keeps its meaning; comparing is strict about types; what a child sends is
+decoded or refused, never run."""
 
 from __future__ import annotations
 
@@ -236,7 +237,8 @@ def test_every_other_form_is_refused_with_a_reason(test):
 
 
 def test_the_setup_tells_values_from_judges():
-    """A name that the setup gives is an input; a function of the setup runs beside the program, and its truth is no verdict."""
+    """A name that the setup gives is an input; a function of the setup runs beside the program, and
+    its truth is no verdict."""
     setup = "from datetime import date\nroot = Node(1)\ndef check(f): assert f(1) == 2\ndef to_list(x): return [*x]"
     assert split("assert is_balanced(root) == False", setup).calls == ("is_balanced(root)",)
     assert split("assert is_weekend(date(2020, 1, 4))", setup).calls == (
@@ -354,7 +356,8 @@ def has_bool(value: object) -> bool:
 
 
 def agree(test: str, value: object) -> None:
-    """A verdict never raises, is never kinder than Python's, and differs from it by what is documented: types and lengths."""
+    """A verdict never raises, is never kinder than Python's, and differs from it by what is
+    documented: types and lengths."""
     check = split(f"assert {test}")
     verdict = passes(check, *answers(check, value))
     assert verdict is True or verdict is False

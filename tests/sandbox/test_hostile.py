@@ -1,4 +1,5 @@
-"""No hostile program passes, gets out, outlives its deadline or leaves anything behind, at any level that this kernel gives."""
+"""No hostile program passes, gets out, outlives its deadline or leaves anything behind, at any
+level that this kernel gives."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, proc
 from rlkit.sandbox.process import FOLDER, readable, remove_leftovers, run_with
 from rlkit.sandbox.process import folder as own_folder
 
-# The table: name → code. The test asks for f() == 42, and no program computes 42. What an escape gets hold of it puts into `leak`.
+# The table: name → code. The test asks for f() == 42, and no program computes 42. What an escape
+# gets hold of it puts into `leak`.
 IMPORTS = "import os, struct, sys, time\nleak = None\n"
 PIPE = "import fcntl as F\nr, w = os.pipe()\n"
-SEND = "F.fcntl(r, F.F_SETSIG, 9)\nF.fcntl(r, F.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\ntime.sleep(0.05)"  # what is written sends it
+# what is written sends it
+SEND = "F.fcntl(r, F.F_SETSIG, 9)\nF.fcntl(r, F.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\ntime.sleep(0.05)"
 
 # The verdict: exits, patched equality, forged output
 FORGING = {
@@ -248,8 +251,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def around(tmp_path_factory):
-    """What a program may want: a secret, a file that it may only read, packages, a process. Gives the lines that name them, and a
-    function that tells what came to harm."""
+    """What a program may want: a secret, a file that it may only read, packages, a process. Gives
+    the lines that name them, and a function that tells what came to harm."""
     home = tmp_path_factory.mktemp("secrets")
     secret, library = home / "secret.txt", home / "library.py"
     secret.write_text("the answer")
@@ -326,7 +329,8 @@ AT_ONCE = 4  # of so many programs one is run by the fast tests
     ids=lambda param: "+".join(param[0]) + ("" if param[1] == 1 else f", one in {param[1]}"),
 )
 def ended(request, around):
-    """Every program, run once at this level: name → outcome; and the state of the machine around it."""
+    """Every program, run once at this level: name → outcome; and the state of the machine around
+    it."""
     features, every = request.param
     if why := available(features):
         pytest.skip(why)
@@ -393,7 +397,8 @@ def test_nothing_is_left_behind(ended, folder):
     ],
 )
 def test_nothing_gets_out_on_an_older_kernel(around, features, abi, every):
-    """Landlock of Linux 5.13 (version 1) to 6.11 (version 5), where signals and, at first, truncation are not its own."""
+    """Landlock of Linux 5.13 (version 1) to 6.11 (version 5), where signals and, at first,
+    truncation are not its own."""
     if why := available(features):
         pytest.skip(why)
     fill, harm = around
@@ -404,7 +409,8 @@ def test_nothing_gets_out_on_an_older_kernel(around, features, abi, every):
 
 
 def test_the_parent_does_not_grow(ended):
-    """Output, values and channels are capped in the parent, whatever a child sends. MB; two reads of 64 kB would do."""
+    """Output, values and channels are capped in the parent, whatever a child sends. MB; two reads
+    of 64 kB would do."""
     assert ended["grown"] < 40
 
 
@@ -437,7 +443,8 @@ def test_the_weakest_level_still_keeps_time_memory_and_the_verdict(folder):
 
 
 def test_what_a_weak_level_started_is_killed_with_it(folder):
-    """Without seccomp a child can fork (root always, others up to their limit); its group is killed, its folder removed."""
+    """Without seccomp a child can fork (root always, others up to their limit); its group is
+    killed, its folder removed."""
     code = "import os, time\ntry: os.fork()\nexcept OSError: pass\nos.makedirs(f'{os.getpid()}/a/b')\ntime.sleep(60)"
     outcome = run_with(Job(code), SANDBOX, ())
     assert outcome.status == "timeout" and list(folder.iterdir()) == [] and strays(folder) == []

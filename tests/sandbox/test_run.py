@@ -347,7 +347,8 @@ def simulate(program, machine: int, number: int, arguments=(0,) * 6) -> int:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_filter_allows_what_is_listed_and_nothing_else(machine):
-    """Both machines' filters, interpreted here; so the one that does not run on this machine is tested as well."""
+    """Both machines' filters, interpreted here; so the one that does not run on this machine is
+    tested as well."""
     column, audit, clone, ioctl, prlimit, fcntl = MACHINES[machine]
     program = bpf(machine)
     allowed = {pair[column] for pair in ALLOWED.values()} - {None}
@@ -379,7 +380,8 @@ def test_the_filter_allows_what_is_listed_and_nothing_else(machine):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_filter_reads_the_arguments_of_fcntl_and_open(machine):
-    """Of fcntl's 64 bits every command but the listed ones, and O_ASYNC; of a file's flags what empties it without writing."""
+    """Of fcntl's 64 bits every command but the listed ones, and O_ASYNC; of a file's flags what
+    empties it without writing."""
     column, audit, *_, fcntl = MACHINES[machine]
     program = bpf(machine)
 

@@ -1,4 +1,5 @@
-"""Calls of user code that end neither the process nor the run, in threads and in coroutines, and what becomes of those given up."""
+"""Calls of user code that end neither the process nor the run, in threads and in coroutines, and
+what becomes of those given up."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from rlkit.system.loops import run
 
 
 def test_a_call_that_ends_leaves_the_others_contained():
-    """os._exit is one name of the process: the first call to end must not give it back while another one runs."""
+    """os._exit is one name of the process: the first call to end must not give it back while
+    another one runs."""
     first, second = threading.Event(), threading.Event()
 
     def late():
@@ -51,7 +53,8 @@ def test_a_call_that_ends_leaves_the_others_contained():
 
 
 def test_a_coroutine_that_waits_contains_no_other(monkeypatch):
-    """Coroutines take turns in one thread: what rlkit's own code does meanwhile is the process's business."""
+    """Coroutines take turns in one thread: what rlkit's own code does meanwhile is the process's
+    business."""
     ended = []
     monkeypatch.setattr(deadline, "end_process", ended.append)
     go = asyncio.Event()
@@ -185,7 +188,8 @@ def test_more_calls_than_threads_wait_for_a_place_and_one_given_up_leaves_its_ow
 @pytest.mark.parametrize("kind", ["async", "thread"])
 @pytest.mark.parametrize(("busy", "passes"), [(1, True), (20, False)])
 def test_time_in_which_the_loop_is_busy_does_not_count(monkeypatch, kind, busy, passes):
-    """A decoder that blocks the loop for longer than a tool's limit had the tool given up although it was quick."""
+    """A decoder that blocks the loop for longer than a tool's limit had the tool given up although
+    it was quick."""
     release = threading.Event()
 
     async def main():

@@ -1,4 +1,5 @@
-"""The user's own run folders: noted where rlkit writes them, strange once they are moved, copied or edited."""
+"""The user's own run folders: noted where rlkit writes them, strange once they are moved, copied or
+edited."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def test_the_state_folder_is_the_users(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_own_run_never_asks(tmp_path, monkeypatch, capsys, state):
-    """It is trained, resumed twice and evaluated. A copy of it is a stranger's, and stays one after it was resumed with trust=true."""
+    """It is trained, resumed twice and evaluated. A copy of it is a stranger's, and stays one after
+    it was resumed with trust=true."""
     monkeypatch.chdir(tmp_path)
     small = [
         "debug=fast",

@@ -1,4 +1,5 @@
-"""What rlkit starts ends when rlkit is gone, by SIGKILL too. Each kind of process reads from a pipe, and is gone once no one does."""
+"""What rlkit starts ends when rlkit is gone, by SIGKILL too. Each kind of process reads from a
+pipe, and is gone once no one does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Generated word problems: held-out expressions are never trained on, answers are right, and everything follows from the seed."""
+"""Generated word problems: held-out expressions are never trained on, answers are right, and
+everything follows from the seed."""
 
 from __future__ import annotations
 
@@ -64,17 +65,19 @@ def independent(text: str) -> Fraction:
     return value(ast.parse(text, mode="eval").body)
 
 
-# ---------------------------------------------------------------------------------------------------- held out
+# ----------------------------------------------------------------------------------------- held out
 
 
 def test_no_held_out_expression_is_trained_on_under_any_seed(problems):
-    """The border runs through the expressions, not through the problems: another seed, name or wording cannot cross it."""
+    """The border runs through the expressions, not through the problems: another seed, name or
+    wording cannot cross it."""
     train, validation, test = (set().union(*expressions(problems, split)) for split in SPLITS)
     assert not train & test and not train & validation and not validation & test
 
 
 def test_the_warm_up_of_the_embedded_model_has_seen_no_test_expression(problems):
-    """It was made of train and validation expressions alike: the stream of seed WARM_UP as experiments/tiny_model/build.py draws it."""
+    """It was made of train and validation expressions alike: the stream of seed WARM_UP as
+    experiments/tiny_model/build.py draws it."""
     seen = [
         draw_of(
             random.Random(f"arithmetic {WARM_UP} train {i}"), ("train", "validation")
@@ -86,14 +89,16 @@ def test_the_warm_up_of_the_embedded_model_has_seen_no_test_expression(problems)
 
 
 def test_the_seeds_do_meet_within_a_split(problems):
-    """What makes the law above worth testing: without the border, seeds would share many expressions."""
+    """What makes the law above worth testing: without the border, seeds would share many
+    expressions."""
     for split in SPLITS:
         first, *others = expressions(problems, split)
         assert all(len(first & other) >= 3 for other in others)
 
 
 def test_the_border_is_a_function_of_the_expression_alone(problems):
-    """Each expression's side can be told from its text, so it is the same in every version, process and seed."""
+    """Each expression's side can be told from its text, so it is the same in every version, process
+    and seed."""
     import zlib
 
     for (split, _), drawn in problems.items():
@@ -112,7 +117,7 @@ def test_tasks_carry_question_expression_and_answer_of_their_problem(problems):
         assert Fraction(task.answer) == independent(p.expression)
 
 
-# ----------------------------------------------------------------------------------------------------- answers
+# ------------------------------------------------------------------------------------------ answers
 
 
 def test_every_answer_is_the_value_of_its_expression(problems):
@@ -122,7 +127,8 @@ def test_every_answer_is_the_value_of_its_expression(problems):
 
 
 def test_the_expression_means_the_operations_in_their_order(problems):
-    """(a + b) / c needs its parentheses, a * b / c none: the text and the story must have one value."""
+    """(a + b) / c needs its parentheses, a * b / c none: the text and the story must have one
+    value."""
     steps = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
     for drawn in problems.values():
         for p in drawn:
@@ -156,7 +162,8 @@ def test_the_calculator_gives_the_answer(problems):
 
 
 def test_the_question_holds_every_number_and_no_other(problems):
-    """A number that is missing makes a problem unsolvable; one too many is a distractor that is not marked."""
+    """A number that is missing makes a problem unsolvable; one too many is a distractor that is not
+    marked."""
     for drawn in problems.values():
         for p in drawn:
             told = [int(n) for n in re.findall(r"\d+", p.question)]
@@ -170,7 +177,7 @@ def test_the_question_holds_every_number_and_no_other(problems):
             assert "{" not in p.question
 
 
-# ------------------------------------------------------------------------------------------------- determinism
+# -------------------------------------------------------------------------------------- determinism
 
 
 def test_the_same_seed_gives_the_same_problems():
@@ -192,7 +199,8 @@ def test_seed_split_and_number_each_give_other_problems():
 
 
 def test_the_problems_are_pinned():
-    """Results of earlier versions compare only while these stay: changing them is changing the task."""
+    """Results of earlier versions compare only while these stay: changing them is changing the
+    task."""
     assert [t.metadata["expression"] for t in arithmetic(max_samples=4)] == [
         "11 * 6",
         "18 - 5",

@@ -1,4 +1,5 @@
-"""GSM8K rows as tasks: the answer after the last ####, a reproducible order, and rows that lack a part."""
+"""GSM8K rows as tasks: the answer after the last ####, a reproducible order, and rows that lack a
+part."""
 
 from __future__ import annotations
 

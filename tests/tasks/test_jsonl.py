@@ -1,4 +1,5 @@
-"""A user's own rows: fields by name, an order that the seed fixes, and rows that make no task. The cut into splits: test_splits.py."""
+"""A user's own rows: fields by name, an order that the seed fixes, and rows that make no task. The
+cut into splits: test_splits.py."""
 
 from __future__ import annotations
 

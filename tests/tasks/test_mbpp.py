@@ -1,4 +1,5 @@
-"""MBPP rows as tasks: one test shown, the others hidden; rows that cannot be checked are named and left out."""
+"""MBPP rows as tasks: one test shown, the others hidden; rows that cannot be checked are named and
+left out."""
 
 from __future__ import annotations
 

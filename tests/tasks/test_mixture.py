@@ -1,4 +1,5 @@
-"""Mixtures: how many prompts each part gets, in any number of draws, and what is asked and refused."""
+"""Mixtures: how many prompts each part gets, in any number of draws, and what is asked and
+refused."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_every_number_of_turns_has_its_shares_to_within_one(weights):
     WEIGHTS.filter(lambda w: max(w.values()) < 40 * min(w.values())), st.integers(0, 5), st.data()
 )
 def test_every_draw_of_the_stream_has_its_shares_and_a_resumed_one_goes_on(weights, seed, data):
-    """Any run of n prompts within an epoch, wherever it starts, is off by less than two; and drawing in pieces changes nothing."""
+    """Any run of n prompts within an epoch, wherever it starts, is off by less than two; and
+    drawing in pieces changes nothing."""
     sizes = {name: data.draw(st.integers(1, 9)) for name in weights}
     tasks = mixture(parts=parts(**sizes), weights=weights)(split="train")
     total = sum(weights.values())

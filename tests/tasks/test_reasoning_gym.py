@@ -1,4 +1,5 @@
-"""Generated problems of the package reasoning-gym: with a stub of its two modules, and with the package where it is installed."""
+"""Generated problems of the package reasoning-gym: with a stub of its two modules, and with the
+package where it is installed."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def replied(task, text, finish_reason="stop"):
 
 
 def test_rows_are_scored_by_the_package_from_what_a_file_keeps(stub):
-    """A row survives JSON, though the entry does not; the answer may be tagged, and a reply that was cut scores nothing."""
+    """A row survives JSON, though the entry does not; the answer may be tagged, and a reply that
+    was cut scores nothing."""
     task = made(options={"factor": 5})[0]
     task = task._replace(metadata=json.loads(json.dumps(task.metadata)))
     right = task.answer

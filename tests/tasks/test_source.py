@@ -134,7 +134,8 @@ def test_a_damaged_parquet_file_is_refused(tmp_path):
     "value", ["\ud800", "a \udfff b", ["ok", {"deep": "\udc80"}], {"\ud801": 1}]
 )
 def test_half_a_character_is_refused_with_its_row(tmp_path, value):
-    """JSON may hold a lone surrogate and UTF-8 may not: the tokenizer ended the run with a traceback, in the middle of it."""
+    """JSON may hold a lone surrogate and UTF-8 may not: the tokenizer ended the run with a
+    traceback, in the middle of it."""
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in ({"prompt": "good"}, {"prompt": value})))
     with pytest.raises(

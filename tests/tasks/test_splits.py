@@ -1,4 +1,5 @@
-"""Laws of the three splits, for every task: no problem in two splits, none lost, and no row moved by the rows around it."""
+"""Laws of the three splits, for every task: no problem in two splits, none lost, and no row moved
+by the rows around it."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def write(path, rows) -> str:
 
 
 def problem(task: Task) -> str:
-    """What a policy is asked, or plays: where all prompts are alike, the number that is hidden or the seed."""
+    """What a policy is asked, or plays: where all prompts are alike, the number that is hidden or
+    the seed."""
     hidden = (
         ""
         if task.reward in ("numeric", "exact_match", "code_exec")
@@ -90,12 +92,13 @@ def assert_disjoint(found: dict[str, list[str]]) -> None:
     assert all(found.values())
 
 
-# ------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 @files
 def test_the_splits_of_a_file_are_disjoint_and_lose_no_row(tmp_path, row, task):
-    """With every prompt twice in the file: the cut is by the prompt, since ids may be nothing but row numbers."""
+    """With every prompt twice in the file: the cut is by the prompt, since ids may be nothing but
+    row numbers."""
     rows = [row(i) for i in range(120)] + [row(i) for i in range(120)]
     found = drawn(task, path=write(tmp_path / "rows.jsonl", rows), **SHARES)
     assert_disjoint(found)
@@ -198,7 +201,7 @@ def test_the_cut_is_pinned():
     assert [i for i, split in enumerate(found) if split == "train"] == [3, 4, 7, 9, 11, 16, 20, 23]
 
 
-# --------------------------------------------------------------------------------------------------- generated
+# ---------------------------------------------------------------------------------------- generated
 
 
 @pytest.mark.parametrize("task", GENERATED.values(), ids=GENERATED)
@@ -239,11 +242,12 @@ def test_a_mixture_hands_the_split_to_its_parts(tmp_path):
     assert all(i.startswith(f"rows/{split}/") for split, own in rows.items() for i in own)
 
 
-# ------------------------------------------------------------------------------------------------------ overlap
+# ------------------------------------------------------------------------------------------ overlap
 
 
 def test_problems_that_stand_in_two_splits_are_counted():
-    """Files of a user's own may share rows, and a game whose prompts are all alike has the same numbers everywhere."""
+    """Files of a user's own may share rows, and a game whose prompts are all alike has the same
+    numbers everywhere."""
 
     def task(i: int, split: str, **changes) -> Task:
         return Task(f"{split}/{i}", ({"role": "user", "content": f"q{i}"},), str(i))._replace(

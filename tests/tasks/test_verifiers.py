@@ -1,6 +1,8 @@
-"""Task sets of the real package: rows become tasks, and their own rewards score replies as the package itself does.
+"""Task sets of the real package: rows become tasks, and their own rewards score replies as the
+package itself does.
 
-The package brings some fifty others, so it is an extra; the continuous integration runs this file with it.
+The package brings some fifty others, so it is an extra; the continuous integration runs this file
+with it.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def test_rows_become_tasks_and_each_is_on_one_side():
 
 
 def test_replies_are_scored_as_the_package_scores_them():
-    """Right and wrong, one turn and two; also after a trip through a file, and as the package does it itself."""
+    """Right and wrong, one turn and two; also after a trip through a file, and as the package does
+    it itself."""
     task = rows()[0]
     answer = str(task.metadata["verifiers"]["data"]["answer"])
     episodes = [
@@ -147,7 +150,8 @@ def test_a_trace_holds_the_whole_conversation():
 
 
 def test_a_reward_that_raises_is_an_error_and_no_zero():
-    """The package logs a failing reward of its own rollouts; here it has no score, and its status says why."""
+    """The package logs a failing reward of its own rollouts; here it has no score, and its status
+    says why."""
     task = rows()[0]
     scored = score([rollout(task, "fail"), rollout(task, "x")], REWARD._replace(max_error_rate=0.5))
     assert [(r.reward, r.statuses["task"]) for r in scored] == [(None, "error"), (0.25, "ok")]

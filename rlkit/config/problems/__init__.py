@@ -1,8 +1,10 @@
-"""Everything that finds what of an experiment cannot run, or would silently do nothing, before a model is loaded.
+"""Everything that finds what of an experiment cannot run, or would silently do nothing, before a
+model is loaded.
 
-Keys and types are checked against the signatures of functions (rlkit.config.schema); here numbers (numbers.py), combinations of
-parts (combinations.py, schedules.py, asynchrony.py), what parts assume of one another (assumptions.py), their maths on fake data
-(trial.py) and the rows of the data (rows.py). doubts.py has what is legal but probably not meant.
+Keys and types are checked against the signatures of functions (rlkit.config.schema); here numbers
+(numbers.py), combinations of parts (combinations.py, schedules.py, asynchrony.py), what parts
+assume of one another (assumptions.py), their maths on fake data (trial.py) and the rows of the data
+(rows.py). doubts.py has what is legal but probably not meant.
 """
 
 from __future__ import annotations
@@ -49,5 +51,6 @@ def run_problems(x: Experiment) -> list[str]:
 
 
 def problems_of(x: Experiment) -> list[str]:
-    """What of an experiment without open schedules cannot run, or would silently do nothing, as sentences."""
+    """What of an experiment without open schedules cannot run, or would silently do nothing, as
+    sentences."""
     return number_problems(x) + combination_problems(x) + assumption_problems(x)

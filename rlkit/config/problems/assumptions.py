@@ -1,7 +1,9 @@
-"""What the parts of an experiment assume of one another, held against what the others declare (`rlkit.types`: assumes, gives, keeps).
+"""What the parts of an experiment assume of one another, held against what the others declare
+(`rlkit.types`: assumes, gives, keeps).
 
-There is no table of forbidden pairs: the words of a reward are followed from its terms through weights, aggregator, normalisation,
-overlong rule and a KL in the baseline to the advantage, and each part's assumptions are compared with what is left of them there.
+There is no table of forbidden pairs: the words of a reward are followed from its terms through
+weights, aggregator, normalisation, overlong rule and a KL in the baseline to the advantage, and
+each part's assumptions are compared with what is left of them there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ NEEDED = {
 
 
 class Words(NamedTuple):
-    """What is known of rewards at one place: word → why it does not hold there, and word → the part that does not say."""
+    """What is known of rewards at one place: word → why it does not hold there, and word → the part
+    that does not say."""
 
     lost: Mapping[str, str] = {}
     unsaid: Mapping[str, str] = {}
@@ -47,7 +50,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
     """Assumptions that the experiment breaks, as sentences that say what to choose.
 
     Args:
-      tasks: rows of the run, where they are loaded: they name rewards and environments that the config leaves open.
+      tasks: rows of the run, where they are loaded: they name rewards and environments that the
+        config leaves open.
     """
     problems = []
     for path, part, words in _assuming(x, tasks):
@@ -61,7 +65,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
 
 
 def assumption_warnings(x: Experiment) -> list[str]:
-    """Assumptions that nothing breaks and nothing guarantees, and limits of an episode that a single reply may exceed."""
+    """Assumptions that nothing breaks and nothing guarantees, and limits of an episode that a
+    single reply may exceed."""
     out = []
     for path, part, words in _assuming(x, ()):
         for assumed in sorted(declarations(part, "assumes") or ()):
@@ -76,7 +81,8 @@ def assumption_warnings(x: Experiment) -> list[str]:
 
 
 def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
-    """(path, part, what is known of the rewards that it sees) of the parts of an algorithm that look at rewards, in order."""
+    """(path, part, what is known of the rewards that it sees) of the parts of an algorithm that
+    look at rewards, in order."""
     a, kl = x.algorithm, x.kl
     given = _of_reward(x, tasks)
     why = f"algorithm.overlong ({written(a.overlong)}) changes them by length; choose algorithm/overlong=none"
@@ -129,7 +135,8 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
 
 
 def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
-    """The functions that score rollouts: the function itself, or where every row names its own those that the rows name."""
+    """The functions that score rollouts: the function itself, or where every row names its own
+    those that the rows name."""
     from rlkit.rewards import by_task
 
     if getattr(fn, "func", fn) is not by_task:

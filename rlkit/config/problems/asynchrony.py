@@ -26,7 +26,8 @@ DISPATCH = (
 
 
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
-    """Whatever decides groups must be known when they are dispatched. `firsts`: phase → its experiment at its first step."""
+    """Whatever decides groups must be known when they are dispatched. `firsts`: phase → its
+    experiment at its first step."""
     mode, staleness = x.asynchrony.mode, x.asynchrony.staleness
     said = f"asynchrony.staleness={staleness}"
     if mode == "none" and staleness:
@@ -77,7 +78,8 @@ def _second_process(x: Experiment) -> list[str]:
 
 
 def _stateful(x: Experiment) -> list[str]:
-    """Functions that remember earlier calls, and that the second process would call with a memory of its own."""
+    """Functions that remember earlier calls, and that the second process would call with a memory
+    of its own."""
     found: dict[str, str] = {}
     for phase in phases(x).values():
         terms = {f"reward.terms.{name}": term.fn for name, term in phase.reward.terms.items()}

@@ -119,7 +119,8 @@ def _check_groups(x: Experiment) -> list[str]:
 
 
 def _check_choice(x: Experiment) -> list[str]:
-    """What an algorithm cannot do with chosen problems (task.sampler), or with groups that are learned from again (task.reuse)."""
+    """What an algorithm cannot do with chosen problems (task.sampler), or with groups that are
+    learned from again (task.reuse)."""
     a, problems = x.algorithm, []
     if x.sampler.weigh is not None and a.episodes is not None:
         problems.append(
@@ -199,7 +200,8 @@ def _check_corrections(x: Experiment) -> list[str]:
 
 
 def _check_old(x: Experiment) -> list[str]:
-    """What has no meaning, or two, where the ratio's old policy is not the one before the update (`algorithm.old`)."""
+    """What has no meaning, or two, where the ratio's old policy is not the one before the update
+    (`algorithm.old`)."""
     from rlkit.algorithm import asks
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
 

@@ -31,7 +31,8 @@ def warnings(x: Experiment) -> list[str]:
     out += embedded_numbers(
         x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
     ) + _adapter_rate(x)
-    # The algorithm suggests no KL, and the reference is the default: nobody chose what is not built.
+    # The algorithm suggests no KL, and the reference is the default: nobody chose what is not
+    # built.
     by_default = x.kl.name != "none" and x.reference.name == "frozen"
     if not x.needs_reference and x.reference.name != "none" and not by_default:
         out.append(
@@ -127,7 +128,8 @@ def _correction_doubts(x: Experiment) -> list[str]:
 def embedded_numbers(
     x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
 ) -> list[str]:
-    """Numbers for the model that ships with rlkit, among these keys, where another model runs with them."""
+    """Numbers for the model that ships with rlkit, among these keys, where another model runs with
+    them."""
     own = getattr(x.model, "suggests", {})
     path = getattr(x.model, "keywords", getattr(x.model, "__dict__", {})).get("path")
     if own.get("max_new_tokens") is None or _is_embedded(path):
@@ -151,7 +153,8 @@ def embedded_numbers(
 
 
 def _is_embedded(path: str | None) -> bool:
-    """Whether a path names the model that ships with rlkit, or a folder with a model of the same shape, such as an export of it."""
+    """Whether a path names the model that ships with rlkit, or a folder with a model of the same
+    shape, such as an export of it."""
     from rlkit.models.load import EMBEDDED, TINY
 
     shapes = [
@@ -184,7 +187,8 @@ def _adapter_rate(x: Experiment) -> list[str]:
 
 
 def _too_late(x: Experiment) -> list[tuple[str, int, str]]:
-    """(path, RL steps, what does not happen in a run that is no longer): numbers of steps that a short run never reaches."""
+    """(path, RL steps, what does not happen in a run that is no longer): numbers of steps that a
+    short run never reaches."""
     out = []
     every = getattr(x.reference.update, "keywords", {}).get("every")
     if x.needs_reference and isinstance(every, int):

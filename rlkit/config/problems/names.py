@@ -1,4 +1,5 @@
-"""Names that become folders: each part of one is a plain name, so that it stays inside the folder that it is made in."""
+"""Names that become folders: each part of one is a plain name, so that it stays inside the folder
+that it is made in."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ SOURCES = (
 
 
 def name_problems(config: Mapping[str, Any]) -> list[str]:
-    """Why the name of a run is no folder inside outputs/, as a sentence with its key. `a/b` is a folder within a folder."""
+    """Why the name of a run is no folder inside outputs/, as a sentence with its key. `a/b` is a
+    folder within a folder."""
     name = config.get("name")
     if not isinstance(name, str):  # the schema says what it has to be
         return []

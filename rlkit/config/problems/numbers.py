@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
 
 def range_problems(node: Any, path: str = "") -> list[str]:
-    """Numbers out of the range that their part declares (`rlkit.types.ranges`), in a config or in what was built from it."""
+    """Numbers out of the range that their part declares (`rlkit.types.ranges`), in a config or in
+    what was built from it."""
     named = isinstance(node, Mapping) and "_target_" in node
     part = resolve(node["_target_"]) if named else getattr(node, "func", type(node))
     limits, problems = getattr(part, "__ranges__", {}), []

@@ -1,4 +1,5 @@
-"""Programs that write their own reward, which a config alone cannot decide: the command line has to say trust=true."""
+"""Programs that write their own reward, which a config alone cannot decide: the command line has to
+say trust=true."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ PROGRAMS = ("rlkit.gateway.program", "rlkit.gateway._program.program")
 
 
 def own_score_problems(config: Any, *, trusted: bool) -> list[str]:
-    """A sentence for each program whose reward is a file of its own, unless the command line trusts it."""
+    """A sentence for each program whose reward is a file of its own, unless the command line trusts
+    it."""
     if trusted:
         return []
     return [

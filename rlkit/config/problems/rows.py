@@ -35,9 +35,11 @@ JUDGED = (
 
 
 def load_tasks(x: Experiment) -> Splits:
-    """The problems that a run plays, truths read, verifier and every phase's reward tried on gold answers.
+    """The problems that a run plays, truths read, verifier and every phase's reward tried on gold
+    answers.
 
-    Test problems are loaded where `evaluation.n` is above 0, validation problems where `evaluation.every` is too.
+    Test problems are loaded where `evaluation.n` is above 0, validation problems where
+    `evaluation.every` is too.
     Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
     """
     # Rewards and environments are called.
@@ -69,7 +71,8 @@ def _checked_tasks(x: Experiment) -> Splits:
 
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
-    """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises DataError, ConfigError."""
+    """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises
+    DataError, ConfigError."""
     with guard_state(x.task, kinds=[FOLDER]):
         tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
@@ -84,7 +87,8 @@ def load_split(x: Experiment, split: Split) -> Sequence[Task]:
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
-    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows that bring their own judge have no gold answer.
+    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows that bring
+    their own judge have no gold answer.
 
     The tests of programs are read in every row.
     Raises: DataError naming the row, and the test that cannot be judged outside the program.
@@ -107,8 +111,9 @@ def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
 
 
 def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
-    """Every row's truth can be read by the terms of the reward that compare with it, on all rows: a row that cannot would be left out of
-    every step without a word. A term of weight 0 is only logged, and not asked.
+    """Every row's truth can be read by the terms of the reward that compare with it, on all rows: a
+    row that cannot would be left out of every step without a word. A term of weight 0 is only
+    logged, and not asked.
 
     Raises: DataError naming the row, and how many there are.
     """
@@ -124,7 +129,8 @@ def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
 
 
 def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
-    """The rows hold what the streams learn from: conversations, answers, and a teacher for every part. Raises: DataError naming the row."""
+    """The rows hold what the streams learn from: conversations, answers, and a teacher for every
+    part. Raises: DataError naming the row."""
     streams, teacher = x.algorithm.streams, x.teacher
     for name, stream in streams.items():
         known = {task.part for task in tasks}
@@ -174,7 +180,8 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
 
 
 def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
-    """What the parts assume holds with the rewards that the rows name. Raises: ConfigError with all problems."""
+    """What the parts assume holds with the rewards that the rows name. Raises: ConfigError with all
+    problems."""
     if problems := assumption_problems(x, tasks):
         raise ConfigError("\n".join(problems))
 
@@ -184,10 +191,12 @@ def check_reward(
     reward: Reward,
     environment: Environment | Callable[[Task], Environment] | None = None,
 ) -> None:
-    """The training reward runs, and can score at least one of the first rows, of every part of a mixture, with their gold answers.
+    """The training reward runs, and can score at least one of the first rows, of every part of a
+    mixture, with their gold answers.
 
     A reward of a session's end state sees the state that the environment's session begins with.
-    Raises: ConfigError where a term raises or none can be scored; so a broken reward is found before a model is loaded.
+    Raises: ConfigError where a term raises or none can be scored; so a broken reward is found
+    before a model is loaded.
     """
     gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
     if environment is not None:
@@ -212,7 +221,8 @@ def check_reward(
 def check_tools(
     tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
 ) -> None:
-    """Tools that run model-written code get the isolation that they ask for, wherever the data's environments have any.
+    """Tools that run model-written code get the isolation that they ask for, wherever the data's
+    environments have any.
 
     Raises: ConfigError, before a model is loaded.
     """

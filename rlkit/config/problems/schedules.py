@@ -137,7 +137,8 @@ def schedule_warnings(experiment: Any) -> list[str]:
 
 
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Overrides of a group of the whole run that every phase replaces: they would change nothing, silently."""
+    """Overrides of a group of the whole run that every phase replaces: they would change nothing,
+    silently."""
     phases = (config.get("schedule") or {}).get("phases") or {}
     out = []
     for text in overrides:
@@ -164,7 +165,8 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
 
 
 def first_steps(x: Experiment) -> dict[str, Experiment]:
-    """Phase → its experiment at its first step, every number a plain number; each finds its place at the first and the last step.
+    """Phase → its experiment at its first step, every number a plain number; each finds its place
+    at the first and the last step.
 
     Raises: ConfigError naming the path that does not.
     """

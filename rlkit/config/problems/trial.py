@@ -14,12 +14,14 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
 
 def dry_run(x: Experiment) -> None:
-    """One update on fake data through advantage, weights, loss and backward, in milliseconds and without a model.
+    """One update on fake data through advantage, weights, loss and backward, in milliseconds and
+    without a model.
 
-    Not where a part asks for `metadata`: what stands in the user's rows cannot be made up. And not where the reward is no part of the loss.
+    Not where a part asks for `metadata`: what stands in the user's rows cannot be made up. And not
+    where the reward is no part of the loss.
 
-    Raises: ConfigError where a part fails, where the gradient is not finite or zero, or where a part
-      declares falsely that it has none.
+    Raises: ConfigError where a part fails, where the gradient is not finite or zero, or where a
+      part declares falsely that it has none.
     """
     import torch
 
@@ -155,7 +157,8 @@ def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None
 
 
 def optimizer_problems(x: Experiment) -> list[str]:
-    """What an optimizer says to its numbers, tried on one parameter: with the model it would be too late."""
+    """What an optimizer says to its numbers, tried on one parameter: with the model it would be too
+    late."""
     import torch
 
     critics = {

@@ -1,4 +1,5 @@
-"""The fast engine in this process: continuous batching over a key-value cache that lasts as long as an episode.
+"""The fast engine in this process: continuous batching over a key-value cache that lasts as long as
+an episode.
 
 engine.py      the service and its options
 scheduler.py   which episode has which slot, which slots read, which draw

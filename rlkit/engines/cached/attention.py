@@ -1,4 +1,5 @@
-"""Attention of the cached engine: it reads keys and values where they are, and only as many positions as a slot has."""
+"""Attention of the cached engine: it reads keys and values where they are, and only as many
+positions as a slot has."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ CALL = 8192  # positions that are read in the time of one more call of attention
 
 
 def full_attention(config: Any, length: int) -> bool:
-    """Whether every layer sees the whole context, of at most `length` tokens: then keys and values of a position are all that is kept."""
+    """Whether every layer sees the whole context, of at most `length` tokens: then keys and values
+    of a position are all that is kept."""
     if getattr(config, "is_encoder_decoder", False):
         return False
     if kinds := getattr(config, "layer_types", None):
@@ -60,11 +62,13 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in which the heads of a group stand side by side as queries of their one key head, so that no key is copied.
+    """Attention in which the heads of a group stand side by side as queries of their one key head,
+    so that no key is copied.
 
     Args:
-      query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L], True is seen; of any other shape, it
-        is causal, and m = L. Where n rows share a room of keys, m = 1, keys are [R / n, Hk, L, D] and the mask [R / n, 1, n, L].
+      query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L],
+        True is seen; of any other shape, it is causal, and m = L. Where n rows share a room of
+        keys, m = 1, keys are [R / n, Hk, L, D] and the mask [R / n, 1, n, L].
     Of each part of the rows (`PARTS`) only the keys are read that one of them sees.
     """
     rows, heads, width, size = query.shape
@@ -106,7 +110,8 @@ PARTS: ContextVar[list[Part] | None] = ContextVar("parts", default=None)
 
 
 def parts_of(reach: Tensor) -> list[Part]:
-    """Cuts slots [n] that see so many positions each into parts of nearly one length, where that saves more than further calls cost."""
+    """Cuts slots [n] that see so many positions each into parts of nearly one length, where that
+    saves more than further calls cost."""
     parts: list[Part] = []
     blocks = (
         nn_functional.pad(reach, (0, -len(reach) % SIDE_BY_SIDE))

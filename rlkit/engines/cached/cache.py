@@ -1,4 +1,5 @@
-"""Keys and values of all slots of the cached engine. They stay where they are from the first token of an episode to its last."""
+"""Keys and values of all slots of the cached engine. They stay where they are from the first token
+of an episode to its last."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ LONGEST = (
 
 
 class Slots:
-    """Keys and values of all slots, a room [C, D] of each slot and head; a model takes it for its cache.
+    """Keys and values of all slots, a room [C, D] of each slot and head; a model takes it for its
+    cache.
 
-    `point` says, before each pass, where the new ones go. Memory is kept between calls and never zeroed again: what a slot does not see
-    is masked, and what was written there is finite.
+    `point` says, before each pass, where the new ones go. Memory is kept between calls and never
+    zeroed again: what a slot does not see is masked, and what was written there is finite.
     """
 
     share = 1  # slots in a room
@@ -40,7 +42,8 @@ class Slots:
         return self.slots, self.capacity
 
     def point(self, rows: Tensor | None, positions: Tensor, length: int) -> None:
-        """The next pass is for these rows, at these positions [R, m], and sees the first `length` of them; 0: the new ones alone."""
+        """The next pass is for these rows, at these positions [R, m], and sees the first `length`
+        of them; 0: the new ones alone."""
         self.rows, self.positions, self.length = rows, positions, length
         self.places = self.place(
             self.indices[: len(positions)] if rows is None else rows, positions
@@ -53,7 +56,8 @@ class Slots:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Puts new keys and values [R, H, m, D] in their place and gives all that these rows may see."""
+        """Puts new keys and values [R, H, m, D] in their place and gives all that these rows may
+        see."""
         key = key.to(
             value.dtype
         )  # under mixed precision the norm of the keys, whose weight is float32, makes them float32
@@ -93,7 +97,8 @@ class Slots:
             store[targets, :, :length] = store[sources, :, :length]
 
     def resize(self, slots: int, capacity: int) -> None:
-        """Change the numbers of slots and of positions, of these to at least as many; the first slots keep what they hold."""
+        """Change the numbers of slots and of positions, of these to at least as many; the first
+        slots keep what they hold."""
         for stores in (self.keys, self.values):
             for layer in range(len(stores)):  # one at a time: no more than one is there twice
                 old = stores[layer][:slots]
@@ -103,14 +108,15 @@ class Slots:
         self.indices = torch.arange(slots, device=self.indices.device)
         self.slots, self.capacity = slots, capacity
 
-    # ------------------------------------------------------------------- what the host hands out; here each slot has a room of its own
+    # -------------------------------- what the host hands out; here each slot has a room of its own
 
     def admits(self, slot: int, length: int) -> bool:
         """Whether an episode that will probably get so long may take this free slot."""
         return True
 
     def grant(self, slot: int, length: int, promised: int = 0) -> bool:
-        """Positions for a slot to get so long; False where its room has none left. It was promised so many when it was admitted."""
+        """Positions for a slot to get so long; False where its room has none left. It was promised
+        so many when it was admitted."""
         return length <= self.capacity
 
     def takes(self, source: int, target: int) -> bool:
@@ -125,12 +131,15 @@ class Slots:
 
 
 class Rooms(Slots):
-    """Keys and values where `SHARE` slots share a room, [S / SHARE, H, C + BLOCK, D], and take blocks of it as they need them.
+    """Keys and values where `SHARE` slots share a room, [S / SHARE, H, C + BLOCK, D], and take
+    blocks of it as they need them.
 
-    A room holds two completions of the longest kind, or several of the usual kind. So most of the memory is in use, where a room for
-    each slot would be a third full. Keys carry their positions, so their order in a room means nothing: all slots of a room attend
-    to the whole of it, and a mask says what belongs to whom. The shapes of a step follow from the number of rooms alone, whatever
-    the lengths are, and each position is read once. The last block of a room is nobody's: slots that draw nothing write there.
+    A room holds two completions of the longest kind, or several of the usual kind. So most of the
+    memory is in use, where a room for each slot would be a third full. Keys carry their positions,
+    so their order in a room means nothing: all slots of a room attend to the whole of it, and a
+    mask says what belongs to whom. The shapes of a step follow from the number of rooms alone,
+    whatever the lengths are, and each position is read once. The last block of a room is nobody's:
+    slots that draw nothing write there.
     """
 
     share = SHARE
@@ -177,7 +186,8 @@ class Rooms(Slots):
         reach = self.positions.view(rooms, SHARE, 1, 1)
         own = self.owner[:rooms, None, :, None] == self.ranks[:, None, None]
         seen = (own & (self.base[:rooms, None, :, None] * BLOCK + self.offsets <= reach)).flatten(2)
-        # A slot that holds nothing sees the token that it writes into nobody's block: a row without any key would be nan.
+        # A slot that holds nothing sees the token that it writes into nobody's block: a row without
+        # any key would be nan.
         seen |= torch.arange(seen.shape[2], device=seen.device) == self.places.view(rooms, SHARE, 1)
         return seen[:, None]
 
@@ -243,7 +253,8 @@ class Rooms(Slots):
 
 
 def fitting(causal: Any, device: torch.device) -> int:
-    """Tokens whose keys and values a CUDA device holds, for good: half of its free memory, and no more than training has left so far."""
+    """Tokens whose keys and values a CUDA device holds, for good: half of its free memory, and no
+    more than training has left so far."""
     config = causal.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

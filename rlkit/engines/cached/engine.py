@@ -20,25 +20,31 @@ from rlkit.types import Policy
 
 
 class Cached(Service):
-    """Continuous batching over a key-value cache that stays where it is, between the turns of an episode too.
+    """Continuous batching over a key-value cache that stays where it is, between the turns of an
+    episode too.
 
-    A draw is that of the reference engine (rlkit.engines.transformers.draw), from the completion's own seed and position: which slot it
-    had, and what stood beside it, changes nothing but the last bits of the arithmetic. Models with layers that are no full attention are
-    decoded by the reference engine.
+    A draw is that of the reference engine (rlkit.engines.transformers.draw), from the completion's
+    own seed and position: which slot it had, and what stood beside it, changes nothing but the last
+    bits of the arithmetic. Models with layers that are no full attention are decoded by the
+    reference engine.
 
     Args:
       max_rows: completions sampled at once, > 0.
-      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may hold. On CUDA rooms × it, eight slots
-        a room (cache.py), half of the free memory at most. Further prompts wait, and where an episode outgrows its capacity the
-        youngest wait again; one that is longer than all of it has the cache to itself.
-      check_every: tokens that every slot draws before the host looks which completions have ended, > 0. None: 1 on a CPU, 8 elsewhere.
-        Changes no completion: nothing is drawn behind an end.
-      keep_cache: the cache keeps its memory, and the graphs that read it, between calls. False frees it for others, and each call pays for
-        making both.
-      cuda_graphs: the step as CUDA graphs. Without, and where a model cannot be captured, its kernels are started one by one.
-      kernel: what computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager": calls of torch. "auto": fused where
-        that is possible, eager elsewhere. Changes the last bits of log-probs.
-    Raises: ValueError for arguments out of range, EngineError where `kernel` is "fused" and the model or the machine does not allow it.
+      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may
+        hold. On CUDA rooms × it, eight slots a room (cache.py), half of the free memory at most.
+        Further prompts wait, and where an episode outgrows its capacity the youngest wait again;
+        one that is longer than all of it has the cache to itself.
+      check_every: tokens that every slot draws before the host looks which completions have ended,
+        > 0. None: 1 on a CPU, 8 elsewhere. Changes no completion: nothing is drawn behind an end.
+      keep_cache: the cache keeps its memory, and the graphs that read it, between calls. False
+        frees it for others, and each call pays for making both.
+      cuda_graphs: the step as CUDA graphs. Without, and where a model cannot be captured, its
+        kernels are started one by one.
+      kernel: what computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager":
+        calls of torch. "auto": fused where that is possible, eager elsewhere. Changes the last bits
+        of log-probs.
+    Raises: ValueError for arguments out of range, EngineError where `kernel` is "fused" and the
+      model or the machine does not allow it.
     """
 
     def __init__(
@@ -115,13 +121,15 @@ class Cached(Service):
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """The kernel in use, or that of another process that samples for this one; None before the first weights."""
+        """The kernel in use, or that of another process that samples for this one; None before the
+        first weights."""
         if self.decoder is None:
             return self.elsewhere
         return "fused" if getattr(self.decoder, "kernel", None) else "eager"
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
-        """`auto` is this kernel from now on, and decides nothing again: neither later nor in another process."""
+        """`auto` is this kernel from now on, and decides nothing again: neither later nor in
+        another process."""
         if not self.automatic:
             return
         self.kernel, self.why_eager = kernel, why_eager
@@ -129,7 +137,8 @@ class Cached(Service):
             self.decoder.asked = kernel  # it need not be built again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """A run continues that used this kernel so far: "auto" becomes it. What differs nevertheless, as a sentence."""
+        """A run continues that used this kernel so far: "auto" becomes it. What differs
+        nevertheless, as a sentence."""
         if self.automatic and kernel == "eager":
             self.settle(kernel, "as the run did so far")
         try:
@@ -161,7 +170,8 @@ class Cached(Service):
             raise
         decoder.rest()
         if torch.is_autocast_enabled(causal.device.type):
-            # Graphs read the casts of weights that autocast keeps, which end with it and would be those of old weights.
+            # Graphs read the casts of weights that autocast keeps, which end with it and would be
+            # those of old weights.
             decoder.graphs.captured -= len(decoder.graphs.replays)
             decoder.graphs.forget()
         if not self.keep_cache:

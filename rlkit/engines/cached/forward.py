@@ -1,7 +1,9 @@
-"""The forward of a Llama-like trunk in as few calls as it takes: what a decoding step of a small model costs is calls, not arithmetic.
+"""The forward of a Llama-like trunk in as few calls as it takes: what a decoding step of a small
+model costs is calls, not arithmetic.
 
-Hugging Face's own starts about a hundred operations a layer, most of them to rotate and to normalise. Here it is about thirty: queries and
-keys are rotated and normalised together, and what all layers share is made once. The numbers are the same up to the last bits of sums.
+Hugging Face's own starts about a hundred operations a layer, most of them to rotate and to
+normalise. Here it is about thirty: queries and keys are rotated and normalised together, and what
+all layers share is made once. The numbers are the same up to the last bits of sums.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Layer(NamedTuple):
 
 
 class Trunk:
-    """The forward of a trunk, without gradient, its weights as they are when this is made or refreshed."""
+    """The forward of a trunk, without gradient, its weights as they are when this is made or
+    refreshed."""
 
     def __init__(self, trunk: Any):
         self.trunk = trunk
@@ -113,9 +116,11 @@ def _layer(module: Any, derive: Derive) -> Layer:
 
 
 def projection(derive: Derive, norm: Any, *modules: Any) -> Projection:
-    """The modules' outputs side by side, for tokens that have still to be multiplied by the weight of their norm.
+    """The modules' outputs side by side, for tokens that have still to be multiplied by the weight
+    of their norm.
 
-    One matrix where a call costs more than the copy, on a CPU; elsewhere the modules themselves, as where they hold adapters.
+    One matrix where a call costs more than the copy, on a CPU; elsewhere the modules themselves, as
+    where they hold adapters.
     """
     if any(type(m) is not nn.Linear or m.weight.device.type != "cpu" for m in modules):
         return lambda x: torch.cat([module(x * norm.weight) for module in modules], -1)
@@ -135,7 +140,8 @@ def normalised(x: Tensor, eps: float) -> Tensor:
     return x * norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
-# config.model_type → the forward of its trunk. Layers: norm, rotated and grouped attention, norm, gated MLP.
+# config.model_type → the forward of its trunk. Layers: norm, rotated and grouped attention, norm,
+# gated MLP.
 FORWARDS: dict[str, type[Trunk]] = {
     "llama": Trunk,
     "mistral": Trunk,
@@ -147,6 +153,7 @@ FORWARDS: dict[str, type[Trunk]] = {
 def forward_of(trunk: Any) -> Trunk | None:
     """The forward for this trunk; None where the model's own has to be used.
 
-    A known family counts where its layers are as Hugging Face wrote them, adapters in their projections or not.
+    A known family counts where its layers are as Hugging Face wrote them, adapters in their
+    projections or not.
     """
     return FORWARDS[trunk.config.model_type](trunk) if standard(trunk) else None

@@ -17,13 +17,15 @@ MOST_SHAPES = 24  # shapes that an engine captures in its life; what is left run
 
 
 class Graphs:
-    """Steps over buffers that stay where they are: started kernel by kernel the first time in a shape, captured the second, replayed then.
+    """Steps over buffers that stay where they are: started kernel by kernel the first time in a
+    shape, captured the second, replayed then.
 
-    They last as long as the engine: its cache and its weights stay where they are. At most `MOST_SHAPES` are captured; of others,
-    the next larger one that was captured is replayed, whose further slots draw nothing.
+    They last as long as the engine: its cache and its weights stay where they are. At most
+    `MOST_SHAPES` are captured; of others, the next larger one that was captured is replayed, whose
+    further slots draw nothing.
 
-    A model that cannot be captured, one that asks the host for instance, is found by its first step or by the capture. It decodes
-    without from then on, with one warning.
+    A model that cannot be captured, one that asks the host for instance, is found by its first step
+    or by the capture. It decodes without from then on, with one warning.
     """
 
     refused: ClassVar[WeakSet[Any]] = WeakSet()  # models that cannot be captured
@@ -75,7 +77,8 @@ def can_capture(device: torch.device) -> bool:
 
 @contextmanager
 def host_looks_refused(device: torch.device) -> Iterator[None]:
-    """What makes the host wait for the device, and would break a capture, raises RuntimeError before anything is captured."""
+    """What makes the host wait for the device, and would break a capture, raises RuntimeError
+    before anything is captured."""
     if device.type != "cuda":
         yield
         return
@@ -97,15 +100,17 @@ def memory_pool(device: torch.device) -> Any:
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """One for all captures: each stream that multiplies matrices keeps memory of its own for good."""
+    """One for all captures: each stream that multiplies matrices keeps memory of its own for
+    good."""
     return torch.cuda.Stream(device)
 
 
 def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
     """The kernels of a step, which is not carried out, as a function that starts them all at once.
 
-    torch.cuda.graph does the same, empties the memory cache before, and leaves the side stream in force where the capture fails.
-    Under autocast the weights have been cast, and the casts kept, by the passes before.
+    torch.cuda.graph does the same, empties the memory cache before, and leaves the side stream in
+    force where the capture fails. Under autocast the weights have been cast, and the casts kept, by
+    the passes before.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
@@ -123,8 +128,9 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
 
 
 def abandon(graph: Any, device: torch.device, pool: Any) -> None:
-    """End a capture that broke off. `capture_end` raises before it tells the allocator, whose filter would go on sending to the pool what
-    this thread allocates on the side stream, and would keep its memory for good."""
+    """End a capture that broke off. `capture_end` raises before it tells the allocator, whose
+    filter would go on sending to the pool what this thread allocates on the side stream, and would
+    keep its memory for good."""
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
         return

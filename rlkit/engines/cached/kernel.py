@@ -1,7 +1,8 @@
-"""The decoding step of a small model on a CPU as one call of compiled C (_step.c), where there is a compiler.
+"""The decoding step of a small model on a CPU as one call of compiled C (_step.c), where there is a
+compiler.
 
-What such a step costs is hardly its arithmetic: it is 300 calls of torch. The C file is compiled once, by the machine's own compiler in
-about a second (rlkit.models.compiled).
+What such a step costs is hardly its arithmetic: it is 300 calls of torch. The C file is compiled
+once, by the machine's own compiler in about a second (rlkit.models.compiled).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from rlkit.models.head import Head
 
 SOURCE = Path(__file__).with_name("_step.c")
 TILE = 32  # columns of a packed matrix that lie together, as in the C file
-MOST_WEIGHTS = (
-    1 << 26
-)  # of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to have twice
+# of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to
+# have twice
+MOST_WEIGHTS = 1 << 26
 LAYERS = ("project", "bias", "scale", "out", "gates", "down")
 STATE = ("last", "position", "count", "limit", "seed", "tokens", "logprobs", "draws", "ended")
 
@@ -69,7 +70,8 @@ class StepArguments(ctypes.Structure):
 
 
 class Kernel:
-    """Decoding steps of a trunk and its head over the state of a cache and a sampler, float32 on a CPU.
+    """Decoding steps of a trunk and its head over the state of a cache and a sampler, float32 on a
+    CPU.
 
     Args:
       trunk, head: those of the engine, of which `unfit` says nothing.
@@ -106,7 +108,8 @@ class Kernel:
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
     def serves(self, sampler: Sampler) -> bool:
-        """Whether the kernel draws as this sampler does: not from a cut distribution, nor under a thinking budget or autocast."""
+        """Whether the kernel draws as this sampler does: not from a cut distribution, nor under a
+        thinking budget or autocast."""
         return (
             sampler.budget is None
             and sampler.cut == {"top_p": 1.0, "top_k": 0}
@@ -114,7 +117,8 @@ class Kernel:
         )
 
     def __call__(self, cache: Slots, sampler: Sampler, slots: int) -> None:
-        """Draw one more token in those of the first slots that draw, as `Scheduler.decode`. Raises: MemoryError."""
+        """Draw one more token in those of the first slots that draw, as `Scheduler.decode`. Raises:
+        MemoryError."""
         step = self.step
         if self.angles.shape[1] < cache.capacity:
             self.angles = _angles(self.trunk.trunk, cache.capacity)
@@ -138,9 +142,11 @@ class Kernel:
 
 
 def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
-    """The kernel that `generation.kernel` asks for; or None, which decodes by calls of torch, and why "auto" is that.
+    """The kernel that `generation.kernel` asks for; or None, which decodes by calls of torch, and
+    why "auto" is that.
 
-    Raises: EngineError where "fused" is impossible, and where the load of the moment would decide what "auto" is.
+    Raises: EngineError where "fused" is impossible, and where the load of the moment would decide
+    what "auto" is.
     """
     if kind == "eager":
         return None, ""
@@ -207,7 +213,8 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
 
 
 def tiled(norm: Any | None, *modules: Any) -> Tensor:
-    """The weights of modules side by side, times that of the norm before them: [columns / TILE, rows, TILE], filled up with zeros."""
+    """The weights of modules side by side, times that of the norm before them: [columns / TILE,
+    rows, TILE], filled up with zeros."""
     weight = torch.cat([m.weight for m in modules])
     weight = weight if norm is None else weight * norm.weight
     return (
@@ -238,7 +245,8 @@ def _layer(trunk: Trunk, layer: Any, scale: Tensor | None) -> dict[str, Tensor |
 
 
 def _angles(trunk: Any, positions: int) -> Tensor:
-    """Cosines and sines of the first positions, [2, positions, D / 2]: the second half of D repeats the first."""
+    """Cosines and sines of the first positions, [2, positions, D / 2]: the second half of D repeats
+    the first."""
     both = torch.stack(trunk.rotary_emb(torch.zeros(1), torch.arange(positions)[None]))[:, 0]
     return both[..., : both.shape[-1] // 2].contiguous()
 

@@ -1,4 +1,5 @@
-"""What every slot of the cached engine is in the middle of, as tensors [S], and the draw of its next token."""
+"""What every slot of the cached engine is in the middle of, as tensors [S], and the draw of its
+next token."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ STATE = (
 
 
 class Sampler:
-    """The state of all slots beside their keys and values. Only `taken` and a spelled thinking budget ask the host.
+    """The state of all slots beside their keys and values. Only `taken` and a spelled thinking
+    budget ask the host.
 
     last, position      the last token, and where it goes
     count, limit, seed  tokens drawn, the most, and the seed of the completion
     draws, ended        whether a slot draws; whether its completion has ended since the host looked
-    tokens, logprobs, forced   the completion, and behind it one column for what slots draw that do not draw
+    tokens, logprobs, forced   the completion, and behind it one column for what slots draw that do
+                               not draw
     """
 
     def __init__(
@@ -69,11 +72,13 @@ class Sampler:
 
     @property
     def asks_the_host(self) -> bool:
-        """Whether a draw looks at each token on the host, and so cannot be captured: thinking tags that are spelled."""
+        """Whether a draw looks at each token on the host, and so cannot be captured: thinking tags
+        that are spelled."""
         return self.budget is not None and self.policy.renderer.thinking.ids is None
 
     def begin_call(self, params: SamplingParams) -> None:
-        """Completions with these numbers follow, which differ from those before at most in the temperature."""
+        """Completions with these numbers follow, which differ from those before at most in the
+        temperature."""
         self.params = params
         if isinstance(self.temperature, Tensor):
             self.temperature.fill_(params.temperature)
@@ -98,7 +103,8 @@ class Sampler:
     def draw(self, at: Tensor, logits: Tensor, begun: bool = False) -> None:
         """The next token of the slots `at` that draw, from the logits [n, V] of their last tokens.
 
-        It has not been read yet. Begun: the token before it belongs to the completion, and has been read.
+        It has not been read yet. Begun: the token before it belongs to the completion, and has been
+        read.
         """
         draws, count = self.draws[at], self.count[at]
         token, probabilities = draw(logits, self.seed[at], count, self.temperature, **self.cut)
@@ -120,7 +126,8 @@ class Sampler:
         self.draws[at], self.ended[at] = draws & ~ended, self.ended[at] | ended
 
     def taken(self, slots: int) -> list[tuple[int, Generation]]:
-        """The completions of the first slots that have ended since the last look, each with its slot."""
+        """The completions of the first slots that have ended since the last look, each with its
+        slot."""
         ended = self.ended[:slots]
         if not ended.any():
             return []
@@ -163,7 +170,8 @@ class Sampler:
             self.budget.tails += [""] * more
 
     def stop(self, left: int) -> None:
-        """Only the first slots go on. A step whose number of slots is rounded up goes through the others too."""
+        """Only the first slots go on. A step whose number of slots is rounded up goes through the
+        others too."""
         self.draws[left:] = False
         self.ended[left:] = False
         self.position[left:] = 0

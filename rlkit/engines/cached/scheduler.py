@@ -1,13 +1,16 @@
 """The decoder of the cached engine: which episode has which slot, which slots read, and which draw.
 
-    queue ──▶ slot ──▶ its new tokens in one pass ──▶ one token a step, all slots together ──▶ completion
+    queue ──▶ slot ──▶ its new tokens in one pass ──▶ one token a step, all slots together ──▶
+    completion
                ▲                                                                               │
                └────── the next prompt of the same episode, the beginning that it shares kept ◀┘
 
-A slot keeps the keys and values of its episode until the episode is released, so a turn costs its new tokens only. Equal prompts, such
-as the samples of a task, are read once. A step asks the host nothing: every slot in use goes through the model, and those that draw
-nothing are masked. So on CUDA it is captured as a graph, one for each of a few numbers of rooms (cache.py), and the host looks which
-completions have ended every few steps. Cache and graphs stay where they are from call to call, as long as the weights do.
+A slot keeps the keys and values of its episode until the episode is released, so a turn costs its
+new tokens only. Equal prompts, such as the samples of a task, are read once. A step asks the host
+nothing: every slot in use goes through the model, and those that draw nothing are masked. So on
+CUDA it is captured as a graph, one for each of a few numbers of rooms (cache.py), and the host
+looks which completions have ended every few steps. Cache and graphs stay where they are from call
+to call, as long as the weights do.
 """
 
 from __future__ import annotations
@@ -112,7 +115,8 @@ class Scheduler:
         self.capacity = 0  # positions that the longest episode may need
 
     def serves(self, policy: Policy, causal: Any) -> bool:
-        """Whether these weights lie where those of before did, so that what was captured reads them; what was made of them is renewed."""
+        """Whether these weights lie where those of before did, so that what was captured reads
+        them; what was made of them is renewed."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
         if causal is not self.causal or not all(rest) or weights_place(causal) != self.weights:
             return False
@@ -120,7 +124,7 @@ class Scheduler:
             self.forward.refresh()
         return True
 
-    # ------------------------------------------------------------------------------------------------ the contract
+    # --------------------------------------------------------------------------------- the contract
 
     @property
     def idle(self) -> bool:
@@ -191,7 +195,7 @@ class Scheduler:
         self.cache, self.samplers, self.params = None, {}, None
         self.graphs.forget()
 
-    # ------------------------------------------------------------------------------------------------------- slots
+    # ---------------------------------------------------------------------------------------- slots
 
     @property
     def slots(self) -> int:
@@ -209,7 +213,8 @@ class Scheduler:
         return max(1, min(self.max_rows, self.max_cached_tokens // self.capacity))
 
     def fill(self) -> None:
-        """Slots whose episodes are over go to those that wait, or are closed; the others go on with their new prompts."""
+        """Slots whose episodes are over go to those that wait, or are closed; the others go on with
+        their new prompts."""
         self.changed = False
         # Siblings stay side by side, and what is popped together has nearly one length.
         self.queue.sort(key=lambda row: (len(row.prompt), row.prompt, -row.key), reverse=True)
@@ -228,7 +233,8 @@ class Scheduler:
             taken = self.admit(closed)
         resumed, self.resumed = {id(row) for row in self.resumed}, []
         if waits := [*(slot for slot, row in enumerate(self.rows) if id(row) in resumed), *taken]:
-            # They draw nothing until they have read; what a step writes there meanwhile is overwritten then.
+            # They draw nothing until they have read; what a step writes there meanwhile is
+            # overwritten then.
             at = self.tensor(waits)
             self.sampler.draws[at] = False
             self.sampler.position[at] = self.tensor([self.rows[slot].known for slot in waits])
@@ -246,7 +252,8 @@ class Scheduler:
             if not self.queue:
                 break
             row, mean = self.queue[-1], self.mean
-            # While it draws, it is about half of its completion long: rooms are filled for that, and what overflows moves.
+            # While it draws, it is about half of its completion long: rooms are filled for that,
+            # and what overflows moves.
             length = min(
                 self.need(len(row.prompt)),
                 len(row.prompt) + max(int(FILL * mean), self.check_every),
@@ -260,7 +267,8 @@ class Scheduler:
 
     @property
     def mean(self) -> int:
-        """Tokens of a completion, as far as is known; before the first has ended, what rooms are made for."""
+        """Tokens of a completion, as far as is known; before the first has ended, what rooms are
+        made for."""
         assert self.params is not None
         return (
             -(-self.drawn[1] // self.drawn[0]) if self.drawn[0] else self.params.max_new_tokens // 4
@@ -308,7 +316,8 @@ class Scheduler:
         )
 
     def sampler_of(self, params: SamplingParams) -> Sampler:
-        """The state of all slots for these numbers: that of the last call with them, whose graphs know it."""
+        """The state of all slots for these numbers: that of the last call with them, whose graphs
+        know it."""
         key = captured_settings(params)
         if key not in self.samplers and len(self.samplers) > 7:
             self.samplers.clear()
@@ -358,7 +367,8 @@ class Scheduler:
         self.used[1] += self.cache.slots // SHARE * self.cache.capacity
 
     def squeeze(self, slot: int) -> None:
-        """The room of a slot is full: it moves to another, or the episode beside it that loses least gives its place up.
+        """The room of a slot is full: it moves to another, or the episode beside it that loses
+        least gives its place up.
 
         One that draws goes back to the queue and draws again, from its own seed.
         """
@@ -388,7 +398,8 @@ class Scheduler:
         )
 
     def put_back(self, slots: Sequence[int]) -> None:
-        """These slots are given up. What reads or draws waits again; what waits for its episode is read again with its next prompt."""
+        """These slots are given up. What reads or draws waits again; what waits for its episode is
+        read again with its next prompt."""
         self.queue += [
             Row(row.key, row.prompt, row.seed)
             for row in (self.rows[slot] for slot in slots)
@@ -398,7 +409,8 @@ class Scheduler:
         self.evict(slots)
 
     def stretch(self, length: int) -> None:
-        """A cache in which each slot has so many positions, and some more, so that it moves rarely."""
+        """A cache in which each slot has so many positions, and some more, so that it moves
+        rarely."""
         assert self.cache is not None
         before = self.cache.capacity
         if length > before:
@@ -407,7 +419,8 @@ class Scheduler:
             self.sampler.resize(self.slots)
 
     def grow(self, capacity: int) -> None:
-        """Longer episodes. Where as many of them would hold too much, the cheapest lose what they hold."""
+        """Longer episodes. Where as many of them would hold too much, the cheapest lose what they
+        hold."""
         if self.shares:  # all of them read again, in other rooms
             self.put_back(range(len(self.rows)))
             self.fill()
@@ -418,7 +431,8 @@ class Scheduler:
             self.put_back(self.cheapest(surplus))
 
     def cheapest(self, number: int) -> list[int]:
-        """The slots that lose least: first those that wait for their episode, then those that hold least."""
+        """The slots that lose least: first those that wait for their episode, then those that hold
+        least."""
         held = self.sampler.position[: len(self.rows)].tolist()
         return sorted(
             range(len(self.rows)),
@@ -426,7 +440,8 @@ class Scheduler:
         )[:number]
 
     def evict(self, slots: Sequence[int]) -> None:
-        """Closes slots; the last ones move into the holes as far as they find room, so that those in use are the first."""
+        """Closes slots; the last ones move into the holes as far as they find room, so that those
+        in use are the first."""
         if not slots:
             return
         assert self.cache is not None
@@ -473,10 +488,11 @@ class Scheduler:
     def tensor(self, numbers: Sequence[Any]) -> Tensor:
         return torch.tensor(numbers, device=self.device)
 
-    # ----------------------------------------------------------------------------------------------------- reading
+    # -------------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """Reads what is new in the prompts of the slots that wait for it, and draws the first token of their completions."""
+        """Reads what is new in the prompts of the slots that wait for it, and draws the first token
+        of their completions."""
         capacity = max(self.need(len(self.rows[slot].prompt)) for slot in self.reading)
         if capacity > self.capacity:
             self.grow(capacity)
@@ -511,7 +527,8 @@ class Scheduler:
         self.measure()
 
     def micro_batches(self, slots: list[int]) -> Iterator[list[int]]:
-        """Slots that go through the model together: fresh ones or known ones, at most so many tokens with their padding."""
+        """Slots that go through the model together: fresh ones or known ones, at most so many
+        tokens with their padding."""
         part: list[int] = []
         width = 0
         for slot in slots:
@@ -528,7 +545,8 @@ class Scheduler:
         yield part
 
     def pass_through(self, slots: list[int]) -> Tensor:
-        """The unread tokens of some slots through the model; the hidden state of each one's last, [R, H]."""
+        """The unread tokens of some slots through the model; the hidden state of each one's last,
+        [R, H]."""
         rows = [self.rows[slot] for slot in slots]
         new = [row.prompt[row.known :] for row in rows]
         width = max(map(len, new))
@@ -537,7 +555,8 @@ class Scheduler:
         )
         starts = self.tensor([row.known for row in rows])
         positions = starts[:, None] + torch.arange(width, device=self.device)
-        # Padding of a row that is nearly full stands in its last place, which no prompt reaches and a completion overwrites.
+        # Padding of a row that is nearly full stands in its last place, which no prompt reaches and
+        # a completion overwrites.
         assert self.cache is not None
         positions = positions.clamp(max=self.cache.capacity - 1)
         known = rows[0].known > 0
@@ -570,7 +589,7 @@ class Scheduler:
         keys, values = self.cache.update(key, value, layer)
         return attend(None, query, keys, values, mask)[0]
 
-    # ---------------------------------------------------------------------------------------------------- decoding
+    # ------------------------------------------------------------------------------------- decoding
 
     def measure(self) -> None:
         """How far the slots in use reach. Where they do not share rooms, they are read in parts."""
@@ -578,7 +597,8 @@ class Scheduler:
             self.parts = parts_of(self.sampler.position[: len(self.rows)] + 1)
 
     def step(self) -> None:
-        """Draw one more token in every slot that draws. Inactive slots are masked: their state does not change."""
+        """Draw one more token in every slot that draws. Inactive slots are masked: their state does
+        not change."""
         assert self.params is not None and self.cache is not None
         if not self.shares:
             token = PARTS.set(self.parts)
@@ -597,9 +617,11 @@ class Scheduler:
             self.decode(slots, 1)
 
     def decode(self, slots: int, length: int) -> None:
-        """Run one decode step for the first `slots` slots, none of which sees more than `length` positions where each has its own room.
+        """Run one decode step for the first `slots` slots, none of which sees more than `length`
+        positions where each has its own room.
 
-        Reads and writes only the state tensors, in place, and never synchronises with the host, so it can be captured as a CUDA graph.
+        Reads and writes only the state tensors, in place, and never synchronises with the host, so
+        it can be captured as a CUDA graph.
         """
         sampler, cache = self.sampler, self.cache
         assert cache is not None
@@ -616,7 +638,8 @@ class Scheduler:
 
 
 def bucket(rooms: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: few shapes, and at most half more than asked for."""
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: few shapes, and at most half more than asked
+    for."""
     octave = 1 << (rooms - 1).bit_length()  # the next power of two
     return octave * 3 // 4 if octave > 2 and rooms <= octave * 3 // 4 else octave
 
@@ -627,7 +650,8 @@ def blocks(length: int) -> int:
 
 
 def captured_settings(params: SamplingParams) -> Any:
-    """What of these numbers a captured step depends on: of the temperature only whether it divides."""
+    """What of these numbers a captured step depends on: of the temperature only whether it
+    divides."""
     return params._replace(
         temperature=params.temperature if params.temperature in (0, 1) else -1.0,
         admission="free",
@@ -636,7 +660,8 @@ def captured_settings(params: SamplingParams) -> Any:
 
 
 def weights_place(causal: Any) -> tuple[Any, ...]:
-    """Where a model's weights lie, and what its modules are: graphs read the former and were made of the latter."""
+    """Where a model's weights lie, and what its modules are: graphs read the former and were made
+    of the latter."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [
         (m.merged, m.disable_adapters, tuple(m.active_adapters))

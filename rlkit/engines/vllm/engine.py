@@ -3,8 +3,9 @@
     load ── the weights moved? ──▶ push (LoRA: the adapter alone) ──▶ vLLM
     generate ──▶ in this process: the service's next step │ servers: one HTTP request ──▶ completion
 
-Whether the weights moved is read off the weights themselves, at every load: training, evaluation, rollouts and the start-up check all
-get the policy as it is, and none of them has to say that it changed.
+Whether the weights moved is read off the weights themselves, at every load: training, evaluation,
+rollouts and the start-up check all get the policy as it is, and none of them has to say that it
+changed.
 """
 
 from __future__ import annotations
@@ -36,20 +37,27 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
     arguments="program",
 )
 class VLLM:
-    """The contract `rlkit.types.Engine` with vLLM. It starts at the first load and keeps what it has told vLLM of the policy.
+    """The contract `rlkit.types.Engine` with vLLM. It starts at the first load and keeps what it
+    has told vLLM of the policy.
 
     Args:
-      addresses: of running `vllm serve`, to which episodes are dealt by position. Empty runs vLLM in this process, on the training
-        device; [start] has rlkit start one server.
+      addresses: of running `vllm serve`, to which episodes are dealt by position. Empty runs vLLM
+        in this process, on the training device; [start] has rlkit start one server.
       max_rows: completions sampled at once, of each server, > 0.
-      gpu_memory_utilization: share of the GPU that it may take, in (0, 1], weights and cache together. Not for a foreign server.
-      sleep: while no episode is played it leaves the training GPU to the trainer. In this process and on a GPU only.
-      merge: under LoRA, push base + adapter as whole weights: for models whose adapters vLLM does not take.
-      restart_wait: seconds that a server may take to start, or to come back where no other is left, >= 0.
+      gpu_memory_utilization: share of the GPU that it may take, in (0, 1], weights and cache
+        together. Not for a foreign server.
+      sleep: while no episode is played it leaves the training GPU to the trainer. In this process
+        and on a GPU only.
+      merge: under LoRA, push base + adapter as whole weights: for models whose adapters vLLM does
+        not take.
+      restart_wait: seconds that a server may take to start, or to come back where no other is left,
+        >= 0.
       devices: CUDA_VISIBLE_DEVICES of the server that rlkit starts; null leaves it as it is.
-      folder: where weights are written for servers, seen by all; null is a temporary folder of this machine.
+      folder: where weights are written for servers, seen by all; null is a temporary folder of this
+        machine.
       arguments: further ones of vLLM, by the names of its LLM class; not for a foreign server.
-    Raises: ConfigError where vLLM is not installed and needed; ValueError for arguments out of range.
+    Raises: ConfigError where vLLM is not installed and needed; ValueError for arguments out of
+      range.
     """
 
     def __init__(
@@ -93,9 +101,11 @@ class VLLM:
         )
 
     async def load(self, weights: Policy, version: int) -> None:
-        """Sample from this policy's weights as they are now. What has not moved since the last load is not pushed again.
+        """Sample from this policy's weights as they are now. What has not moved since the last load
+        is not pushed again.
 
-        Raises: EngineError where a server does not answer or refuses, or while completions are being sampled.
+        Raises: EngineError where a server does not answer or refuses, or while completions are
+        being sampled.
         """
         if self.running:
             raise EngineError(
@@ -116,9 +126,11 @@ class VLLM:
     ) -> Generation:
         """One completion.
 
-        Args: as in `rlkit.types.Engine`. Temperatures are 0, or 0.01 … 2; there is no thinking budget. Log-probs are those after
-          temperature and cut. The context limits of the model and of vLLM cut a completion further.
-        Raises: ConfigError for what vLLM cannot sample; EngineError before the first load, and where no server answers.
+        Args: as in `rlkit.types.Engine`. Temperatures are 0, or 0.01 … 2; there is no thinking
+          budget. Log-probs are those after temperature and cut. The context limits of the model and
+          of vLLM cut a completion further.
+        Raises: ConfigError for what vLLM cannot sample; EngineError before the first load, and
+        where no server answers.
         """
         check_reply(params)
         if self.backend is None:

@@ -1,4 +1,5 @@
-"""vLLM in this process, on the device of the policy: a decoder that the service drives, one step of vLLM's own loop at a time."""
+"""vLLM in this process, on the device of the policy: a decoder that the service drives, one step of
+vLLM's own loop at a time."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class InProcess(Service):
 
 
 class InProcessDecoder:
-    """vLLM's LLM class as `rlkit.engines.service.Decoder`. It starts with random weights: the policy's are pushed.
+    """vLLM's LLM class as `rlkit.engines.service.Decoder`. It starts with random weights: the
+    policy's are pushed.
 
     Args:
       arguments: of vLLM's LLM class.
@@ -79,7 +81,7 @@ class InProcessDecoder:
             )
         self.max_length = self.llm.model_config.max_model_len
 
-    # -------------------------------------------------------------------------------------------------- completions
+    # ---------------------------------------------------------------------------------- completions
 
     @property
     def idle(self) -> bool:
@@ -125,7 +127,7 @@ class InProcessDecoder:
             self.running.discard(key)
             self.llm.llm_engine.abort_request([str(key)])
 
-    # ------------------------------------------------------------------------------------------- weights and memory
+    # --------------------------------------------------------------------------- weights and memory
 
     @weights.plain_numerics()
     def ready(self) -> None:
@@ -179,7 +181,8 @@ class InProcessDecoder:
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """vLLM starts in this process, prints errors alone, and leaves the trainer's threads and random numbers as they are."""
+    """vLLM starts in this process, prints errors alone, and leaves the trainer's threads and random
+    numbers as they are."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     quiet = {
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -3,9 +3,10 @@
     key ── its position ──▶ a server, always the same one ──▶ completion
     load ── the weights moved? ──▶ written once ──▶ every server reads them
 
-The rule for a server that is lost: what it was sampling is sampled again by the others, whole and from the same seeds. It stays out until
-a later `load` finds that it answers, and is then given the weights. Where none is left, the completions wait for any of them to come
-back, at most `restart_wait` seconds.
+The rule for a server that is lost: what it was sampling is sampled again by the others, whole and
+from the same seeds. It stays out until a later `load` finds that it answers, and is then given the
+weights. Where none is left, the completions wait for any of them to come back, at most
+`restart_wait` seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ServerPool:
     """The engine on top of servers.
 
     Args:
-      merge: under LoRA, push base + adapter as whole weights; a server has the base of an adapter from where it was started.
+      merge: under LoRA, push base + adapter as whole weights; a server has the base of an adapter
+        from where it was started.
       restart_wait: seconds that servers may take to come (back) where none is left.
       folder: where weights are written for them; None is a temporary folder of this machine.
     """
@@ -57,7 +59,8 @@ class ServerPool:
     async def load(self, policy: Policy, version: int) -> None:
         """Give every server that answers the weights, where they have moved.
 
-        Raises: EngineError where an address has never answered, a server refuses, or none comes back.
+        Raises: EngineError where an address has never answered, a server refuses, or none comes
+        back.
         """
         if self.bringing is not None:
             self.bringing.cancel()  # of completions that were given up
@@ -99,13 +102,14 @@ class ServerPool:
             if server.process is not None:
                 end(server.process)
 
-    # -------------------------------------------------------------------------------------------- who samples, who has what
+    # -------------------------------------------------------------------- who samples, who has what
 
     def _able(self) -> list[Server]:
         return [server for server in self.servers if server.has == self.due]
 
     async def _server_of(self, key: int) -> Server:
-        """The server at the key's position, so that all turns of an episode find their prefix in its cache; else one that is left."""
+        """The server at the key's position, so that all turns of an episode find their prefix in
+        its cache; else one that is left."""
         while not (able := self._able()):
             if self.bringing is None or self.bringing.done():
                 self.bringing = asyncio.create_task(self._bring())
@@ -114,7 +118,8 @@ class ServerPool:
         return home if home in able else able[key // len(self.servers) % len(able)]
 
     def _lose(self, server: Server, losses: int, why: Lost) -> None:
-        """Leave a server out. Of all completions that were running there, the first that notices says so."""
+        """Leave a server out. Of all completions that were running there, the first that notices
+        says so."""
         if server.losses == losses:
             server.forget()
             print(
@@ -151,7 +156,8 @@ class ServerPool:
             await self._push()
 
     async def _push(self) -> None:
-        """Write what is due once, and have every server read it that answers and does not have it."""
+        """Write what is due once, and have every server read it that answers and does not have
+        it."""
         due, adapted, model = self.due, self.adapted, self.policy.model
         lacking = [
             server for server in self.servers if server.has != due and await self._met(server)
@@ -181,7 +187,8 @@ class ServerPool:
             self.kept = folder if adapted else self.kept
 
     def _agree(self) -> None:
-        """Raises EngineError where two servers serve different models: an adapter would be sampled on another base."""
+        """Raises EngineError where two servers serve different models: an adapter would be sampled
+        on another base."""
         named = {server.name: server for server in reversed(self.servers) if server.name}
         if len(named) > 1:
             (one, first), (other, second) = list(named.items())[:2]
@@ -191,7 +198,8 @@ class ServerPool:
             )
 
     async def _met(self, server: Server) -> bool:
-        """Whether it answers. Raises: EngineError where an address that is not rlkit's own never has."""
+        """Whether it answers. Raises: EngineError where an address that is not rlkit's own never
+        has."""
         try:
             if not server.name:
                 await server.meet()

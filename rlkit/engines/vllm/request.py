@@ -1,4 +1,5 @@
-"""What vLLM is asked for one completion, and what it gives. The same in this process and over HTTP."""
+"""What vLLM is asked for one completion, and what it gives. The same in this process and over
+HTTP."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def check_reply(params: SamplingParams) -> None:
 def request(
     policy: Policy, max_length: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
 ) -> dict[str, Any]:
-    """The arguments of vLLM's SamplingParams. All are set: no default of vLLM or of the model decides anything.
+    """The arguments of vLLM's SamplingParams. All are set: no default of vLLM or of the model
+    decides anything.
 
     Args:
       max_length: tokens of a prompt and its completion together that vLLM was started for.
@@ -59,6 +61,7 @@ def request(
 
 
 def generation(policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]) -> Generation:
-    """A completion as vLLM gave it: it ends with an end-of-sequence id ("stop") or was cut ("length")."""
+    """A completion as vLLM gave it: it ends with an end-of-sequence id ("stop") or was cut
+    ("length")."""
     ended = bool(token_ids) and token_ids[-1] in policy.eos_token_ids
     return Generation(tuple(token_ids), tuple(logprobs), "stop" if ended else "length")

@@ -1,7 +1,9 @@
-"""One `vllm serve`, spoken to over HTTP: token ids as prompts, weights through a folder that both see.
+"""One `vllm serve`, spoken to over HTTP: token ids as prompts, weights through a folder that both
+see.
 
-It needs `--logprobs-mode processed_logprobs --generation-config vllm` and, in its environment, VLLM_SERVER_DEV_MODE=1 for whole weights or
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with `--enable-lora --max-lora-rank RANK` for adapters. One that rlkit starts has all of it.
+It needs `--logprobs-mode processed_logprobs --generation-config vllm` and, in its environment,
+VLLM_SERVER_DEV_MODE=1 for whole weights or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 with `--enable-lora
+--max-lora-rank RANK` for adapters. One that rlkit starts has all of it.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Server:
         self.adapter = ""
 
     async def push_adapter(self, folder: Path) -> None:
-        """Have it read an adapter, whose name is that of the folder, and forget the one before. Raises: as `push_weights`."""
+        """Have it read an adapter, whose name is that of the folder, and forget the one before.
+        Raises: as `push_weights`."""
         hint = (
             "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it see "
             "generation.engine.folder; or push whole weights with generation.engine.merge=true"
@@ -99,7 +102,8 @@ class Server:
     async def complete(
         self, policy: Policy, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion. A caller that stops waiting closes the connection, and the server gives the completion up. Raises: Lost."""
+        """One completion. A caller that stops waiting closes the connection, and the server gives
+        the completion up. Raises: Lost."""
         body = request(policy, self.max_length, prompt_ids, seed, params)
         body |= {
             "model": self.adapter or self.name,
@@ -118,7 +122,8 @@ class Server:
         return generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     async def score(self, ids: Sequence[int], k: int) -> list[Any]:
-        """The log-probs of a row's tokens at temperature 1, and of the k likeliest: position → {id: {logprob}}, None at the first.
+        """The log-probs of a row's tokens at temperature 1, and of the k likeliest: position → {id:
+        {logprob}}, None at the first.
 
         Raises: Lost; EngineError where the server refuses or the row is too long for it.
         """
@@ -150,7 +155,8 @@ class Server:
         )
 
     def slots(self) -> asyncio.Semaphore:
-        """As many as requests at once. A semaphore belongs to one event loop, and a collect may run in a loop of its own."""
+        """As many as requests at once. A semaphore belongs to one event loop, and a collect may run
+        in a loop of its own."""
         if self.loop is not asyncio.get_running_loop():
             self.loop, self.free = asyncio.get_running_loop(), asyncio.Semaphore(self.max_rows)
         return self.free
@@ -163,7 +169,8 @@ class Server:
         hint: str = "",
         limit: float = LONGEST,
     ) -> bytes:
-        """POST a body, or GET. Raises: Lost; EngineError where the server refuses, with the hint."""
+        """POST a body, or GET. Raises: Lost; EngineError where the server refuses, with the
+        hint."""
         try:
             async with asyncio.timeout(limit):
                 status, text = await fetch(self.url + path, body)
@@ -197,7 +204,8 @@ class Server:
 
 
 async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-    """Status and content of a URL, asked with POST where there is a body. Raises: OSError and HTTPException."""
+    """Status and content of a URL, asked with POST where there is a body. Raises: OSError and
+    HTTPException."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     data = b"" if body is None else json.dumps(body).encode()
@@ -219,7 +227,8 @@ async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, b
 def start_server(
     model: Path, flags: Sequence[str], *, max_rows: int, devices: str | None
 ) -> Server:
-    """Start `vllm serve` of a saved model on a free port of this machine. It ends with this process, even on SIGKILL."""
+    """Start `vllm serve` of a saved model on a free port of this machine. It ends with this
+    process, even on SIGKILL."""
     from rlkit.system.parent import guarded
 
     with socket.socket() as free:
@@ -235,7 +244,8 @@ def start_server(
         "VLLM_ENABLE_V1_MULTIPROCESSING", None
     )  # set where vLLM has run in this process
     environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
-    server = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for the package vllm, which on a CPU has another name
+    # `vllm serve` asks for the package vllm, which on a CPU has another name
+    server = "vllm.entrypoints.openai.api_server"
     kind = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[
         :12
     ]  # two servers of one model have one name, in any folder

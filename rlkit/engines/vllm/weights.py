@@ -1,4 +1,5 @@
-"""What vLLM is given of a policy: weights by their names in a checkpoint, adapters, and folders that it reads."""
+"""What vLLM is given of a policy: weights by their names in a checkpoint, adapters, and folders
+that it reads."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from rlkit.types import Policy
 
 @contextmanager
 def plain_numerics() -> Iterator[None]:
-    """vLLM, and what it is given, in their own precision and not under the trainer's autocast. Also a decorator."""
+    """vLLM, and what it is given, in their own precision and not under the trainer's autocast. Also
+    a decorator."""
     with (
         torch.autocast("cuda", enabled=False),
         torch.autocast("cpu", enabled=False),
@@ -29,7 +31,8 @@ def plain_numerics() -> Iterator[None]:
 
 
 def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    """Numbers that differ where any of the tensors does: a hash of the bits, and the sum, of each, read on its device.
+    """Numbers that differ where any of the tensors does: a hash of the bits, and the sum, of each,
+    read on its device.
 
     The version counters of autograd cost less, but a fused optimizer does not move them.
     """
@@ -41,7 +44,8 @@ def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[flo
 
 
 def base_mark(model: Any, *, merge: bool) -> Any:
-    """The fingerprint of what is pushed as whole weights: of the base alone where an adapter goes its own way."""
+    """The fingerprint of what is pushed as whole weights: of the base alone where an adapter goes
+    its own way."""
     adapted = not merge and lora_rank(model) is not None
     return fingerprint(
         t for name, t in model.named_parameters() if not (adapted and "lora_" in name)
@@ -55,7 +59,8 @@ def adapter_mark(model: Any) -> Any:
 
 
 def all_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by their names in a checkpoint: of a model under LoRA those of the base, with `merge` plus the adapter.
+    """Parameters by their names in a checkpoint: of a model under LoRA those of the base, with
+    `merge` plus the adapter.
 
     A head that shares the embedding is there too: vLLM may keep a copy of it in another layout.
     """
@@ -105,7 +110,8 @@ def temporary_folder(owner: Any, where: str | None = None) -> Path:
 
 
 def saved_model(policy: Policy) -> Path:
-    """A folder with all that `vllm serve` reads: config, tokenizer and weights, of the base under LoRA."""
+    """A folder with all that `vllm serve` reads: config, tokenizer and weights, of the base under
+    LoRA."""
     folder = temporary_folder(policy.model)
     save_config(policy.model, folder)
     policy.renderer.tokenizer.save_pretrained(folder)

@@ -1,7 +1,9 @@
-"""`rlkit report`: runs read back and shown on one HTML page that needs nothing else: read → charts, tables, conversations → page.
+"""`rlkit report`: runs read back and shown on one HTML page that needs nothing else: read → charts,
+tables, conversations → page.
 
-The page loads nothing and runs one script, whose hash its content policy names. Numbers and conversations reach it as compressed JSON,
-which is opened when it is looked at; what a model wrote is shown by textContent alone.
+The page loads nothing and runs one script, whose hash its content policy names. Numbers and
+conversations reach it as compressed JSON, which is opened when it is looked at; what a model wrote
+is shown by textContent alone.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ def write_report(
     smooth: int | None = None,
     limit: int = LIMIT,
 ) -> Path:
-    """One HTML file of runs; beside it a folder of the same name with each chart as SVG and PDF. Returns the file's path.
+    """One HTML file of runs; beside it a folder of the same name with each chart as SVG and PDF.
+    Returns the file's path.
 
     Args:
       paths: run folders, folders of `rlkit rollout`, or folders with such below them (a sweep's).
-      out: the file; None is report.html in the folder where there is one path, else in a new folder outputs/report/TIME.
-      smooth: RL steps over which learning curves are smoothed; 0 not at all, None a twelfth of the longest run.
+      out: the file; None is report.html in the folder where there is one path, else in a new folder
+        outputs/report/TIME.
+      smooth: RL steps over which learning curves are smoothed; 0 not at all, None a twelfth of the
+        longest run.
       limit: conversations on the page.
     Raises: ConfigError where nothing is found there, or an argument is out of range.
     """

@@ -1,4 +1,5 @@
-"""Charts of runs: which there are, and the lines of each, for the page and for the files beside it."""
+"""Charts of runs: which there are, and the lines of each, for the page and for the files beside
+it."""
 
 from __future__ import annotations
 
@@ -203,8 +204,9 @@ PARTS = {
 
 
 def with_values(groups: Sequence[Group]) -> list[Chart]:
-    """The charts that show something: a metric with a value that is not 0 throughout. A validation or test reward only where it is not the
-    accuracy, a component only where it is not the reward."""
+    """The charts that show something: a metric with a value that is not 0 throughout. A validation
+    or test reward only where it is not the accuracy, a component only where it is not the
+    reward."""
     found = metrics_of(run for group in groups for run in group.runs)
     values = {
         metric: [series(run, metric) for group in groups for run in group.runs] for metric in found
@@ -261,7 +263,8 @@ def _spent(groups: Sequence[Group], unit: str) -> bool:
 
 
 def dynamic(found: Sequence[str]) -> Iterator[Chart]:
-    """Charts of what a run's own config names: components of the reward, parts of a mixture, streams, scheduled numbers."""
+    """Charts of what a run's own config names: components of the reward, parts of a mixture,
+    streams, scheduled numbers."""
     for number, metric in enumerate(found):
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", metric.replace("/", "."))
         name = name if len(name) <= LONGEST else f"{name[:LONGEST]}_{number}"  # of a file
@@ -281,11 +284,12 @@ def dynamic(found: Sequence[str]) -> Iterator[Chart]:
             )
 
 
-# ------------------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 
 def smoothed(values: Sequence[float], steps: int) -> list[float]:
-    """Exponential mean with the weights normalised to sum to 1 from the start on; `steps` ≤ 1 leaves the values.
+    """Exponential mean with the weights normalised to sum to 1 from the start on; `steps` ≤ 1
+    leaves the values.
 
     m_t = (1 - a) Σ_i a^(t-i) x_i / (1 - a^(t+1)), a = 1 - 1 / steps
 
@@ -302,7 +306,8 @@ def smoothed(values: Sequence[float], steps: int) -> list[float]:
 
 
 class Line(NamedTuple):
-    """A group's line: mean over the seeds, and the lowest and highest of them, at the steps that all seeds have."""
+    """A group's line: mean over the seeds, and the lowest and highest of them, at the steps that
+    all seeds have."""
 
     steps: list[int]
     mean: list[float]
@@ -315,7 +320,8 @@ class Line(NamedTuple):
 
 
 def line(curves: Sequence[Mapping[int, float]]) -> Line:
-    """Seeds put together. A seed that ended early ends the line: a mean of fewer would jump where it is missing."""
+    """Seeds put together. A seed that ended early ends the line: a mean of fewer would jump where
+    it is missing."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     at = [[curve[step] for curve in curves] for step in steps]
     return Line(
@@ -329,11 +335,12 @@ def window(groups: Sequence[Group]) -> int:
     return round(longest / 12)
 
 
-# -------------------------------------------------------------------------------------------------------- lines
+# -------------------------------------------------------------------------------------------- lines
 
 
 class Curve(NamedTuple):
-    """What a chart draws of a group of runs. A band lies where every step was measured; points further apart have bars."""
+    """What a chart draws of a group of runs. A band lies where every step was measured; points
+    further apart have bars."""
 
     group: int
     shown: Line  # smoothed; low and high are those of the seeds, or of one run's interval
@@ -380,7 +387,8 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
 
 
 def limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
-    """The vertical axis of values between `low` and `high`: at least `span`, and LEAST of the largest value, so that noise stays small.
+    """The vertical axis of values between `low` and `high`: at least `span`, and LEAST of the
+    largest value, so that noise stays small.
 
     >>> limits(Chart("", "", "", "", span=0.1), 0.98, 0.981)
     (0.9305, 1.0305)
@@ -395,7 +403,8 @@ def limits(chart: Chart, low: float, high: float) -> tuple[float, float]:
 
 
 def axis(group: Group, against: str) -> Callable[[Sequence[int]], list[float]]:
-    """RL steps → where they stand on the horizontal axis: what a run of the group had spent by then, in the mean over its seeds."""
+    """RL steps → where they stand on the horizontal axis: what a run of the group had spent by
+    then, in the mean over its seeds."""
     if against == "steps":
         return list
     spent = [budget(run, against) for run in group.runs]
@@ -423,7 +432,7 @@ def abridged(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-# ----------------------------------------------------------------------------------------------------- the page
+# ----------------------------------------------------------------------------------------- the page
 
 POINTS = 2000  # of a line on the page; of a longer one the extremes are kept
 BINS = ("0", "to ¼", "to ½", "to ¾", "below 1", "1")  # of solve rates
@@ -439,7 +448,8 @@ def page_data(told: Sequence[Chart], groups: Sequence[Group], smooth: int | None
 
 
 def _group_data(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
-    """A line's name, phases, and what its runs had spent after each step, for the other horizontal axes."""
+    """A line's name, phases, and what its runs had spent after each step, for the other horizontal
+    axes."""
     steps = sorted({row["step"] for run in group.runs for row in run.rows})
     spent = {
         unit: _rounded(axis(group, unit)(steps))
@@ -493,7 +503,8 @@ def _curve_data(curve: Curve) -> dict[str, Any]:
 
 
 def thinned(values: Sequence[float]) -> list[int]:
-    """Positions of at most POINTS of the values: the first, the last, and the least and the greatest of each stretch: no spike is lost."""
+    """Positions of at most POINTS of the values: the first, the last, and the least and the
+    greatest of each stretch: no spike is lost."""
     if len(values) <= POINTS:
         return list(range(len(values)))
     count = POINTS // 2 - 1
@@ -520,7 +531,8 @@ def seconds_data(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def solve_rates(solved: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    """Shares of the prompts in each of BINS, over the first and over the last fifth of the steps; nothing where nothing was played.
+    """Shares of the prompts in each of BINS, over the first and over the last fifth of the steps;
+    nothing where nothing was played.
 
     >>> solve_rates([(1, 0.0), (1, 0.5), (9, 1.0)])
     ([0.5, 0.0, 0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0])

@@ -1,4 +1,5 @@
-"""Conversations for the page's viewer: a list of all of them, and what was said in compressed pages that are opened when they are read."""
+"""Conversations for the page's viewer: a list of all of them, and what was said in compressed pages
+that are opened when they are read."""
 
 from __future__ import annotations
 
@@ -65,8 +66,9 @@ class Shown(NamedTuple):
 def collect(found: Sequence[ReadRun], limit: int) -> Shown:
     """At most `limit` conversations, the same number of each run; all of them where there is room.
 
-    Else a run's steps are spread evenly, the first and the last among them, and of a step the best, the worst and a random choice of the
-    others are taken; of test and validation problems half of the room at most.
+    Else a run's steps are spread evenly, the first and the last among them, and of a step the best,
+    the worst and a random choice of the others are taken; of test and validation problems half of
+    the room at most.
     """
     shown = Shown([_name(run) for run in found], [], [], [], [])
     size = 0
@@ -121,7 +123,8 @@ class _Page:
 
 
 def compressed(data: Any) -> str:
-    """JSON, compressed, in base64: what no HTML parser sees an end in, and no search of the page's source a text."""
+    """JSON, compressed, in base64: what no HTML parser sees an end in, and no search of the page's
+    source a text."""
     text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
@@ -134,9 +137,11 @@ def _name(run: ReadRun) -> str:
 def chosen_of(
     run: ReadRun, limit: int, played: Played
 ) -> Iterator[tuple[int, str, list[Rollout], int]]:
-    """(step, kind, the rollouts to show, how many there are) of a run; the training episodes that are read are added to `played`.
+    """(step, kind, the rollouts to show, how many there are) of a run; the training episodes that
+    are read are added to `played`.
 
-    Those of test and validation problems come first, since they are few, then of each step its share.
+    Those of test and validation problems come first, since they are few, then of each step its
+    share.
     """
     alone = rollout_file(run.folder)
     if alone is not None:
@@ -221,7 +226,7 @@ def count_played(played: Played, step: int, rollouts: Sequence[Rollout]) -> None
     )
 
 
-# ------------------------------------------------------------------------------------------------------ entries
+# ------------------------------------------------------------------------------------------ entries
 
 
 def entry_of(rollout: Rollout) -> dict[str, Any]:
@@ -261,7 +266,8 @@ def _answer(rollout: Rollout) -> str:
 
 
 def messages(rollout: Rollout, prompts: dict[str, int]) -> list[dict[str, Any]]:
-    """The conversation in order: prompts by their number in `prompts`, replies in parts, results of tools."""
+    """The conversation in order: prompts by their number in `prompts`, replies in parts, results of
+    tools."""
     out: list[dict[str, Any]] = []
     for index, step in enumerate(rollout.steps):
         for message in step.prompt:

@@ -103,7 +103,8 @@ def figure_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Any:
 
 
 def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | None) -> None:
-    """Lines with the spread of the seeds, or one run's interval: a band where every step was measured, else bars at the points.
+    """Lines with the spread of the seeds, or one run's interval: a band where every step was
+    measured, else bars at the points.
 
     Unsmoothed values are faint behind, and phases are dotted lines.
     """
@@ -159,7 +160,8 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
 
 
 def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
-    """A dotted line where a phase began; its name where it is of the only line, or there is room for it."""
+    """A dotted line where a phase began; its name where it is of the only line, or there is room
+    for it."""
     marked = [
         (index, switch)
         for index, group in enumerate(groups)

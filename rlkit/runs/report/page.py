@@ -1,4 +1,5 @@
-"""The page: one HTML file with its style, its script and its data inside, under a content policy that lets nothing else in."""
+"""The page: one HTML file with its style, its script and its data inside, under a content policy
+that lets nothing else in."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def render(
     beside: str,
     smooth: int | None,
 ) -> str:
-    """The whole file. `beside` names the folder with pictures, "" where there are none; `notes` say what was left out."""
+    """The whole file. `beside` names the folder with pictures, "" where there are none; `notes` say
+    what was left out."""
     css, *scripts = (
         files(__package__).joinpath(name).read_text() for name in ("report.css", *SCRIPTS)
     )
@@ -146,7 +148,7 @@ def section(name: str, text: str, *, wide: bool = False) -> tuple[str, str, str]
     )
 
 
-# ------------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------- tables
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -191,7 +193,8 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
 
 
 def verdict_list(groups: Sequence[Group]) -> str:
-    """Each line against the first, and what the lines spent; nothing where there is nothing to compare."""
+    """Each line against the first, and what the lines spent; nothing where there is nothing to
+    compare."""
     compared = shared_figure(groups)
     found = verdicts(groups, compared) if compared else []
     if not compared or not found:
@@ -220,7 +223,8 @@ def fall_list(groups: Sequence[Group]) -> str:
 
 
 def change(estimate: WithInterval, *, marked: bool = True) -> str:
-    """A change, marked where its interval leaves out 0 and it may be claimed; without an interval it is open."""
+    """A change, marked where its interval leaves out 0 and it may be claimed; without an interval
+    it is open."""
     kind = "open"
     if marked and estimate.low > 0:
         kind = "good"
@@ -353,7 +357,8 @@ def setting(value: Any) -> str:
 
 
 def rewards_table(groups: Sequence[Group]) -> str:
-    """Every component of the reward, at the start and at the end; nothing where the reward has one."""
+    """Every component of the reward, at the start and at the end; nothing where the reward has
+    one."""
     rows = reward_rows(groups)
     if all(not row.name for row in rows) or len({row.name for row in rows}) < 3:
         return ""
@@ -378,7 +383,8 @@ def rewards_table(groups: Sequence[Group]) -> str:
 
 
 def turns_table(shown: Shown) -> str:
-    """The n-th replies of training episodes together, over the steps read; nothing where every episode has one reply."""
+    """The n-th replies of training episodes together, over the steps read; nothing where every
+    episode has one reply."""
     rows = []
     for name, played in zip(shown.runs, shown.played, strict=False):
         if len(played.turns) < 2:
@@ -416,7 +422,7 @@ def turns_table(shown: Shown) -> str:
     return f"<div class=tall tabindex=0>{html_table(columns, rows)}</div>" if rows else ""
 
 
-# ------------------------------------------------------------------------------------------------------- charts
+# ------------------------------------------------------------------------------------------- charts
 
 
 def charts_of(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:

@@ -41,10 +41,11 @@ class Group(NamedTuple):
 
 
 def find_runs(paths: Iterable[Path | str], command: str = "report") -> list[Path]:
-    """Folders of runs and of `rlkit rollout`: those named, and those below a folder that is none itself.
+    """Folders of runs and of `rlkit rollout`: those named, and those below a folder that is none
+    itself.
 
-    What else a sweep writes beside its runs is passed over, since `outputs/sweep/*` names it too. Raises ConfigError, which names the
-    command.
+    What else a sweep writes beside its runs is passed over, since `outputs/sweep/*` names it too.
+    Raises ConfigError, which names the command.
     """
     found, without = list[Path](), list[Path]()
     for path in (Path(text).expanduser() for text in paths):
@@ -59,7 +60,8 @@ def find_runs(paths: Iterable[Path | str], command: str = "report") -> list[Path
 
 
 def folders(path: Path) -> list[Path]:
-    """Folders below a path that may hold a run; not what Hydra writes, nor what a sweep has set aside."""
+    """Folders below a path that may hold a run; not what Hydra writes, nor what a sweep has set
+    aside."""
     files = [
         f
         for name in ("config.yaml", *(f"rollouts{ending}" for ending in FORMATS))
@@ -82,7 +84,8 @@ def rollout_file(folder: Path) -> Path | None:
 
 
 def read_run(folder: Path) -> ReadRun:
-    """A run, finished or not; of a folder of `rlkit rollout` the numbers are of one step. What cannot be read is left out and noted."""
+    """A run, finished or not; of a folder of `rlkit rollout` the numbers are of one step. What
+    cannot be read is left out and noted."""
     notes: list[str] = []
     settings: dict[str, Any] = {}
     if runs.is_run(folder):
@@ -122,7 +125,8 @@ def read_run(folder: Path) -> ReadRun:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a row or a summary can be drawn and averaged: a finite number of a size that its square exists."""
+    """Whether a value of a row or a summary can be drawn and averaged: a finite number of a size
+    that its square exists."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
@@ -138,7 +142,7 @@ def metrics_of(found: Iterable[ReadRun]) -> list[str]:
     )
 
 
-# ----------------------------------------------------------------------------------------------- which are one line
+# ------------------------------------------------------------------------------- which are one line
 
 
 def is_seed(key: str) -> bool:
@@ -147,7 +151,8 @@ def is_seed(key: str) -> bool:
 
 
 def group_runs(found: Sequence[ReadRun]) -> list[Group]:
-    """Runs with metrics, those together whose settings differ by seeds alone, labelled by what tells them apart."""
+    """Runs with metrics, those together whose settings differ by seeds alone, labelled by what
+    tells them apart."""
     by_settings: dict[str, list[ReadRun]] = {}
     for run in found:
         if run.rows:
@@ -164,7 +169,8 @@ def group_runs(found: Sequence[ReadRun]) -> list[Group]:
 
 
 def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
-    """Dotted key → its value in each run, for the settings that are not the same in all; seeds aside."""
+    """Dotted key → its value in each run, for the settings that are not the same in all; seeds
+    aside."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
     keys = dict.fromkeys(
         key for key in told if not key.endswith(("_partial_", "_convert_"))
@@ -176,7 +182,8 @@ def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
 
 
 def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
-    """A short name of each, no two alike: the run's, with the settings that it takes to tell them apart, else a number."""
+    """A short name of each, no two alike: the run's, with the settings that it takes to tell them
+    apart, else a number."""
     names = [run.name for run in found]
     out = list(names)
     for key, values in sorted(changed.items(), key=lambda item: weight(item[0])):
@@ -194,7 +201,8 @@ def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> li
 
 
 def weight(key: str) -> tuple[int, int]:
-    """How little a setting says of a run: names first, then which option of a group, then numbers, then code within options."""
+    """How little a setting says of a run: names first, then which option of a group, then numbers,
+    then code within options."""
     depth, last = key.count("."), key.rsplit(".", 1)[-1]
     kind = (
         0

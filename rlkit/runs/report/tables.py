@@ -1,4 +1,5 @@
-"""What runs came to, in rows: figures of test problems before and after, health, and seeds put together."""
+"""What runs came to, in rows: figures of test problems before and after, health, and seeds put
+together."""
 
 from __future__ import annotations
 
@@ -38,15 +39,17 @@ class HeldOutRow(NamedTuple):
     change: WithInterval
 
     def claims(self) -> bool:
-        """Whether the change may be called a gain or a loss: of one run over its problems, else of `TO_CLAIM` seeds and more."""
+        """Whether the change may be called a gain or a loss: of one run over its problems, else of
+        `TO_CLAIM` seeds and more."""
         return self.seeds == 1 or self.seeds >= TO_CLAIM
 
 
 def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
     """Test accuracy and, where it is another number, reward; of a mixture that of each part too.
 
-    One seed: the interval is over problems, that of the change by Newcombe's rule for two independent samples, which is wide, for
-    the problems are the same. Three and more: over seeds, see `over_seeds`. Two have no interval.
+    One seed: the interval is over problems, that of the change by Newcombe's rule for two
+    independent samples, which is wide, for the problems are the same. Three and more: over seeds,
+    see `over_seeds`. Two have no interval.
     """
     out = []
     for group in groups:
@@ -128,7 +131,8 @@ def figures(
 
 
 def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
-    """The change and its interval from the intervals of both (Newcombe 1998, method 10, of independent samples).
+    """The change and its interval from the intervals of both (Newcombe 1998, method 10, of
+    independent samples).
 
     low = d - √((after - after_low)² + (before_high - before)²), high likewise, d = after - before
 
@@ -150,12 +154,14 @@ def estimate(value: float | None, interval: Sequence[float | None]) -> WithInter
 
 
 def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.0) -> WithInterval:
-    """The mean of a figure over seeds, and its 95 % interval by Student's t; nan below three seeds, where t says nothing.
+    """The mean of a figure over seeds, and its 95 % interval by Student's t; nan below three seeds,
+    where t says nothing.
 
     The problems are held fixed: the interval is of these problems, whatever the seed.
 
     Args:
-      bounded: the figure is one of a policy, and its interval stays within 0 … 1 and the values (`bounded_mean`); else it is a change.
+      bounded: the figure is one of a policy, and its interval stays within 0 … 1 and the values
+        (`bounded_mean`); else it is a change.
       resolution: the smallest step of a figure.
     """
     known = [value for value in values if math.isfinite(value)]
@@ -167,11 +173,12 @@ def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.
     return WithInterval(*paired([0.0] * len(known), known, resolution=resolution)[:3])
 
 
-# ------------------------------------------------------------------------------------------------------ rewards
+# ------------------------------------------------------------------------------------------ rewards
 
 
 class RewardRow(NamedTuple):
-    """A component of a line's reward: means over a tenth of the steps at either end, and over the last tenth how its scores came about."""
+    """A component of a line's reward: means over a tenth of the steps at either end, and over the
+    last tenth how its scores came about."""
 
     line: str
     name: str
@@ -228,7 +235,7 @@ def _mean_end(group: Group, metric: str) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-# ------------------------------------------------------------------------------------------------------- health
+# ------------------------------------------------------------------------------------------- health
 
 
 class Symptom(NamedTuple):
@@ -240,7 +247,8 @@ class Symptom(NamedTuple):
 
 
 def symptoms(run: ReadRun) -> list[Symptom]:
-    """The known pathologies of the whole run and of its steps. A step whose row lacks what a check reads says nothing."""
+    """The known pathologies of the whole run and of its steps. A step whose row lacks what a check
+    reads says nothing."""
     out = [
         Symptom(check.__name__.replace("_", " "), (), text)
         for check in TRENDS

@@ -1,6 +1,7 @@
 """What only a whole run shows: figures that drift together in a way that is known to end badly.
 
-Each check compares thirds of a run, and speaks where a change is beyond twice its standard error and large enough to matter.
+Each check compares thirds of a run, and speaks where a change is beyond twice its standard error
+and large enough to matter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Thirds(NamedTuple):
     error: float  # standard error of a difference of two of them
 
     def rose(self, since: float) -> bool:
-        """Whether the last third is above an earlier one by more than chance: two standard errors."""
+        """Whether the last third is above an earlier one by more than chance: two standard
+        errors."""
         return self.last - since > 2 * self.error
 
     def fell(self, since: float) -> bool:
@@ -36,7 +38,8 @@ class Thirds(NamedTuple):
 def thirds(curve: Mapping[int, float]) -> Thirds | None:
     """None where there are fewer than FEWEST values.
 
-    The error is of the values' differences from step to step, so that a trend within a third does not hide it:
+    The error is of the values' differences from step to step, so that a trend within a third does
+    not hide it:
     σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n values a third.
     """
     values = [curve[step] for step in sorted(curve)]
@@ -105,7 +108,8 @@ def length_growth(run: ReadRun) -> str | None:
 
 
 def training_up_validation_down(run: ReadRun) -> str | None:
-    """The training reward rises, and the last fifth of the validations is below the best fifth by more than half an interval."""
+    """The training reward rises, and the last fifth of the validations is below the best fifth by
+    more than half an interval."""
     curve, low, reward = (
         series(run, "eval/accuracy"),
         series(run, "eval/accuracy_low"),

@@ -1,6 +1,8 @@
-"""Which line of runs is better, in the sentence that a person would say: differences paired by seed, corrected for their number.
+"""Which line of runs is better, in the sentence that a person would say: differences paired by
+seed, corrected for their number.
 
-Runs of one seed share problems, order and sampling noise. So lines are compared within seeds, and the seeds are the independent units.
+Runs of one seed share problems, order and sampling noise. So lines are compared within seeds, and
+the seeds are the independent units.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Figure(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What can be said of two lines: `found` is second - first; `p` is corrected for the number of comparisons."""
+    """What can be said of two lines: `found` is second - first; `p` is corrected for the number of
+    comparisons."""
 
     first: str
     second: str
@@ -65,7 +68,7 @@ class Compared(NamedTuple):
     sentence: str
 
 
-# ------------------------------------------------------------------------------------------------------ figures
+# ------------------------------------------------------------------------------------------ figures
 
 
 def _side(run: ReadRun, side: str, name: str) -> float | None:
@@ -74,7 +77,8 @@ def _side(run: ReadRun, side: str, name: str) -> float | None:
 
 
 def _curve(run: ReadRun) -> float | None:
-    """Mean height of the validation accuracy over the steps: the area under the curve by trapezia, divided by its width."""
+    """Mean height of the validation accuracy over the steps: the area under the curve by trapezia,
+    divided by its width."""
     points = sorted(series(run, "eval/accuracy").items())
     width = points[-1][0] - points[0][0] if points else 0
     return (
@@ -104,7 +108,8 @@ def shared_figure(
     """The figure of that name, or the first that two lines have; None where there is none.
 
     Args:
-      name: one of FIGURES. at: one of UNITS: the validation accuracy when the budget is spent that every run reached.
+      name: one of FIGURES. at: one of UNITS: the validation accuracy when the budget is spent that
+        every run reached.
     Raises: ConfigError for another name or unit, or where a named figure is missing.
     """
     if name is not None and name not in FIGURES:
@@ -148,7 +153,8 @@ def _at_budget(groups: Sequence[Group], at: str) -> Figure:
 def _resolution(
     groups: Sequence[Group], values: Sequence[Mapping[int, float]], *, accuracy: bool
 ) -> float:
-    """The smallest step of a figure: of an accuracy 1 / distinct problems; of a reward, whose scale is anyone's, the smallest seen."""
+    """The smallest step of a figure: of an accuracy 1 / distinct problems; of a reward, whose scale
+    is anyone's, the smallest seen."""
     seen = smallest_step([value for own in values for value in own.values()])
     counts = _problem_counts(groups)
     if not counts or (seen and not accuracy):
@@ -157,7 +163,8 @@ def _resolution(
 
 
 def _problem_counts(groups: Sequence[Group]) -> list[int]:
-    """Distinct problems of every evaluation of test and validation problems that says how many it had."""
+    """Distinct problems of every evaluation of test and validation problems that says how many it
+    had."""
     sides = [
         run.summary.get(side)
         for group in groups
@@ -175,7 +182,7 @@ def distinct_problems(result: Mapping[str, Any]) -> int:
     return found if isinstance(found, int) and found > 0 else 0
 
 
-# ------------------------------------------------------------------------------------------------------ budgets
+# ------------------------------------------------------------------------------------------ budgets
 
 
 def budget(run: ReadRun, unit: str) -> dict[int, float]:
@@ -213,7 +220,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """What a reader has to know beside the verdicts: unequal budgets, and settings that make the problems differ."""
+    """What a reader has to know beside the verdicts: unequal budgets, and settings that make the
+    problems differ."""
     out = []
     for unit, values in budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
@@ -235,7 +243,7 @@ def notes(groups: Sequence[Group]) -> list[str]:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------ verdicts
+# ----------------------------------------------------------------------------------------- verdicts
 
 
 def verdicts(
@@ -243,8 +251,9 @@ def verdicts(
 ) -> list[Compared]:
     """What can be said of each line against the first, or of every pair.
 
-    Student's t of the differences within seeds; Holm's correction over the comparisons that have enough seeds, intervals to match, so
-    that one leaves out 0 exactly where a difference is claimed. Below `TO_CLAIM` seeds in common nothing is claimed.
+    Student's t of the differences within seeds; Holm's correction over the comparisons that have
+    enough seeds, intervals to match, so that one leaves out 0 exactly where a difference is
+    claimed. Below `TO_CLAIM` seeds in common nothing is claimed.
 
     Args:
       effect: the difference > 0 that the seeds are counted for where nothing can be claimed.
@@ -319,9 +328,11 @@ class Fall(NamedTuple):
 
 
 def falls(groups: Sequence[Group]) -> list[Fall]:
-    """Lines that end below their start: in test accuracy, else in validation accuracy, of the runs that have both ends.
+    """Lines that end below their start: in test accuracy, else in validation accuracy, of the runs
+    that have both ends.
 
-    Holm's correction over all lines, whether or not they fell. Fewer than `TO_CLAIM` seeds claim nothing.
+    Holm's correction over all lines, whether or not they fell. Fewer than `TO_CLAIM` seeds claim
+    nothing.
     """
     ends = {
         group.label: [pair for run in group.runs if (pair := _ends(run)) is not None]

@@ -1,4 +1,5 @@
-"""The jobs of a sweep as their files tell: <sweep>/jobs/NAME.json of a job, and the summary and metrics in its run folder."""
+"""The jobs of a sweep as their files tell: <sweep>/jobs/NAME.json of a job, and the summary and
+metrics in its run folder."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ TYPES = {"number": int, "overrides": list, "status": str, "process": dict, "seco
 
 
 def alive(job: RunJob) -> bool:
-    """Whether a job's process runs on this machine. Nothing is known of a process on another one."""
+    """Whether a job's process runs on this machine. Nothing is known of a process on another
+    one."""
     named = isinstance(job.process.get("pid"), int) and job.process["pid"] > 0
     return job.status == "running" and named and owner.runs_here(job.process)
 
@@ -75,7 +77,8 @@ def last_reward(folder: Path) -> float | None:
 
 
 def objective(folder: Path) -> float | None:
-    """What a search maximises: the last validation accuracy, never a test figure; without one the mean reward of the last ten steps."""
+    """What a search maximises: the last validation accuracy, never a test figure; without one the
+    mean reward of the last ten steps."""
     if last := (runs.read_summary(folder) or {}).get("validation"):
         return float(last["accuracy"])
     return last_reward(folder) if runs.is_finished(folder) else None

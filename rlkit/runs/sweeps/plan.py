@@ -35,7 +35,8 @@ class Plan(NamedTuple):
 
 
 def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool = False) -> Plan:
-    """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError with all problems at once."""
+    """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError
+    with all problems at once."""
     given = [read_override(text)[1] for text in arguments]
     if secret := [
         text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text
@@ -94,10 +95,12 @@ def check_jobs(
     *,
     trusted: bool = False,
 ) -> set[str]:
-    """Composes, checks and dry-runs every job; the keys that only a signature knows, which Hydra has to be told to add.
+    """Composes, checks and dry-runs every job; the keys that only a signature knows, which Hydra
+    has to be told to add.
 
     Args:
-      root: the folder with the jobs' folders; None looks at no folder, since a search chooses its values later.
+      root: the folder with the jobs' folders; None looks at no folder, since a search chooses its
+        values later.
     Raises: ConfigError with the problems of all jobs, one that all of them have said once.
     """
     from rlkit.config.compose import compose, experiment
@@ -144,7 +147,8 @@ def is_search(config: DictConfig) -> bool:
 
 
 def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
-    """The config of the sweep itself: which sweeper, launcher and folder. Raises ConfigError, also where a plugin is missing."""
+    """The config of the sweep itself: which sweeper, launcher and folder. Raises ConfigError, also
+    where a plugin is missing."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -207,12 +211,14 @@ def installed(module: str) -> bool:
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """The jobs of a grid, each as its overrides: every combination, the last key first to change. Raises ConfigError."""
+    """The jobs of a grid, each as its overrides: every combination, the last key first to change.
+    Raises ConfigError."""
     return [list(job) for job in itertools.product(*_values(overrides).values())]
 
 
 def corners(overrides: Sequence[str]) -> list[list[str]]:
-    """Jobs that a search may propose: the first value of every key, then each end or choice of each key in turn."""
+    """Jobs that a search may propose: the first value of every key, then each end or choice of each
+    key in turn."""
     ends = _values(overrides, intervals=True)
     first = {key: own[0] for key, own in ends.items()}
     return [
@@ -224,7 +230,8 @@ def corners(overrides: Sequence[str]) -> list[list[str]]:
 def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
     """Key → the overrides that a sweep has of it, one for each value; of an interval its ends.
 
-    Raises: ConfigError where an override cannot be read, or is an interval and those are not asked for.
+    Raises: ConfigError where an override cannot be read, or is an interval and those are not asked
+    for.
     """
     found: dict[str, list[str]] = {}
     for override, text in map(read_override, overrides):
@@ -242,7 +249,8 @@ def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, l
 
 
 def read_override(text: str) -> tuple[Any, str]:
-    """An override, and its text in Hydra's grammar, as for a single run. Raises ConfigError where it cannot be read."""
+    """An override, and its text in Hydra's grammar, as for a single run. Raises ConfigError where
+    it cannot be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -255,14 +263,16 @@ def read_override(text: str) -> tuple[Any, str]:
 
 
 def dirname(overrides: Sequence[str]) -> str:
-    """Hydra's override_dirname: the overrides that make a job this one, in order of the alphabet."""
+    """Hydra's override_dirname: the overrides that make a job this one, in order of the
+    alphabet."""
     return ",".join(
         sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in ONCE)
     )
 
 
 def folder_name(text: str) -> str:
-    """A job's overrides as the name of one folder: no slash in it, printable, and not longer than a file system takes."""
+    """A job's overrides as the name of one folder: no slash in it, printable, and not longer than a
+    file system takes."""
     name = (
         text.replace("/", ".").replace("++", "").replace("'", "").replace('"', "").replace(" ", "")
     )
@@ -299,7 +309,8 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
 
 
 def changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
-    """In what the run of a folder differs from a job's config, its length included; empty if in nothing that counts.
+    """In what the run of a folder differs from a job's config, its length included; empty if in
+    nothing that counts.
 
     Raises: DataError where the folder's config cannot be read.
     """

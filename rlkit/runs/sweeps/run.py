@@ -28,7 +28,8 @@ from rlkit.system.processors import cores
 
 
 def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: bool = False) -> int:
-    """Runs all jobs of a command line and compares them; the exit status: 0 all done, 1 one failed, 130 or 143 stopped by a signal.
+    """Runs all jobs of a command line and compares them; the exit status: 0 all done, 1 one failed,
+    130 or 143 stopped by a signal.
 
     `trusted`: the command line says trust=true, which every job is told too.
     """
@@ -71,7 +72,8 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: b
 
 
 def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
-    """What Hydra's multirun does, with the config that is composed already. Raises ConfigError where the sweeper refuses."""
+    """What Hydra's multirun does, with the config that is composed already. Raises ConfigError
+    where the sweeper refuses."""
     import logging
     import warnings
 

@@ -1,4 +1,5 @@
-"""What all commands of many runs share: one owner of their folder, a process for each job, and signals that reach all of them.
+"""What all commands of many runs share: one owner of their folder, a process for each job, and
+signals that reach all of them.
 
 A command of many runs owns its folder and calls `do_job` for each job in a block of `conducting`,
 one after another or in several threads or processes. Every job is `rlkit train` in a run folder
@@ -37,7 +38,8 @@ ENDED = ("finished", "failed", "interrupted")
 
 
 class Sweep(NamedTuple):
-    """What the jobs of a sweep have in common. A launcher may take it to another process or machine."""
+    """What the jobs of a sweep have in common. A launcher may take it to another process or
+    machine."""
 
     root: Path
     config_dir: str | None
@@ -74,7 +76,8 @@ def make_sweep(
 
     Args:
       root: the sweep's folder, which this process owns.
-      parallel: jobs at once. threads: of each job; None: the cores are shared, and a single job at a time takes what it likes.
+      parallel: jobs at once. threads: of each job; None: the cores are shared, and a single job at
+        a time takes what it likes.
       trusted: whether the command line says trust=true.
     """
     environment = settle(root, parallel, threads)
@@ -90,7 +93,7 @@ def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
     return kernels | (dict.fromkeys(THREADS, str(shared)) if shared else {})
 
 
-# ------------------------------------------------------------------------------------------------------ the whole
+# ---------------------------------------------------------------------------------------- the whole
 
 
 @contextlib.contextmanager
@@ -113,7 +116,8 @@ def conducting(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int
 
 @contextlib.contextmanager
 def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
-    """SIGINT, SIGTERM and SIGHUP go to the running jobs of this machine, which save and end; no other one starts. A third ends it all."""
+    """SIGINT, SIGTERM and SIGHUP go to the running jobs of this machine, which save and end; no
+    other one starts. A third ends it all."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -148,7 +152,8 @@ def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def watching(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
-    """Prints one line for each job that ends while the block runs; a thread reads the jobs' files, wherever the jobs are."""
+    """Prints one line for each job that ends while the block runs; a thread reads the jobs' files,
+    wherever the jobs are."""
     over = threading.Event()
     told: set[int] = set()
 
@@ -194,7 +199,7 @@ def summed_up(done: Sequence[RunJob], total: int, began: float) -> str:
     return f"{finished} of {total} jobs finished, {failed} failed, {clock(time.time() - began)}"
 
 
-# ------------------------------------------------------------------------------------------------------ one job
+# ------------------------------------------------------------------------------------------ one job
 
 
 def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: int = 1) -> RunJob:
@@ -263,14 +268,17 @@ def start_process(words: list[str], log: IO[bytes], environment: Mapping[str, st
         stdout=log,
         stderr=subprocess.STDOUT,
         env=os.environ | environment | tied(),
-        process_group=0,  # what is typed at the terminal reaches the sweep alone, which passes it on once
+        # what is typed at the terminal reaches the sweep alone, which passes it on once
+        process_group=0,
     )
 
 
 def wait_for(process: Process, sweep: Sweep) -> int:
-    """The exit status of a job. It is told of a signal that came to the sweep while it was started, and killed once the sweep is gone.
+    """The exit status of a job. It is told of a signal that came to the sweep while it was started,
+    and killed once the sweep is gone.
 
-    The sweep's own process is looked for where a launcher has put this one beside it: it does not tie a job to itself then.
+    The sweep's own process is looked for where a launcher has put this one beside it: it does not
+    tie a job to itself then.
     """
     passed = False
     while True:
@@ -287,7 +295,8 @@ def wait_for(process: Process, sweep: Sweep) -> int:
 
 
 def _missed_signal(stop: Path, pid: int) -> int:
-    """The signal that was passed on to the other jobs before this one was known; 0 if there is none."""
+    """The signal that was passed on to the other jobs before this one was known; 0 if there is
+    none."""
     try:
         said = json.loads(stop.read_text())
         return 0 if pid in said["told"] else int(said["signal"])

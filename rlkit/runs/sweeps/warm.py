@@ -141,7 +141,7 @@ def warm_server(environment: Mapping[str, str]) -> Iterator[WarmServer]:
         server.close()
 
 
-# ------------------------------------------------------------------------------------------------ the other processes
+# ------------------------------------------------------------------------------ the other processes
 
 
 def serve_jobs() -> None:
@@ -167,7 +167,8 @@ def serve_jobs() -> None:
 
 
 def keep(request: Mapping[str, Any], answers: socket.socket, log: int) -> None:
-    """The keeper: starts the job, waits for it and says how it ended. Returns in the job's process alone."""
+    """The keeper: starts the job, waits for it and says how it ended. Returns in the job's process
+    alone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     keeper = os.getpid()
     job = os.fork()
@@ -184,7 +185,8 @@ def keep(request: Mapping[str, Any], answers: socket.socket, log: int) -> None:
 
 
 def become_job(request: Mapping[str, Any], log: int) -> None:
-    """`python -m rlkit WORDS`, as far as it ends by returning; it raises SystemExit with its status."""
+    """`python -m rlkit WORDS`, as far as it ends by returning; it raises SystemExit with its
+    status."""
     os.setpgid(0, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -1,4 +1,5 @@
-"""What a run does besides learning. Each part is a function of the run folder that gives a Lightning callback.
+"""What a run does besides learning. Each part is a function of the run folder that gives a
+Lightning callback.
 
 Lightning is imported only when a part is made, so that a config is checked without it.
 """
@@ -23,14 +24,17 @@ def checkpoint(
     mode: Literal["max", "min"] = "max",
     model: bool = True,
 ) -> Any:
-    """Saves the whole state after every `every` RL steps, after the last one and on a signal; the newest `keep` stay.
+    """Saves the whole state after every `every` RL steps, after the last one and on a signal; the
+    newest `keep` stay.
 
     Args:
-      best: a column of metrics.jsonl, such as eval/accuracy, which is of validation problems; test/* is refused. The step with the best
-        value so far is saved too and stays: checkpoints/best.ckpt is a link to it, checkpoints/best.json holds its value. None keeps none.
+      best: a column of metrics.jsonl, such as eval/accuracy, which is of validation problems;
+        test/* is refused. The step with the best value so far is saved too and stays:
+        checkpoints/best.ckpt is a link to it, checkpoints/best.json holds its value. None keeps
+        none.
       mode: whether the greatest or the smallest value is the best.
-      model: whether the end of a run writes the policy in Hugging Face's format (adapters in PEFT's) to model/, and the best one to
-        model_best/.
+      model: whether the end of a run writes the policy in Hugging Face's format (adapters in
+        PEFT's) to model/, and the best one to model_best/.
     """
     from rlkit.training.callbacks.checkpoints import RLCheckpoint
 
@@ -39,7 +43,8 @@ def checkpoint(
 
 @ranges(every=(1, None), count=(1, None))
 def samples(run: Path, /, *, every: int = 5, count: int = 6) -> Any:
-    """Writes sample conversations to samples/ and to the loggers, after the first, every `every`-th and the last RL step."""
+    """Writes sample conversations to samples/ and to the loggers, after the first, every `every`-th
+    and the last RL step."""
     from rlkit.training.callbacks.conversations import Samples
 
     return Samples(run / "samples", every=every, count=count)
@@ -55,11 +60,12 @@ def rollouts(run: Path, /, *, every: int = 1) -> Any:
 
 @ranges(every=(0, None), tables=(0, None))
 def completions(run: Path, /, *, every: int = 1, tables: int = 5) -> Any:
-    """Writes the rollouts of every `every`-th RL step as rows of a flat table to completions/ (Parquet; 0 writes none).
+    """Writes the rollouts of every `every`-th RL step as rows of a flat table to completions/
+    (Parquet; 0 writes none).
 
     Args:
-      tables: RL steps between tables in the loggers that sort and filter them (wandb, trackio); the first and the last step always have
-        one. 0 gives them none.
+      tables: RL steps between tables in the loggers that sort and filter them (wandb, trackio); the
+        first and the last step always have one. 0 gives them none.
     """
     from rlkit.training.callbacks.conversations import Completions
 

@@ -1,4 +1,5 @@
-"""Checkpoints at RL-step boundaries. Lightning's own are driven by optimiser steps, which are not RL steps."""
+"""Checkpoints at RL-step boundaries. Lightning's own are driven by optimiser steps, which are not
+RL steps."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint with its digest beside the target and renames it. Lightning's own goes through the system's temporary folder."""
+    """Writes a checkpoint with its digest beside the target and renames it. Lightning's own goes
+    through the system's temporary folder."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -84,11 +86,13 @@ def _size(value: Any) -> int:
 
 
 class RLCheckpoint(L.Callback):
-    """Saves after every `every` RL steps, after the last one and on a signal; the newest `keep` and the best by a metric stay.
+    """Saves after every `every` RL steps, after the last one and on a signal; the newest `keep` and
+    the best by a metric stay.
 
-    It runs after every other callback, so that what a step writes is there before the checkpoint says that the step is done. A save that
-    fails is said, and the run goes on: checkpoints are removed only after a newer one is whole. Of several ranks the first one writes;
-    all of them know whether it could.
+    It runs after every other callback, so that what a step writes is there before the checkpoint
+    says that the step is done. A save that fails is said, and the run goes on: checkpoints are
+    removed only after a newer one is whole. Of several ranks the first one writes; all of them know
+    whether it could.
     """
 
     def __init__(
@@ -115,7 +119,8 @@ class RLCheckpoint(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Lists what the run has written so far, so that a resume knows its own files. Every other callback has written by now."""
+        """Lists what the run has written so far, so that a resume knows its own files. Every other
+        callback has written by now."""
         if trainer.is_global_zero:
             self.measured = measure_files(self.run, self.measured)
             checkpoint["written"] = list_files(self.run, self.measured)
@@ -176,7 +181,8 @@ class RLCheckpoint(L.Callback):
         return self.folder / f"{PREFIX}{module.rl_step:06d}{SUFFIX}"
 
     def save(self, trainer: L.Trainer, module: Any) -> bool:
-        """Writes the checkpoint of the current RL step, then drops the oldest ones; whether there was room for it."""
+        """Writes the checkpoint of the current RL step, then drops the oldest ones; whether there
+        was room for it."""
         path = self.path(module)
         still_owned(self.run)
 
@@ -222,7 +228,8 @@ class RLCheckpoint(L.Callback):
             write_json(self.folder / "best.json", self.best)
 
     def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
-        """Whether a write succeeded. A failure is reported, and what was written before stays; see `lenient`."""
+        """Whether a write succeeded. A failure is reported, and what was written before stays; see
+        `lenient`."""
         with lenient(what, kind):
             write()
         return kind not in LOST
@@ -239,7 +246,8 @@ class RLCheckpoint(L.Callback):
 
 
 def gathered(model: Any) -> dict[str, Any] | None:
-    """What `save_policy` writes of a model that lies in shards: all weights, or under LoRA the adapters; None where it is whole."""
+    """What `save_policy` writes of a model that lies in shards: all weights, or under LoRA the
+    adapters; None where it is whole."""
     if not ranks.sharded(model):
         return None
     ranks.reshard(model)
@@ -258,7 +266,8 @@ def link(name: Path, target: Path) -> None:
 
 
 def weights_of(path: Path, folder: Path, identity: str) -> dict[str, Any]:
-    """The policy's weights in a checkpoint, as its model names them. Raises OSError where it is damaged, or of another run."""
+    """The policy's weights in a checkpoint, as its model names them. Raises OSError where it is
+    damaged, or of another run."""
     try:
         checkpoint = read_checkpoint(path)
         refuse_foreign(path, checkpoint, folder, identity)
@@ -287,8 +296,9 @@ def checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint on the CPU: the file that is named, or the newest whole one of a folder.
 
-    Damaged ones of a folder are named on standard error, with the one that is used in their place. A damaged file that was named is
-    refused, since an older one is not what was asked for; the message names it. Raises DataError if none can be read.
+    Damaged ones of a folder are named on standard error, with the one that is used in their place.
+    A damaged file that was named is refused, since an older one is not what was asked for; the
+    message names it. Raises DataError if none can be read.
     """
     damaged = []
     named = source.suffix == SUFFIX
@@ -319,7 +329,8 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A file that AtomicCheckpointIO wrote, on the CPU. Its whole content is verified before any of it is loaded. Raises DataError."""
+    """A file that AtomicCheckpointIO wrote, on the CPU. Its whole content is verified before any of
+    it is loaded. Raises DataError."""
     why = damage(path)
     if not why:
         try:
@@ -337,7 +348,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: str) -> None:
-    """Raises DataError where a checkpoint is not one that the run in `folder` saved under this name.
+    """Raises DataError where a checkpoint is not one that the run in `folder` saved under this
+    name.
 
     Args:
       state: what `path` holds. identity: of the run.
@@ -358,7 +370,8 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
 
 
 def set_foreign_aside(run: Path, identity: str) -> None:
-    """Moves checkpoints of other runs out of checkpoints/, where they would be removed as old ones of this run."""
+    """Moves checkpoints of other runs out of checkpoints/, where they would be removed as old ones
+    of this run."""
     folder = run / "checkpoints"
     for path in (*checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
         with suppress(
@@ -386,8 +399,9 @@ def set_foreign_aside(run: Path, identity: str) -> None:
 def supersede(folder: Path, step: int) -> None:
     """Sets the checkpoints after `step` aside under other names, since the run goes on from `step`.
 
-    Left in place they would be taken for its newest after a kill, though the rows between belong to another past. The next save removes
-    those that are whole. Damaged ones are kept, as evidence of what damaged them.
+    Left in place they would be taken for its newest after a kill, though the rows between belong to
+    another past. The next save removes those that are whole. Damaged ones are kept, as evidence of
+    what damaged them.
     """
     for path in checkpoints(folder):
         if step_of(path) <= step:

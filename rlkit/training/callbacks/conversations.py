@@ -1,4 +1,5 @@
-"""Conversations as files and as text of the loggers: reading them is the standard cure for reward hacking."""
+"""Conversations as files and as text of the loggers: reading them is the standard cure for reward
+hacking."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ WAITING = 20_000  # rows of the completions table that wait for a checkpoint
 
 
 class Samples(L.Callback):
-    """Writes conversations as Markdown, many steps a file: the best of a step, the worst, then others in order."""
+    """Writes conversations as Markdown, many steps a file: the best of a step, the worst, then
+    others in order."""
 
     def __init__(self, folder: Path, *, every: int, count: int):
         self.folder, self.every, self.count = folder, every, count
@@ -63,8 +65,8 @@ class Rollouts(L.Callback):
 class Completions(L.Callback):
     """Writes rollouts as rows of Parquet files, and shows loggers the table of a step.
 
-    Rows wait for the next checkpoint, so a file is written once and ends where a resumed run goes on; a run that is killed writes the
-    others again. Their steps are in rollouts/ in any case.
+    Rows wait for the next checkpoint, so a file is written once and ends where a resumed run goes
+    on; a run that is killed writes the others again. Their steps are in rollouts/ in any case.
     """
 
     def __init__(self, folder: Path, *, every: int, tables: int):
@@ -134,7 +136,8 @@ class Completions(L.Callback):
 
 
 def mean_advantages(batch: Batch, trained: Sequence[Rollout]) -> dict[tuple[int, int], float]:
-    """(group, sample) → mean advantage over a rollout's trained tokens, for the rollouts that have such tokens."""
+    """(group, sample) → mean advantage over a rollout's trained tokens, for the rollouts that have
+    such tokens."""
     assert batch.advantages is not None
     mask = batch.response_mask
     owners, values = (

@@ -1,5 +1,6 @@
-"""Evaluations of a run. Validation problems on the way, for the curve, `stop_at` and the best checkpoint; test problems before the first
-step and after the last, for the figures that a run is reported with. Nothing that a run does depends on a test problem."""
+"""Evaluations of a run. Validation problems on the way, for the curve, `stop_at` and the best
+checkpoint; test problems before the first step and after the last, for the figures that a run is
+reported with. Nothing that a run does depends on a test problem."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
 
 
 class HeldOut(L.Callback):
-    """Adds `eval/*` (validation) and `test/*` to the rows of steps; the time of an evaluation is not the step's.
+    """Adds `eval/*` (validation) and `test/*` to the rows of steps; the time of an evaluation is
+    not the step's.
 
-    With `evaluation.every` n > 0 validation problems are played before the first step, after every n-th and after the last; with 0 never.
-    Test problems are played before the first step and after the last. `results` takes what was measured; a resumed run has it from
-    its checkpoint.
+    With `evaluation.every` n > 0 validation problems are played before the first step, after every
+    n-th and after the last; with 0 never. Test problems are played before the first step and after
+    the last. `results` takes what was measured; a resumed run has it from its checkpoint.
     """
 
     def __init__(self, tasks: Splits, metrics: Path, results: Results):
@@ -114,15 +116,17 @@ class HeldOut(L.Callback):
 
 
 def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
-    """The block in which an evaluation, or a part of one, is played and scored: at its deadline the process ends and says so."""
+    """The block in which an evaluation, or a part of one, is played and scored: at its deadline the
+    process ends and says so."""
     return limit_waiting(
         settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True
     )
 
 
 def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """A result as metrics with a prefix such as `eval/`, and that of each part of a mixture as `eval/part/NAME/*`. What the
-    reward's functions measured themselves is `eval/reward/TERM/METRIC` and `eval/aggregator/METRIC`."""
+    """A result as metrics with a prefix such as `eval/`, and that of each part of a mixture as
+    `eval/part/NAME/*`. What the reward's functions measured themselves is `eval/reward/TERM/METRIC`
+    and `eval/aggregator/METRIC`."""
     rows = {prefix: result} | {
         f"{prefix}part/{part}/": own for part, own in result.get("parts", {}).items()
     }

@@ -1,4 +1,5 @@
-"""What a run leaves behind when it fails: enough to look at the fault, and to make it happen again."""
+"""What a run leaves behind when it fails: enough to look at the fault, and to make it happen
+again."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ BATCH, STATE = "batch.pt", "state.ckpt"
 
 
 class DebugBundle(L.Callback):
-    """debug/step_000007/: traceback.txt, config.yaml and rollouts.jsonl.gz; where an update failed also its minibatch and the state before
-    it, with which `rlkit replay bundle=FOLDER` does the update again.
+    """debug/step_000007/: traceback.txt, config.yaml and rollouts.jsonl.gz; where an update failed
+    also its minibatch and the state before it, with which `rlkit replay bundle=FOLDER` does the
+    update again.
 
-    Of several ranks the first one writes; one that fails by itself writes debug/step_000007_rank1/. With trainer=ddp each of them holds
-    the state; shards can be gathered only where all ranks fail together, which they do where numbers are not finite.
+    Of several ranks the first one writes; one that fails by itself writes debug/step_000007_rank1/.
+    With trainer=ddp each of them holds the state; shards can be gathered only where all ranks fail
+    together, which they do where numbers are not finite.
     """
 
     def __init__(self, run: Path):
@@ -41,7 +44,8 @@ class DebugBundle(L.Callback):
             or isinstance(exception, Refusal)
             or owner.lost(self.run)
         ):
-            return  # a signal, a sentence that says it all, or a folder that is another process's now
+            # a signal, a sentence that says it all, or a folder that is another process's now
+            return
         together, echo = (
             ranks.size() == 1 or isinstance(exception, NonFinite),
             isinstance(exception, ranks.RankError),
@@ -78,7 +82,8 @@ class DebugBundle(L.Callback):
 
 
 def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    """Weights, optimizers and all that RLModule adds to a checkpoint, with this rank's generators; of shards a collective."""
+    """Weights, optimizers and all that RLModule adds to a checkpoint, with this rank's generators;
+    of shards a collective."""
     strategy = trainer.strategy
     state = {
         "state_dict": strategy.lightning_module_state_dict(),
@@ -91,10 +96,11 @@ def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 
 class Watchdog(L.Callback):
-    """Says in which step and in which part of it a run is, for the limit `trainer.max_step_time` (`rlkit.system.waiting.limited`).
+    """Says in which step and in which part of it a run is, for the limit `trainer.max_step_time`
+    (`rlkit.system.waiting.limited`).
 
-    The parts of a step are generate, reward and update. Between steps only what is waited for counts: an evaluation waits for rewards
-    and environments too.
+    The parts of a step are generate, reward and update. Between steps only what is waited for
+    counts: an evaluation waits for rewards and environments too.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,8 @@ FINAL = (  # by which runs are compared
 
 
 class Ownership(L.Callback):
-    """Looks at owner.json where a step begins and where it ends; rows and checkpoints look once more before they are written."""
+    """Looks at owner.json where a step begins and where it ends; rows and checkpoints look once
+    more before they are written."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -45,7 +46,8 @@ class Ownership(L.Callback):
 
 
 class KernelsNoted(L.Callback):
-    """Writes the kernels of the run to run.json, once a checkpoint that it goes on from has had its say."""
+    """Writes the kernels of the run to run.json, once a checkpoint that it goes on from has had its
+    say."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -58,13 +60,15 @@ class KernelsNoted(L.Callback):
 
 
 def still_owned(run: Path) -> None:
-    """Of several ranks the first one looks; all of them end. Raises TakenOver, on the others RankError."""
+    """Of several ranks the first one looks; all of them end. Raises TakenOver, on the others
+    RankError."""
     ranks.broadcast(lambda: owner.check_owner(run))
 
 
 class MetricsFile(L.Callback):
-    """Appends the module's row to metrics.jsonl after each RL step and shows loggers the row and what is no number. Then the module draws
-    its conclusions from the row, `eval/*` included; where a phase ends, one line says so. Runs after whatever adds to the row.
+    """Appends the module's row to metrics.jsonl after each RL step and shows loggers the row and
+    what is no number. Then the module draws its conclusions from the row, `eval/*` included; where
+    a phase ends, one line says so. Runs after whatever adds to the row.
     """
 
     def __init__(self, path: Path):

@@ -1,4 +1,5 @@
-"""Known pathologies, said in plain words with the key to turn. Advice on settings comes once, the others once until they go away."""
+"""Known pathologies, said in plain words with the key to turn. Advice on settings comes once, the
+others once until they go away."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ INTERVALS = {
 
 
 def all_rewards_equal(row: Row) -> str | None:
-    """No group has rewards that differ, and nothing else makes an advantage of them: nothing learned from rewards."""
+    """No group has rewards that differ, and nothing else makes an advantage of them: nothing
+    learned from rewards."""
     compared = (
         row["reward/std"] > 0 and row["adv/abs_mean"] > 0
     )  # with a critic or the batch; groups of one are always equal
@@ -54,7 +56,8 @@ def nearly_all_truncated(row: Row) -> str | None:
 
 
 def length_inflation(row: Row) -> str | None:
-    """Replies loop, or many are cut while a teacher is followed: in a loop teacher and policy agree, so nothing pulls out of it."""
+    """Replies loop, or many are cut while a teacher is followed: in a loop teacher and policy
+    agree, so nothing pulls out of it."""
     looping, cut = (
         row["len/loop_frac"],
         row["len/truncated_frac"] if "streams/teacher" in row else 0,
@@ -151,9 +154,11 @@ def update_skipped(row: Row) -> str | None:
 
 
 def waits_for_cores(row: Row) -> str | None:
-    """The update took twice as long as the processor worked on it, and a second more: other processes take its cores.
+    """The update took twice as long as the processor worked on it, and a second more: other
+    processes take its cores.
 
-    The update alone tells: it computes in this process and waits for nothing else, where a rollout may wait for tools or a server.
+    The update alone tells: it computes in this process and waits for nothing else, where a rollout
+    may wait for tools or a server.
     """
     took, worked = row["perf/update_s"], row["perf/update_processor_s"]
     if not (took >= 2 * worked and took - worked >= 1):  # nan: it was not measured

@@ -1,4 +1,5 @@
-"""SIGTERM, SIGINT, SIGHUP and SIGUSR1: the run ends at a step's boundary, saved. A second signal ends it at once."""
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1: the run ends at a step's boundary, saved. A second signal
+ends it at once."""
 
 from __future__ import annotations
 
@@ -18,15 +19,17 @@ from rlkit.errors import Interrupted
 from rlkit.system.deadline import end_process
 from rlkit.system.files import reason
 
-# SIGHUP: the terminal or the connection is gone. SIGUSR1: SLURM's warning before the end (#SBATCH --signal=USR1@120).
+# SIGHUP: the terminal or the connection is gone. SIGUSR1: SLURM's warning before the end (#SBATCH
+# --signal=USR1@120).
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopOnSignal(L.Callback):
-    """Rollouts are dropped at once; an update, an evaluation or a save that has begun is finished first.
+    """Rollouts are dropped at once; an update, an evaluation or a save that has begun is finished
+    first.
 
-    Lightning's own handlers end the process with status 0, and under SLURM save in the middle of a step; these take their place.
-    It is the first callback, so that a step's callbacks are whole.
+    Lightning's own handlers end the process with status 0, and under SLURM save in the middle of a
+    step; these take their place. It is the first callback, so that a step's callbacks are whole.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""What the terminal shows while a run trains: one line per RL step, and on a terminal a bar that moves below them."""
+"""What the terminal shows while a run trains: one line per RL step, and on a terminal a bar that
+moves below them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ RECENT = 8  # steps that the time left is worked out from
 
 
 class ProgressLines(L.Callback):
-    """One line per RL step with the time left; on a terminal a bar below it that counts the time down."""
+    """One line per RL step with the time left; on a terminal a bar below it that counts the time
+    down."""
 
     def __init__(self) -> None:
         self.bar: Any = None
@@ -108,9 +110,11 @@ class TimeLeft:
 
 
 def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
-    """Seconds of so many steps, each as long as the median of those that were `taken`, and of the evaluations still to come.
+    """Seconds of so many steps, each as long as the median of those that were `taken`, and of the
+    evaluations still to come.
 
-    The median: a first step that compiles, or one that wrote a checkpoint to a slow disk, says nothing about the others.
+    The median: a first step that compiles, or one that wrote a checkpoint to a slow disk, says
+    nothing about the others.
     """
     return steps * statistics.median(taken) + evaluations
 
@@ -134,10 +138,12 @@ def evaluations_left(step: int, total: int, every: int) -> int:
 def step_line(
     step: int, total: int, row: dict[str, Any], last_reward: float | None, left: str = ""
 ) -> str:
-    """`step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3% | 0.8 + 0.9 s, 0:24 left`: seconds of sampling and of the update.
+    """`step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3% | 0.8 + 0.9 s, 0:24 left`: seconds
+    of sampling and of the update.
 
-    At most 80 columns: where there is no room, the change of the reward goes first, and the seconds are summed up next. What does not
-    apply, such as a KL without a reference, is left out. Scoring has seconds of its own from half a second on.
+    At most 80 columns: where there is no room, the change of the reward goes first, and the seconds
+    are summed up next. What does not apply, such as a KL without a reference, is left out. Scoring
+    has seconds of its own from half a second on.
     """
     reward, kl, cut, scoring = (
         row["reward/mean"],
@@ -166,7 +172,8 @@ def step_line(
 
 
 def held_out(row: dict[str, Any]) -> str:
-    """`validation accuracy 0.981, test accuracy 0.988`, each with the mean reward where that differs; '' without an evaluation."""
+    """`validation accuracy 0.981, test accuracy 0.988`, each with the mean reward where that
+    differs; '' without an evaluation."""
     said = []
     for split, prefix in (("validation", "eval/"), ("test", "test/")):
         if f"{prefix}accuracy" in row:

@@ -1,4 +1,5 @@
-"""Numbers and parts as functions of progress. A schedule never edits an experiment: it gives the experiment of a step."""
+"""Numbers and parts as functions of progress. A schedule never edits an experiment: it gives the
+experiment of a step."""
 
 from rlkit.training.schedules.controllers import (
     Condition,

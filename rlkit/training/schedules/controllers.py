@@ -1,5 +1,5 @@
-"""Numbers that follow what a run measures: functions that make a Controller, whose state is explicit; and conditions on what a step
-measures: `reward/mean > 0.8 for 5`."""
+"""Numbers that follow what a run measures: functions that make a Controller, whose state is
+explicit; and conditions on what a step measures: `reward/mean > 0.8 for 5`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Condition(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def condition(text: str) -> Condition:
-    """Reads a condition: METRIC, one of > >= < <=, NUMBER, and perhaps `for N`, the steps in a row on which it has to hold.
+    """Reads a condition: METRIC, one of > >= < <=, NUMBER, and perhaps `for N`, the steps in a row
+    on which it has to hold.
 
     Raises: ValueError with the grammar.
     >>> condition("reward/mean > 0.8 for 5")
@@ -50,7 +51,8 @@ def condition(text: str) -> Condition:
 def streak(condition: Condition, before: float, metrics: Mapping[str, float]) -> int:
     """Steps in a row on which a condition has held, after one more step. nan does not hold.
 
-    A step without the metric is passed over, so that `eval/accuracy > 0.9 for 2` asks for two evaluations in a row.
+    A step without the metric is passed over, so that `eval/accuracy > 0.9 for 2` asks for two
+    evaluations in a row.
     """
     if condition.metric not in metrics:
         return int(before)
@@ -73,9 +75,11 @@ def adaptive(
 ) -> Controller:
     """A coefficient that keeps a divergence near a target.
 
-    After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon · steps)).
-    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, who count the horizon in rollouts: H of them, n in a step, are
-    horizon = H / (n · steps). As a share of the run the coefficient can move as far in a short run as in a long one: at the
+    After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon ·
+    steps)). Ziegler et al. 2019, arXiv:1909.08593, section 2.2, who count the horizon in rollouts:
+    H of them, n in a step, are
+    horizon = H / (n · steps). As a share of the run the coefficient can move as far in a short run
+    as in a long one: at the
     defaults by a factor of about e² either way. A step without a finite KL changes nothing.
 
     Args:
@@ -84,7 +88,8 @@ def adaptive(
       horizon: share of `steps` over which it may change by the share `limit`, in (0, 1].
       limit: largest relative error that counts, in (0, 1).
       metric: what is held at the target. kl/ref_k3 is nats per token.
-      steps: RL steps that the horizon is a share of; None: those that the controller spans, the run's or its phase's.
+      steps: RL steps that the horizon is a share of; None: those that the controller spans, the
+        run's or its phase's.
     Raises: ValueError where a number is outside its range.
     """
     for name, value in (("start", start), ("target", target)):
@@ -132,9 +137,11 @@ def adaptive_entropy(
     high: float = 1.0,
     metric: str = "policy/entropy",
 ) -> Controller:
-    """A coefficient that keeps the entropy near a target: + step after a step below it, - step above it, within [low, high].
+    """A coefficient that keeps the entropy near a target: + step after a step below it, - step
+    above it, within [low, high].
 
-    After He et al. 2025, arXiv:2505.22312, as TRL has it. A step without a finite entropy changes nothing.
+    After He et al. 2025, arXiv:2505.22312, as TRL has it. A step without a finite entropy changes
+    nothing.
 
     Args:
       target: nats per sampled token.

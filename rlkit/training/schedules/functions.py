@@ -1,7 +1,7 @@
 """Numbers as functions of the step, which is counted from 0.
 
-The length `steps` may be left out in a schedule: there the function is given the steps that it spans, those of the run or, inside
-a phase, those of the phase (`rlkit.training.schedules.at`).
+The length `steps` may be left out in a schedule: there the function is given the steps that it
+spans, those of the run or, inside a phase, those of the phase (`rlkit.training.schedules.at`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def cosine(step: int, *, start: float, end: float, steps: int | None = None) -> 
 
 @ranges(to=(0, None))
 def decay(step: int, value: float, *, to: float, steps: int | None = None) -> float:
-    """The configured value, falling along a line to `to` of itself: value · (1 - (1 - to) · min(1, step / steps)); `steps` > 0.
+    """The configured value, falling along a line to `to` of itself: value · (1 - (1 - to) · min(1,
+    step / steps)); `steps` > 0.
 
     >>> decay(5, 2.0, to=0.5, steps=10)
     1.5

@@ -1,4 +1,5 @@
-"""Numbers within the parts of an experiment, by their dotted path: kl.coef, algorithm.policy_loss.clip_high."""
+"""Numbers within the parts of an experiment, by their dotted path: kl.coef,
+algorithm.policy_loss.clip_high."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def settable(node: Any) -> Mapping[str, Any]:
 
 
 def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: str) -> Any:
-    """A copy of nested NamedTuples, mappings and partial functions with one number, or the Controller in its place, changed.
+    """A copy of nested NamedTuples, mappings and partial functions with one number, or the
+    Controller in its place, changed.
 
     A whole number stays one: it is rounded to the nearest.
     Raises: KeyError naming the path that binds no number.

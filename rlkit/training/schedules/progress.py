@@ -1,6 +1,7 @@
 """The course of a run: its phases, how far it is, and the experiment of each step.
 
-start ──▶ at ──▶ one RL step ──▶ advance ──▶ at ──▶ …        Progress is all that a checkpoint has to hold of it
+start ──▶ at ──▶ one RL step ──▶ advance ──▶ at ──▶ …        Progress is all that a checkpoint has
+to hold of it
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class Phase(NamedTuple):
 
     until      the phase ends
     20         after 20 RL steps of its own
-    0.5        after this share of the run's steps (trainer.steps), greater than 0 and less than 1, in steps of its own
+    0.5        after this share of the run's steps (trainer.steps), greater than 0 and less than 1,
+               in steps of its own
     text       once a condition holds, "reward/mean > 0.8 for 5"
     function   once it gives True: (metrics) or (metrics, steps in the phase) → bool
     None       never: for the last phase alone
 
-    Steps of its `numbers` count from its start. They stand before the schedule's own, whose steps count over the whole run.
+    Steps of its `numbers` count from its start. They stand before the schedule's own, whose steps
+    count over the whole run.
     """
 
     algorithm: Any
@@ -45,12 +48,15 @@ class Phase(NamedTuple):
 
 @safe("numbers", "phases", "name")
 class Schedule(NamedTuple):
-    """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function or a Controller.
+    """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function
+    or a Controller.
 
-    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, which a command line can override.
-    A function takes the step, counted from 0; where its second positional parameter is `value`, also the configured number. One
-    whose keyword `steps` is None is given the steps that it spans: those of the run (trainer.steps), or of the phase that brings it.
-    `phases` maps names to phases, in order. `name` is that of a run with phases, which no algorithm alone describes.
+    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, which a command
+    line can override. A function takes the step, counted from 0; where its second positional
+    parameter is `value`, also the configured number. One whose keyword `steps` is None is given the
+    steps that it spans: those of the run (trainer.steps), or of the phase that brings it. `phases`
+    maps names to phases, in order. `name` is that of a run with phases, which no algorithm alone
+    describes.
     """
 
     numbers: Mapping[str, Any] = {}
@@ -59,7 +65,8 @@ class Schedule(NamedTuple):
 
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:
-        """Dotted path → function or Controller, of the whole run; those of a phase are in `phases(experiment)[name].schedule`."""
+        """Dotted path → function or Controller, of the whole run; those of a phase are in
+        `phases(experiment)[name].schedule`."""
         return flat(self.numbers)
 
 
@@ -80,7 +87,8 @@ def start(experiment: Any) -> Progress:
 
 
 def phases(experiment: Any) -> dict[str, Any]:
-    """Name → the experiment of that phase: its groups in place, its own numbers before the shared ones, no phases.
+    """Name → the experiment of that phase: its groups in place, its own numbers before the shared
+    ones, no phases.
 
     A run without phases is one phase of the name "".
     """
@@ -109,7 +117,8 @@ def _current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
 
 
 def controllers_of(experiment: Any) -> dict[str, Controller]:
-    """Path → Controller, of the experiment of one phase: those that stand in place of a number, and those of its schedule."""
+    """Path → Controller, of the experiment of one phase: those that stand in place of a number, and
+    those of its schedule."""
     scheduled = {
         path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)
     }
@@ -126,7 +135,8 @@ def inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, Contr
 
 
 def at(experiment: Any, progress: Progress) -> Any:
-    """The experiment of the step to come: the phase's groups in place, and every scheduled number a plain number.
+    """The experiment of the step to come: the phase's groups in place, and every scheduled number a
+    plain number.
 
     Raises: KeyError naming the path that binds nothing.
     """
@@ -144,8 +154,8 @@ def at(experiment: Any, progress: Progress) -> Any:
 
 
 def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
-    """The experiment of a step to come, as far as it is known now: phases that end after a number of steps have ended until then, and
-    controllers stay as they are."""
+    """The experiment of a step to come, as far as it is known now: phases that end after a number
+    of steps have ended until then, and controllers stay as they are."""
     given = list(experiment.schedule.phases.values())
     while progress.step < step:
         progress = progress._replace(step=progress.step + 1)
@@ -167,7 +177,8 @@ def phase_steps(until: Any, steps: int) -> int | None:
 
 
 def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
-    """RL steps that a number without a length of its own spans: the run's, or those of the phase in force where that brings it.
+    """RL steps that a number without a length of its own spans: the run's, or those of the phase in
+    force where that brings it.
 
     A phase whose end is not known beforehand is taken to last until the end of the run.
     """
@@ -190,7 +201,8 @@ def _spanning(function: Callable[..., Any], steps: int) -> Callable[..., Any]:
 
 
 def _brought(phase: Phase | None, path: str) -> bool:
-    """Whether the phase brings the number at a path: by its own numbers, or by a group that it replaces."""
+    """Whether the phase brings the number at a path: by its own numbers, or by a group that it
+    replaces."""
     group = path.partition(".")[0]
     return phase is not None and (
         path in flat(phase.numbers) or (group in PHASED and getattr(phase, group) is not None)
@@ -216,7 +228,8 @@ def values(experiment: Any, progress: Progress) -> dict[str, float]:
 
 
 def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
-    """What another trainer.steps changes in a run that goes on, as a sentence; "" where it is the same."""
+    """What another trainer.steps changes in a run that goes on, as a sentence; "" where it is the
+    same."""
     steps = experiment.trainer.steps
     if before == steps:
         return ""
@@ -238,8 +251,8 @@ def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
 def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
     """The progress after an RL step that measured `metrics`.
 
-    Controllers move; where the phase's end condition holds the next phase begins. Then controllers that it brings start anew,
-    and those that both phases share go on.
+    Controllers move; where the phase's end condition holds the next phase begins. Then controllers
+    that it brings start anew, and those that both phases share go on.
     """
     phase, x = _current(experiment, progress)
     now = controllers_of(x)
@@ -266,7 +279,8 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
 
 
 def watched(experiment: Any, progress: Progress) -> dict[str, str]:
-    """Path → the metric that it follows, in the phase in force: controllers, and the condition that ends the phase."""
+    """Path → the metric that it follows, in the phase in force: controllers, and the condition that
+    ends the phase."""
     phase, x = _current(experiment, progress)
     out = {}
     for path, controller in controllers_of(x).items():
@@ -281,7 +295,8 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
 
 
 def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
-    """Sentences on what waits for a metric that a step has not measured. Those of validation problems (eval/…) are not of every step."""
+    """Sentences on what waits for a metric that a step has not measured. Those of validation
+    problems (eval/…) are not of every step."""
     return [
         f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step measures: {', '.join(sorted(metrics))}"
         for path, metric in watched(experiment, progress).items()

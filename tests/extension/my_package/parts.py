@@ -136,7 +136,8 @@ def shelved(rollout: Rollout) -> float:
 
 
 class Nim:
-    """A game of two players who are both the policy: take 1 to 3 stones in turn; who takes the last one wins.
+    """A game of two players who are both the policy: take 1 to 3 stones in turn; who takes the last
+    one wins.
 
     The replies of the winner get 1, those of the loser -1. A reply that takes none loses.
     """
