@@ -117,7 +117,8 @@ def group_page(group: Path) -> str:
         if rows:
             lines += ["", "| key | default | takes | meaning |", "|---|---|---|---|"]
             lines += [
-                f"| `{k.path}` | `{cell(k.value)}` | {cell(takes([*keys, *above], k))} | {cell(k.comment or meaning(above, k))} |"
+                f"| `{k.path}` | `{cell(k.value)}` | {cell(takes([*keys, *above], k))} |"
+                f" {cell(k.comment or meaning(above, k))} |"
                 for k in rows
             ]
     return "\n".join(lines) + "\n"
@@ -136,7 +137,7 @@ def inherited(file: Path, choices: list[str]) -> list[Key]:
     return [
         key
         for parent in parents
-        for key in (read_option(parent)[2] + inherited(parent, read_option(parent)[1]))
+        for key in read_option(parent)[2] + inherited(parent, read_option(parent)[1])
     ]
 
 
@@ -194,7 +195,9 @@ PLACES = {
 
 # Types whose keys are chosen by the user.
 NAMED = {
-    "Mapping[str, Any]": "name → a part: a Lightning callback, a function of the step, a Controller",
+    "Mapping[str, Any]": (
+        "name → a part: a Lightning callback, a function of the step, a Controller"
+    ),
     "Mapping[str, Phase]": "name → a phase",
     "Mapping[str, Term]": "name → a term",
 }
@@ -302,10 +305,14 @@ def extension_points() -> str:
     found = points()
     lines = [MARK, "", "# Extension points", ""]
     lines += [
-        f"{len(found)} places in a config accept a function of your own. Name it as `_target_: my_module.my_function`. Add"
+        f"{len(found)} places in a config accept a function of your own. Name it as `_target_:"
+        " my_module.my_function`. Add"
     ]
     lines += [
-        "`_partial_: true` if rlkit calls it later. Its keyword-only parameters are its keys. You need not register it.",
+        (
+            "`_partial_: true` if rlkit calls it later. Its keyword-only parameters are its keys."
+            " You need not register it."
+        ),
         "",
     ]
     lines += ["| place | takes | meaning |", "|---|---|---|"]
@@ -326,7 +333,10 @@ def extension_points() -> str:
     lines += [
         "## Quantities",
         "",
-        "A part of an algorithm or of a KL gets these values by the names of its positional parameters:",
+        (
+            "A part of an algorithm or of a KL gets these values by the names of its positional"
+            " parameters:"
+        ),
         "",
     ]
     lines += [f"- `{name}` {meaning}" for name, meaning in rlkit.types.QUANTITIES.items()]
@@ -466,10 +476,12 @@ def signatures(protocol: type) -> list[str]:
         name: "async " if inspect.iscoroutinefunction(f) else "" for name, f in methods.items()
     }
     shown = {
-        name: str(inspect.signature(f))
-        .replace("(self, ", "(")
-        .replace("(self)", "()")
-        .replace("'", "")
+        name: (
+            str(inspect.signature(f))
+            .replace("(self, ", "(")
+            .replace("(self)", "()")
+            .replace("'", "")
+        )
         for name, f in methods.items()
     }
     return [
@@ -512,7 +524,8 @@ def metrics_page() -> str:
         for entry in section.entries:
             names = ", ".join(f"`{name}`" for name in entry.names)
             lines.append(
-                f"| {names} | {cell(entry.means)} *In: {cell(entry.unit)}.* | {cell(entry.usual)} | {cell(entry.act)} |"
+                f"| {names} | {cell(entry.means)} *In: {cell(entry.unit)}.* | {cell(entry.usual)} |"
+                f" {cell(entry.act)} |"
             )
         lines += [
             "",

@@ -151,8 +151,10 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
     """A line a variant: means and ranges over its seeds, and the difference from the first
     variant."""
     lines = [
-        "| variant | final test accuracy: mean (lowest – highest) | difference, 95 % "
-        "| validation accuracy, mean over the run | difference, 95 % | final KL, nats | CPU s |",
+        (
+            "| variant | final test accuracy: mean (lowest – highest) | difference, 95 % "
+            "| validation accuracy, mean over the run | difference, 95 % | final KL, nats | CPU s |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for name in names:
@@ -164,9 +166,11 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
             for key in ("final", "curve_mean", "final_kl", "cpu_seconds")
         )
         differences = [
-            "–"
-            if name == names[0]
-            else "{:+.3f} ± {:.3f}".format(*paired(rows, name, names[0], key))
+            (
+                "–"
+                if name == names[0]
+                else "{:+.3f} ± {:.3f}".format(*paired(rows, name, names[0], key))
+            )
             for key in ("final", "curve_mean")
         ]
         columns = [

@@ -234,7 +234,8 @@ def applied(function: Callable[..., Any], quantities: Mapping[str, Any]) -> Any:
     for name, tensor in _tensors(given):
         if tensor._version != before.get(name):
             raise PartError(
-                f"{written(function)} changes '{name}' in place, which other parts read too; let it work on {name}.clone()"
+                f"{written(function)} changes '{name}' in place, which other parts read too; let it"
+                f" work on {name}.clone()"
             )
     return out
 
@@ -301,11 +302,13 @@ def part(
         if key in asked and key not in given:
             there = ", ".join(quantity for quantity in QUANTITIES if quantity in given)
             raise refused(
-                f"asks for '{key}', which there is not, or not yet, when it is called; there are: {there}"
+                f"asks for '{key}', which there is not, or not yet, when it is called; there are:"
+                f" {there}"
             ) from error
         if "components" in asked and key not in terms:
             raise refused(
-                f"there is no reward term '{key}'.{nearest(key, terms)} There are: {', '.join(terms)}"
+                f"there is no reward term '{key}'.{nearest(key, terms)} There are:"
+                f" {', '.join(terms)}"
             ) from error
         raise
     sizes, device = (
@@ -331,7 +334,8 @@ def part(
         for size, shape in sizes.items():
             expected = expected.replace(size, f"{size} = {tuple(shape)}")
         raise refused(
-            f"gave {faults[0]}, expected {expected}. {protocol.__name__}: {protocol.__doc__.splitlines()[0]}"
+            f"gave {faults[0]}, expected {expected}. {protocol.__name__}:"
+            f" {protocol.__doc__.splitlines()[0]}"
         )
     measured = {}
     for key, number in metrics.items():
@@ -399,9 +403,11 @@ def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> d
     rules = {f"clip_{name}": rule for name, rule in clip._asdict().items()}
     with torch.no_grad():
         return {
-            name: none
-            if rule is None
-            else rule(**{n: quantities[n] for n in inputs(rule)}, **numbers)
+            name: (
+                none
+                if rule is None
+                else rule(**{n: quantities[n] for n in inputs(rule)}, **numbers)
+            )
             for name, rule in rules.items()
         }
 
@@ -512,7 +518,8 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
         if algorithm.critic.active and returns is None:
             who = f"algorithm.advantage ({written(algorithm.advantage)})"
             raise PartError(
-                f"{who}: gave no returns, and the critic needs them; give rlkit.types.Estimate(advantages, returns)"
+                f"{who}: gave no returns, and the critic needs them; give"
+                " rlkit.types.Estimate(advantages, returns)"
             )
         if advantages.dim() == 1:
             advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
@@ -670,7 +677,8 @@ def number(coefficient: float | Controller) -> float:
     (rlkit.training.schedules.at)."""
     if isinstance(coefficient, Controller):
         raise TypeError(
-            "a controller is no number; take the experiment of a step, rlkit.training.schedules.at(experiment, progress)"
+            "a controller is no number; take the experiment of a step,"
+            " rlkit.training.schedules.at(experiment, progress)"
         )
     return coefficient
 

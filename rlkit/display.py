@@ -23,7 +23,10 @@ COLUMNS = {  # metric → heading
     "policy/entropy": "entropy",
     "len/mean": "tokens",
 }
-STYLE = "border:1px solid rgba(128,128,128,.4);border-radius:4px;padding:.4em .8em;max-width:60em;max-height:34em;overflow:auto"
+STYLE = (
+    "border:1px solid rgba(128,128,128,.4);border-radius:4px;padding:.4em"
+    " .8em;max-width:60em;max-height:34em;overflow:auto"
+)
 CELL = "text-align:left;vertical-align:top;padding:.1em .8em .1em 0"
 
 
@@ -128,7 +131,8 @@ def run_heading(run: Any) -> str:
     )
     where = f" · {run.folder}" if run.folder else ""
     return visible(
-        f"Run {run.summary['name']} · {run.summary['ended']} after {run.summary['steps']} steps{accuracy}{where}"
+        f"Run {run.summary['name']} · {run.summary['ended']} after {run.summary['steps']}"
+        f" steps{accuracy}{where}"
     )
 
 
@@ -150,4 +154,7 @@ def run_html(run: Any) -> str:
         for row in rows
     )
     names = "".join(f'<th style="{CELL}">{escape(name)}</th>' for name in head)
-    return f'<div style="{STYLE}"><b>{escape(run_heading(run))}</b><table><tr>{names}</tr>{cells}</table></div>'
+    return (
+        "<div"
+        f' style="{STYLE}"><b>{escape(run_heading(run))}</b><table><tr>{names}</tr>{cells}</table></div>'
+    )

@@ -211,7 +211,10 @@ def not_yaml(error: Any, file: str) -> str:
     mark = error.problem_mark or error.context_mark
     named = mark.name if mark and not mark.name.startswith("<") else file
     where = f"{named}:{mark.line + 1}" if mark else named
-    return f"{where}: this is not YAML: {error.problem or error.context}; look at indentation, colons and quotes there"
+    return (
+        f"{where}: this is not YAML: {error.problem or error.context}; look at indentation, colons"
+        " and quotes there"
+    )
 
 
 def install(extra: str) -> str:

@@ -414,8 +414,14 @@ QUANTITIES: Mapping[str, str] = {
     "truncated": "[N] True where a rollout was cut off by a limit",
     "lengths": "[N] sampled tokens of a rollout",
     "reply_lengths": "[N] sampled tokens of a rollout's longest reply",
-    "greedy_rewards": "[N] reward of one greedy rollout of the same prompt, which is played if the advantage asks for this",
-    "token_rewards": "[B, T] a step's reward at its last sampled token, the episode's at the last; a KL in the reward is in it",
+    "greedy_rewards": (
+        "[N] reward of one greedy rollout of the same prompt, which is played if the advantage asks"
+        " for this"
+    ),
+    "token_rewards": (
+        "[B, T] a step's reward at its last sampled token, the episode's at the last; a KL in the"
+        " reward is in it"
+    ),
     "rollout_ids": "[B] which rollout a row belongs to",
     "step_ids": "[B, T] which step of its rollout a token belongs to",
     "response_mask": "[B, T] True on sampled tokens",
@@ -427,14 +433,32 @@ QUANTITIES: Mapping[str, str] = {
     "ratio": "[B, T] policy over old policy; carries the gradient",
     "entropy": "[B, T] entropy of the policy's next-token distribution, in nats",
     "entropy_old": "[B, T] the same before the update",
-    "full_kl": "[B, T] exact KL(policy ‖ reference) over the vocabulary at each sampled token; carries the gradient",
-    "values": "[B, T] the critic's value of the state before each sampled token; in the value loss it carries the gradient",
+    "full_kl": (
+        "[B, T] exact KL(policy ‖ reference) over the vocabulary at each sampled token; carries the"
+        " gradient"
+    ),
+    "values": (
+        "[B, T] the critic's value of the state before each sampled token; in the value loss it"
+        " carries the gradient"
+    ),
     "values_old": "[B, T] the same before the update (value loss only)",
     "returns": "[B, T] what the critic learns to predict, a constant (value loss only)",
-    "versions": "[B, T] RL steps done when the weights were loaded that sampled a token, 0 elsewhere: their difference is the staleness",
-    "covariance_rank": "[B, T] share of the step's tokens with a higher covariance of advantage and old log-prob (policy loss only)",
-    "components": "a mapping: name of a reward term → [N] its score, nan where it cannot be scored; shadow terms too",
-    "metadata": "a tuple of N mappings: what a rollout's task carries as metadata, and what its episode added, which wins",
+    "versions": (
+        "[B, T] RL steps done when the weights were loaded that sampled a token, 0 elsewhere: their"
+        " difference is the staleness"
+    ),
+    "covariance_rank": (
+        "[B, T] share of the step's tokens with a higher covariance of advantage and old log-prob"
+        " (policy loss only)"
+    ),
+    "components": (
+        "a mapping: name of a reward term → [N] its score, nan where it cannot be scored; shadow"
+        " terms too"
+    ),
+    "metadata": (
+        "a tuple of N mappings: what a rollout's task carries as metadata, and what its episode"
+        " added, which wins"
+    ),
 }
 
 
@@ -446,7 +470,10 @@ Guarantee = Literal["binary", "non_negative", "raw"]
 GUARANTEES: Mapping[str, str] = {
     "binary": "every score is 0 or 1, so it is non_negative and raw too",
     "non_negative": "no score is below 0",
-    "raw": "a score depends on its own rollout alone: no statistic of other rollouts has shifted or scaled it",
+    "raw": (
+        "a score depends on its own rollout alone: no statistic of other rollouts has shifted or"
+        " scaled it"
+    ),
 }
 Assumption = Literal[
     "binary_rewards",
@@ -467,7 +494,9 @@ ASSUMPTIONS: Mapping[str, str] = {
 Vanishing = Literal["without_advantages", "at_reference"]
 VANISHING: Mapping[str, str] = {
     "without_advantages": "a policy loss: its gradient is exactly 0 on tokens whose advantage is 0",
-    "at_reference": "a KL estimator: it and its gradient are exactly 0 where the reference is the policy",
+    "at_reference": (
+        "a KL estimator: it and its gradient are exactly 0 where the reference is the policy"
+    ),
 }
 Part = TypeVar("Part", bound=Callable[..., Any])
 

@@ -161,7 +161,8 @@ class Pretend(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         if not force:
             raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the"
+                " tensor to host memory first."
             )
         return self.cpu().numpy()
 
@@ -294,7 +295,10 @@ class PretendGPU(TorchDispatchMode):
                 and "pretend_gpu" not in file
                 and "site-packages" not in file
             ):
-                return f"{file[file.rindex('/rlkit/') + 1 if '/rlkit/' in file else 0 :]}:{frame.f_lineno} {frame.f_code.co_name}{library}"
+                return (
+                    f"{file[file.rindex('/rlkit/') + 1 if '/rlkit/' in file else 0 :]}:{frame.f_lineno}"
+                    f" {frame.f_code.co_name}{library}"
+                )
             if not library and "site-packages" in file and "/torch/" not in file:
                 library = f"  [in {file.split('site-packages/')[1]}:{frame.f_lineno}]"
             frame = frame.f_back
@@ -432,7 +436,8 @@ class PretendGPU(TorchDispatchMode):
             source = args[0]
             if not isinstance(source, Pretend) and any(isinstance(i, Pretend) for i in args[1]):
                 raise RuntimeError(
-                    "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+                    "indices should be either on cpu or on the same device as the indexed tensor"
+                    " (cpu)"
                 )
             if (
                 name.startswith("index_put")
@@ -441,7 +446,8 @@ class PretendGPU(TorchDispatchMode):
                 and args[2].dim()
             ):
                 raise RuntimeError(
-                    "Expected all tensors to be on the same device, but got values is on cpu, different from other tensors on cuda:0"
+                    "Expected all tensors to be on the same device, but got values is on cpu,"
+                    " different from other tensors on cuda:0"
                 )
             if isinstance(source, Pretend) and any(
                 i is not None and not isinstance(i, Pretend) for i in args[1]
@@ -460,7 +466,8 @@ class PretendGPU(TorchDispatchMode):
         )
         if pretend and odd:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({func})"
+                "Expected all tensors to be on the same device, but found at least two devices,"
+                f" cuda:0 and cpu! ({func})"
             )
         return bool(pretend)
 
@@ -506,21 +513,27 @@ class PretendGPU(TorchDispatchMode):
         same = not heads or (enable_gqa and query.shape[1] % key.shape[1] == 0)
         size, backends = query.shape[-1], torch.backends.cuda
         able = {
-            "cudnn": half
-            and same
-            and size <= 128
-            and size % 8 == 0
-            and key.shape[2] != 1
-            and backends.cudnn_sdp_enabled(),
-            "flash": half
-            and same
-            and attn_mask is None
-            and size <= 256
-            and not (is_causal and query.shape[2] != key.shape[2])
-            and backends.flash_sdp_enabled(),
-            "efficient": not heads
-            and size % (8 if half else 4) == 0
-            and backends.mem_efficient_sdp_enabled(),
+            "cudnn": (
+                half
+                and same
+                and size <= 128
+                and size % 8 == 0
+                and key.shape[2] != 1
+                and backends.cudnn_sdp_enabled()
+            ),
+            "flash": (
+                half
+                and same
+                and attn_mask is None
+                and size <= 256
+                and not (is_causal and query.shape[2] != key.shape[2])
+                and backends.flash_sdp_enabled()
+            ),
+            "efficient": (
+                not heads
+                and size % (8 if half else 4) == 0
+                and backends.mem_efficient_sdp_enabled()
+            ),
             "math": True,
         }
         hopper = self.capability[0] in (9, 10)  # with cuDNN above 9.15, which torch 2.13 brings
@@ -546,7 +559,8 @@ class PretendGPU(TorchDispatchMode):
 
     def report(self, top: int = 40) -> str:
         lines = [
-            f"kernels {self.kernels}, captures {self.captures}, replays {self.replays}, syncs {sum(self.syncs.values())}"
+            f"kernels {self.kernels}, captures {self.captures}, replays {self.replays}, syncs"
+            f" {sum(self.syncs.values())}"
         ]
         lines += [
             f"  sync {n:6d}  {what:22s} {site}" for (what, site), n in self.syncs.most_common(top)

@@ -62,7 +62,10 @@ def run(tiny, *texts, tools=(calculator, get_weather), cut=(), messages=QUESTION
 def test_a_conversation_is_messages_answer_calls_and_turns(tiny):
     """Two calls in one reply, one of which fails; ids are unique and stand on the results; thinking
     is apart."""
-    said = f"<think>both</think>Let me see.\n{call('calculator', expression='15 * 27 + 100')}{call('get_weather', city='Rome')}"
+    said = (
+        "<think>both</think>Let me"
+        f" see.\n{call('calculator', expression='15 * 27 + 100')}{call('get_weather', city='Rome')}"
+    )
     result = run(tiny, said, call("calculator", expression="1"), "505")
     assert (result.final_response, result.turns, result.rollout.status) == ("505", 3, "terminated")
     assert [c["id"] for c in result.tool_calls] == ["call_0", "call_1", "call_2"]
@@ -325,7 +328,10 @@ def test_text_of_the_model_is_shown_not_obeyed(tiny, capsys):
     """No escapes and no markup on a pipe; parts are apart, a failed call is said to have failed."""
     from rlkit.commands.agent import show
 
-    said = f"<think>hm \x1b[2J</think>[red]{call('calculator', expression='1/0')}<tool_call>x</tool_call>"
+    said = (
+        "<think>hm"
+        f" \x1b[2J</think>[red]{call('calculator', expression='1/0')}<tool_call>x</tool_call>"
+    )
     show(run(tiny, said, "\x07" + "long " * 50 + "line", messages="What\x1b[1m?").rollout)
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out

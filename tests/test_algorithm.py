@@ -88,8 +88,10 @@ def make_batch(seed: int = 0) -> Batch:
     response[:, 2] = True
     response[4] = False  # a row without a trained token
     tokens = {
-        name: (-2 * torch.rand(b, t, generator=generator, dtype=torch.float64)).masked_fill(
-            ~response, 0
+        name: (
+            (-2 * torch.rand(b, t, generator=generator, dtype=torch.float64)).masked_fill(
+                ~response, 0
+            )
         )
         for name in TOKENS
     }
@@ -194,7 +196,10 @@ def test_every_promised_quantity_reaches_a_loss():
     """types.QUANTITIES is the contract: a loss that asks for all of them gets all of them, but for
     what is the critic's own."""
     promised = set(QUANTITIES) - {"values_old"}
-    source = f"def everything({', '.join(promised)}):\n    seen.update(locals())\n    return -advantages * logprobs"
+    source = (
+        f"def everything({', '.join(promised)}):\n    seen.update(locals())\n    return -advantages"
+        " * logprobs"
+    )
     seen: dict = {}
     scope = {"seen": seen}
     exec(source, scope)
@@ -591,7 +596,8 @@ def test_a_loss_may_ask_for_any_figure_of_a_rollout_and_no_split_changes_it(quan
 
     scope = {"loss": by_figure}
     exec(
-        f"def asks(logprobs, advantages, rollout_ids, {quantity}):\n    return loss(logprobs, advantages, rollout_ids, {quantity})",
+        f"def asks(logprobs, advantages, rollout_ids, {quantity}):\n    return loss(logprobs,"
+        f" advantages, rollout_ids, {quantity})",
         scope,
     )
     a = algorithm(policy_loss=scope["asks"])

@@ -215,7 +215,10 @@ def test_rows_that_name_their_reward_are_checked_when_they_are_there():
     )
     with pytest.raises(
         ConfigError,
-        match=r"algorithm.advantage \(.*pass_at_k_advantage\) assumes that rewards are 0 or 1.*few_turns",
+        match=(
+            r"algorithm.advantage \(.*pass_at_k_advantage\) assumes that rewards are 0 or"
+            r" 1.*few_turns"
+        ),
     ):
         load_tasks(other)
 

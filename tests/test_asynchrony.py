@@ -228,7 +228,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, steps, tmp_path, same):
             started=0.0,
             resume=folder / f"checkpoints/step_{step:06d}.ckpt",
         )
-        (then, now) = (
+        then, now = (
             torch.load(f / "checkpoints/step_000004.ckpt", weights_only=True)
             for f in (whole, folder)
         )
@@ -301,7 +301,10 @@ GIVEN = {
     "sft": [*LAG, "algorithm=sft", "batch.group_size=1", "kl=none", "reference=none"],
     "controller": [
         *LAG,
-        "+schedule.numbers={generation.temperature: {_target_: rlkit.training.schedules.adaptive_entropy, start: 0.5}}",
+        (
+            "+schedule.numbers={generation.temperature: {_target_:"
+            " rlkit.training.schedules.adaptive_entropy, start: 0.5}}"
+        ),
     ],
     "reward": [
         *LAG,
@@ -362,7 +365,10 @@ def test_stale_groups_without_a_correction_are_warned_of():
 
 def test_the_experiment_of_a_later_step_is_foreseen():
     """Phases that end after steps, their numbers and those of the run are as they will be."""
-    numbers = "{generation.temperature: {_target_: rlkit.training.schedules.linear, _partial_: true, start: 1.0, end: 0.5, steps: 4}}"
+    numbers = (
+        "{generation.temperature: {_target_: rlkit.training.schedules.linear, _partial_: true,"
+        " start: 1.0, end: 0.5, steps: 4}}"
+    )
     x = experiment(
         compose(
             [

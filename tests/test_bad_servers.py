@@ -31,7 +31,10 @@ FAULTS = {  # what happens before weights are pushed → what is said
     "away": "no answer for 0 s (generation.engine.restart_wait)",
     "another model": "serves 'another' and",
     "never arrives": "has not taken the weights of version 3 in 0.3 s; look into its log",
-    "full folder": "the weights of version 4 cannot be written there ([Errno 28] No space left on device); make room",
+    "full folder": (
+        "the weights of version 4 cannot be written there ([Errno 28] No space left on device);"
+        " make room"
+    ),
 }
 
 

@@ -452,8 +452,8 @@ def test_fewer_than_ten_seeds_claim_nothing():
     a claim."""
     text = bench.page(table({"a": 0.9, "b": 0.1}, seeds=9), {})
     assert (
-        "Nothing: 9 seeds, and fewer than 10 claim nothing (`seeds=10`). comparisons.csv has each difference"
-        in text
+        "Nothing: 9 seeds, and fewer than 10 claim nothing (`seeds=10`). comparisons.csv has each"
+        " difference" in text
     )
     assert "is better than" not in text and "Below 10 seeds it has no interval." in text
 
@@ -570,8 +570,10 @@ def vowels(*, split, seed=0, max_samples=64, placebo="none"):
 """
 MINE = {
     "algorithm/mine.yaml": "defaults: [grpo, _self_]\nname: mine\nminibatches: 1\n",
-    "experiment/bench/vowels.yaml": "# @package _global_\ndefaults:\n  - /experiment/bench: base\n  - override /task: bench\n\n"
-    "task: {_target_: my_vowels.vowels}\nmodel: {replies: [abcdefgh], steps: 5}\n",
+    "experiment/bench/vowels.yaml": (
+        "# @package _global_\ndefaults:\n  - /experiment/bench: base\n  - override /task: bench\n\n"
+        "task: {_target_: my_vowels.vowels}\nmodel: {replies: [abcdefgh], steps: 5}\n"
+    ),
 }
 
 

@@ -196,7 +196,10 @@ def test_help_lists_every_group(capsys):
 
 
 def test_help_imports_nothing_heavy():
-    program = "import sys\nfrom rlkit.commands.cli import main\nmain(['--help'])\nassert not {'torch', 'hydra', 'lightning'} & set(sys.modules)"
+    program = (
+        "import sys\nfrom rlkit.commands.cli import main\nmain(['--help'])\nassert not {'torch',"
+        " 'hydra', 'lightning'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
@@ -226,14 +229,17 @@ def test_the_default_learns(tmp_path, monkeypatch, seed):
 @pytest.mark.slow
 def test_a_report_needs_no_torch_and_the_first_line_of_train_no_lightning(tmp_path):
     stop = (
-        "import builtins, os, sys\nsays = builtins.print\n"
-        "def first(*words, **how):\n    says(*words)\n"
-        "    heavy = {'lightning', 'torchmetrics', 'datasets', 'tensorboard', 'sklearn'} & set(sys.modules)\n"
-        "    os._exit(bool(heavy) or not words[0].startswith('rlkit: '))\n"
-        "builtins.print = first\nfrom rlkit.commands.cli import main\n"
-        f"main(['train', 'trainer.steps=1', 'evaluation.n=2', 'hydra.run.dir={tmp_path}/run'])\nos._exit(3)"
+        "import builtins, os, sys\nsays = builtins.print\ndef first(*words, **how):\n   "
+        " says(*words)\n    heavy = {'lightning', 'torchmetrics', 'datasets', 'tensorboard',"
+        " 'sklearn'} & set(sys.modules)\n    os._exit(bool(heavy) or not"
+        " words[0].startswith('rlkit: '))\nbuiltins.print = first\nfrom rlkit.commands.cli import"
+        " main\nmain(['train', 'trainer.steps=1', 'evaluation.n=2',"
+        f" 'hydra.run.dir={tmp_path}/run'])\nos._exit(3)"
     )
-    report = "import sys, rlkit.runs.report\nassert not {'torch', 'lightning', 'pyarrow'} & set(sys.modules)"
+    report = (
+        "import sys, rlkit.runs.report\nassert not {'torch', 'lightning', 'pyarrow'} &"
+        " set(sys.modules)"
+    )
     for code in (report, stop):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr + done.stdout

@@ -285,7 +285,10 @@ REFUSALS = {
     "number schedule that binds nothing": (
         [
             "schedule=kl_anneal",
-            "++schedule.numbers={kl.cof: {_target_: rlkit.training.schedules.linear, _partial_: true, start: 1, end: 0, steps: 2}}",
+            (
+                "++schedule.numbers={kl.cof: {_target_: rlkit.training.schedules.linear, _partial_:"
+                " true, start: 1, end: 0, steps: 2}}"
+            ),
         ],
         ["schedule.numbers", "kl.cof", "coef"],
     ),
@@ -318,7 +321,10 @@ REFUSALS = {
     "number of a phase that binds nothing": (
         [
             "schedule=on_reward",
-            "schedule.phases.refine.numbers={kl.cof: {_target_: rlkit.training.schedules.constant, _partial_: true, value: 1}}",
+            (
+                "schedule.phases.refine.numbers={kl.cof: {_target_:"
+                " rlkit.training.schedules.constant, _partial_: true, value: 1}}"
+            ),
         ],
         ["schedule.phases.refine", "kl.cof", "coef"],
     ),
@@ -501,10 +507,12 @@ def two_phases(tmp_path):
     """A folder with schedule=two: algorithm and KL in both phases, the reference in one."""
     (tmp_path / "schedule").mkdir()
     (tmp_path / "schedule" / "two.yaml").write_text(
-        "defaults:\n  - /algorithm@phases.first.algorithm: grpo\n  - /kl@phases.first.kl: k1\n  - /reference@phases.first.reference: ema\n"
-        "  - /algorithm@phases.second.algorithm: rloo\n  - /kl@phases.second.kl: k2\n  - _self_\n\n"
-        "_target_: rlkit.training.schedules.Schedule\n"
-        "phases:\n  first: {_target_: rlkit.training.schedules.Phase, until: 10}\n  second: {_target_: rlkit.training.schedules.Phase}\n"
+        "defaults:\n  - /algorithm@phases.first.algorithm: grpo\n  - /kl@phases.first.kl: k1\n  -"
+        " /reference@phases.first.reference: ema\n  - /algorithm@phases.second.algorithm: rloo\n  -"
+        " /kl@phases.second.kl: k2\n  - _self_\n\n_target_:"
+        " rlkit.training.schedules.Schedule\nphases:\n  first: {_target_:"
+        " rlkit.training.schedules.Phase, until: 10}\n  second: {_target_:"
+        " rlkit.training.schedules.Phase}\n"
     )
     return str(tmp_path)
 
@@ -541,8 +549,12 @@ def test_overrides_reach_into_a_phase(two_phases):
     cases(
         {
             "algorithm=rloo": "algorithm@schedule.phases.first.algorithm=rloo",
-            "algorithm/policy_loss=sapo": "algorithm/policy_loss@schedule.phases.second.algorithm.policy_loss=sapo",
-            "algorithm.policy_loss.clip_high=0.5": "schedule.phases.first.algorithm.policy_loss.clip_high=0.5",
+            "algorithm/policy_loss=sapo": (
+                "algorithm/policy_loss@schedule.phases.second.algorithm.policy_loss=sapo"
+            ),
+            "algorithm.policy_loss.clip_high=0.5": (
+                "schedule.phases.first.algorithm.policy_loss.clip_high=0.5"
+            ),
             "++algorithm.epochs=2": "schedule.phases.second.algorithm.epochs=2",
             "kl.coef=0.1": "schedule.phases.first.kl.coef=0.1",
             "kl/coef=adaptive": "kl/coef@schedule.phases.first.kl.coef=adaptive",
@@ -627,9 +639,18 @@ def test_every_kl_takes_an_adaptive_coefficient(option):
 @pytest.mark.parametrize(
     "override",
     [
-        "kl.coef={_target_: rlkit.training.schedules.adaptive, start: 0.1, target: 0.8, metric: reward/mean}",
-        "algorithm.entropy_coef={_target_: rlkit.training.schedules.adaptive_entropy, start: 0.1, target: 0.3}",
-        "schedule.numbers.algorithm.entropy_coef={_target_: rlkit.training.schedules.adaptive_entropy, start: 0.1}",
+        (
+            "kl.coef={_target_: rlkit.training.schedules.adaptive, start: 0.1, target: 0.8, metric:"
+            " reward/mean}"
+        ),
+        (
+            "algorithm.entropy_coef={_target_: rlkit.training.schedules.adaptive_entropy, start:"
+            " 0.1, target: 0.3}"
+        ),
+        (
+            "schedule.numbers.algorithm.entropy_coef={_target_:"
+            " rlkit.training.schedules.adaptive_entropy, start: 0.1}"
+        ),
     ],
 )
 def test_a_controller_may_be_written_in_place_of_a_number(override):
@@ -824,8 +845,9 @@ def test_composing_imports_neither_lightning_nor_transformers():
     """`rlkit train` with a typo answers before seconds are spent on imports (DECISIONS: compose
     stays light)."""
     program = (
-        "import sys\nfrom rlkit.config.compose import compose, experiment\nexperiment(compose([]))\n"
-        "heavy = {'lightning', 'transformers', 'peft', 'datasets'} & set(sys.modules)\nassert not heavy, heavy"
+        "import sys\nfrom rlkit.config.compose import compose,"
+        " experiment\nexperiment(compose([]))\nheavy = {'lightning', 'transformers', 'peft',"
+        " 'datasets'} & set(sys.modules)\nassert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -860,7 +882,8 @@ def test_quantities_cannot_be_set_by_a_config():
 def test_options_from_outside(tmp_path):
     (tmp_path / "kl").mkdir()
     (tmp_path / "kl" / "mine.yaml").write_text(
-        "_target_: rlkit.algorithm.KL\nname: mine\nestimator: {_target_: rlkit.functional.k2, _partial_: true}\ncoef: 0.5\n"
+        "_target_: rlkit.algorithm.KL\nname: mine\nestimator: {_target_: rlkit.functional.k2,"
+        " _partial_: true}\ncoef: 0.5\n"
     )
     assert experiment(compose(["kl=mine"], config_dir=str(tmp_path))).kl.name == "mine"
 

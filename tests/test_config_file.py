@@ -112,7 +112,10 @@ def test_a_coefficient_of_zero_needs_no_reference(write):
     [
         (
             "training: {batchsize: 4}",
-            "my_config.yaml:training.batchsize: there is no such key. Did you mean 'training.batch_size'",
+            (
+                "my_config.yaml:training.batchsize: there is no such key. Did you mean"
+                " 'training.batch_size'"
+            ),
         ),
         (
             "model: {name: tiny}\nlr: 0.1",

@@ -82,9 +82,10 @@ def test_validation_ends_a_run_and_test_never_does(tmp_path):
     every second step."""
     module, results = play(tmp_path, steps=9, every=2, stop_at=0.3)
     assert module.rl_step == 4 and how_it_ended(module, results)[0] == "finished"
-    assert sorted(results["test"]) == [0, 4], (
-        "test is played after the step that turned out to be the last"
-    )
+    assert sorted(results["test"]) == [
+        0,
+        4,
+    ], "test is played after the step that turned out to be the last"
     module, results = play(tmp_path, steps=3, every=2, stop_at=0.9)
     assert module.rl_step == 3 and module.metrics["perf/eval_s"] == 2.0, "the time of both"
     assert (

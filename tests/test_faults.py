@@ -512,9 +512,9 @@ def test_a_terminal_that_is_closed_ends_a_run_saved(tmp_path):
 def test_an_environment_that_ends_the_process_is_named(tmp_path, forked, monkeypatch, how):
     """It ended the run without a word, and with the exit status of its choice."""
     (tmp_path / "leaves.py").write_text(
-        "from rlkit.environments import single_turn\n\ncalls = []\n\n\ndef after(rollout, step):\n    calls.append(1)\n"
-        f"    if len(calls) > 9:\n        {how}\n    return True\n\n\n"
-        "def make(**given):\n    return single_turn(**given)._replace(stop=after)\n"
+        "from rlkit.environments import single_turn\n\ncalls = []\n\n\ndef after(rollout, step):\n"
+        f"    calls.append(1)\n    if len(calls) > 9:\n        {how}\n    return True\n\n\ndef"
+        " make(**given):\n    return single_turn(**given)._replace(stop=after)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     log = tmp_path / "log"
@@ -593,8 +593,9 @@ def test_an_evaluation_that_hangs_ends_at_its_deadline_and_says_so(tmp_path, for
     """Before the first step, where no step's deadline counts: a reward that never comes back, on
     held-out rows alone."""
     (tmp_path / "waits.py").write_text(
-        "import threading\nfrom rlkit.rewards import numeric\n\ndef reward(rollout):\n"
-        "    if rollout.steps[0].response_ids:  # no start-up check\n        threading.Event().wait()\n    return numeric(rollout)\n"
+        "import threading\nfrom rlkit.rewards import numeric\n\ndef reward(rollout):\n    if"
+        " rollout.steps[0].response_ids:  # no start-up check\n        threading.Event().wait()\n  "
+        "  return numeric(rollout)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     hung = [
@@ -613,8 +614,8 @@ def test_an_evaluation_that_hangs_ends_at_its_deadline_and_says_so(tmp_path, for
     ]
     assert wait(forked(words, log)) == 1, log.read_text()
     assert (
-        "the evaluation of test problems after step 0 hangs: nothing within evaluation.max_time=0.05 minutes"
-        in log.read_text()
+        "the evaluation of test problems after step 0 hangs: nothing within"
+        " evaluation.max_time=0.05 minutes" in log.read_text()
     )
     assert "waits.py" in log.read_text()
 
@@ -627,8 +628,8 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run_with_a_bundle_t
     tmp_path, forked, monkeypatch
 ):
     (tmp_path / "bad_loss.py").write_text(
-        "import rlkit.functional as F\n\n"
-        "def clipped(ratio, advantages, rollout_ids=None):\n    return (ratio - 1).sqrt() * advantages  # its gradient at 1 is infinite\n"
+        "import rlkit.functional as F\n\ndef clipped(ratio, advantages, rollout_ids=None):\n   "
+        " return (ratio - 1).sqrt() * advantages  # its gradient at 1 is infinite\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     folder, log = tmp_path / "run", tmp_path / "log"

@@ -52,8 +52,12 @@ PRESETS = {
 PLAIN = {  # override → what is said instead of the words of OmegaConf, ANTLR or difflib
     "model.suggests=3": r"^model\.suggests: holds values by name; .* model\.suggests\.NAME=VALUE$",
     "reward=[numeric": r"^'reward=\[numeric' cannot be read: .*; close each bracket and quote",
-    "environment.tools=[{_target_: math.sqrt}]": r"^'environment\.tools=.*set environment\.tools\.NAME=VALUE$",
-    "reward.terms.task.fn._target_=math.sqrt": r"takes no 'rewards'\. It takes: nothing; .* out with ~reward\.terms\.task\.fn\.rewards",
+    "environment.tools=[{_target_: math.sqrt}]": (
+        r"^'environment\.tools=.*set environment\.tools\.NAME=VALUE$"
+    ),
+    "reward.terms.task.fn._target_=math.sqrt": (
+        r"takes no 'rewards'\. It takes: nothing; .* out with ~reward\.terms\.task\.fn\.rewards"
+    ),
 }
 MEANINGS = {
     "lr": "optimizer.lr",
@@ -96,7 +100,10 @@ def test_a_reward_that_cannot_be_called_with_a_rollout_names_its_place():
     """The place of the TypeError was in rlkit."""
     with pytest.raises(
         ConfigError,
-        match=r"'mine': .* alone, which it does not fit: too many positional arguments \(.*test_first_week\.py:\d+\)",
+        match=(
+            r"'mine': .* alone, which it does not fit: too many positional arguments"
+            r" \(.*test_first_week\.py:\d+\)"
+        ),
     ):
         score([], Reward("mine", {"mine": Term(1.0, lambda: 1.0)}))
 
@@ -140,7 +147,8 @@ def test_a_flag_that_is_a_key_is_answered_with_the_key():
 
 def test_a_config_name_is_a_file_of_ones_own_with_its_defaults_list(tmp_path):
     (tmp_path / "mine.yaml").write_text(
-        "defaults:\n- train\n- override algorithm: dapo\n- kl: none\n- _self_\ntrainer:\n  steps: 7\n"
+        "defaults:\n- train\n- override algorithm: dapo\n- kl: none\n- _self_\ntrainer:\n "
+        " steps: 7\n"
     )
     given = parse(["--config-dir", str(tmp_path), "--config-name", "mine", "trainer.steps=9"])
     assert given.overrides == ["algorithm=dapo", "kl=none", "trainer.steps=9"]
@@ -184,7 +192,9 @@ def test_debug_shows_the_traceback_of_a_refusal_and_of_no_later_one(capsys):
 def test_a_function_in_place_of_a_reward_term_is_named():
     with pytest.raises(
         ConfigError,
-        match=r"reward\.terms\.mine: 'math\.sqrt' is a function, not a rlkit\.rewards\.Term.* as fn",
+        match=(
+            r"reward\.terms\.mine: 'math\.sqrt' is a function, not a rlkit\.rewards\.Term.* as fn"
+        ),
     ):
         compose(["+reward.terms.mine={_target_: math.sqrt, _partial_: true}"])
 

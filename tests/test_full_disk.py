@@ -49,7 +49,9 @@ MOMENTS = {  # where the disk fills up, in the second RL step or at the end
     "step": "rlkit.training.module.RLModule.training_step",
     "evaluation": "rlkit.training.callbacks.evaluation.HeldOut.on_train_batch_end",
     "checkpoint": "rlkit.training.callbacks.checkpoints.RLCheckpoint.on_train_batch_end",
-    "within the checkpoint": "rlkit.training.callbacks.checkpoints.AtomicCheckpointIO.save_checkpoint",
+    "within the checkpoint": (
+        "rlkit.training.callbacks.checkpoints.AtomicCheckpointIO.save_checkpoint"
+    ),
     "model": "rlkit.training.callbacks.checkpoints.RLCheckpoint.on_train_end",
     "summary": "rlkit.training.run.conclude",
 }

@@ -527,7 +527,8 @@ def raw_request(client, head: str, body: bytes = b"") -> bytes:
     host, port = client.base_url.split("/")[2].split(":")
     with socket.create_connection((host, int(port)), timeout=20) as line:
         line.sendall(
-            f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nx-api-key: {client.api_key}\r\n{head}\r\n\r\n".encode()
+            "POST /v1/messages HTTP/1.1\r\nHost: a\r\nx-api-key:"
+            f" {client.api_key}\r\n{head}\r\n\r\n".encode()
             + body
         )
         return line.recv(65536)
@@ -609,7 +610,10 @@ def test_an_answer_that_is_not_read_is_cut_off_and_leaves_nothing(monkeypatch, s
     async def asked(door, address: str, said: str):
         reader, writer = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
         body = json.dumps({"messages": [{"role": "user", "content": said}], "stream": stream})
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nx-api-key: {door.token}\r\nx-{said}: 1\r\nContent-Length: {len(body)}"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nx-api-key: {door.token}\r\nx-{said}:"
+            f" 1\r\nContent-Length: {len(body)}"
+        )
         writer.write(f"{head}\r\n\r\n{body}".encode())
         return reader, writer
 
@@ -911,7 +915,10 @@ def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
     file.write_text("import os, time\nprint('here', flush=True)\n" + LEAVES + "time.sleep(600)")
     guard = Path(sys.modules["rlkit.gateway._program"].GUARD)
     job = json.dumps({"command": [sys.executable, str(file)], "task": "{}", "memory_mb": None})
-    run = f"import subprocess, sys\nc = subprocess.Popen([sys.executable, {str(guard)!r}], stdin=-1, stdout=1)\n"
+    run = (
+        f"import subprocess, sys\nc = subprocess.Popen([sys.executable, {str(guard)!r}], stdin=-1,"
+        " stdout=1)\n"
+    )
     run += f"c.stdin.write({job!r}.encode() + b'\\n'); c.stdin.flush(); c.wait()"
     with subprocess.Popen(
         [sys.executable, "-c", run], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

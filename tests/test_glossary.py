@@ -19,7 +19,10 @@ from rlkit.config.schema import resolve
 from rlkit.training.glossary import meaning_of, sections
 
 ROOT = Path(__file__).resolve().parents[1]
-MISSING = "no entry in rlkit/training/glossary.yaml; add meaning, unit, healthy range and what to do, then run python docs/generate.py"
+MISSING = (
+    "no entry in rlkit/training/glossary.yaml; add meaning, unit, healthy range and what to do,"
+    " then run python docs/generate.py"
+)
 ENTRIES = [entry for section in sections() for entry in section.entries]
 PREFIXES = {name.partition("/")[0] for entry in ENTRIES for name in entry.names if "/" in name}
 NO_METRIC = {

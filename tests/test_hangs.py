@@ -474,7 +474,8 @@ def test_plain_code_that_blocks_the_main_thread_ends_the_run_at_its_limit_with_t
         return
     (line,) = [line for line in said.splitlines() if line.startswith("rlkit: step 7")]
     assert line.startswith(
-        "rlkit: step 7 hangs in generate: nothing within trainer.max_step_time=0.005 minutes; waiting for "
+        "rlkit: step 7 hangs in generate: nothing within trainer.max_step_time=0.005 minutes;"
+        " waiting for "
     )
     assert (
         f"for {named} " in line and PLACE in line and "in 1 episode" in line
@@ -766,8 +767,11 @@ def test_a_finished_command_ends_whatever_threads_and_handlers_are_left(
     assert in_a_fork(work, tmp_path / "log") == 3
     assert (tmp_path / "log").read_text().splitlines() == [
         "finished",
-        f"rlkit: the thread 'upload' of {__name__}.sleeps ({PLACE}{sleeps.__code__.co_firstlineno}) did not end within 0.1 s; "
-        "the process ends all the same",
+        (
+            f"rlkit: the thread 'upload' of {__name__}.sleeps"
+            f" ({PLACE}{sleeps.__code__.co_firstlineno}) did not end within 0.1 s; the process ends"
+            " all the same"
+        ),
     ]
     assert in_a_fork(handler, tmp_path / "other") == 4
     assert (

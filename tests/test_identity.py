@@ -128,7 +128,8 @@ def kind_of(name: str) -> str:
         if fnmatch.fnmatchcase(name, pattern):
             return kind
     raise AssertionError(
-        f"{name}: a file of a kind that the law does not know; add it to KINDS, with what a resume does about it"
+        f"{name}: a file of a kind that the law does not know; add it to KINDS, with what a resume"
+        " does about it"
     )
 
 
@@ -453,8 +454,10 @@ GOES_ON = {  # (file, damage) → what a resume says, with which it goes on
     (
         "metrics.jsonl",
         swapped,
-    ): "metrics.jsonl is not what this run wrote; its 3 row(s) up to step 2 are lost, and the run goes on without them; "
-    "3 other line(s) are kept in aside/metrics.jsonl",
+    ): (
+        "metrics.jsonl is not what this run wrote; its 3 row(s) up to step 2 are lost, and the run"
+        " goes on without them; 3 other line(s) are kept in aside/metrics.jsonl"
+    ),
     (
         "metrics.jsonl",
         a_fifo,
@@ -462,7 +465,10 @@ GOES_ON = {  # (file, damage) → what a resume says, with which it goes on
     (
         f"rollouts/{SHARD}",
         missing,
-    ): f"rollouts/{SHARD} is missing; the run goes on without what this run wrote there up to step 2",
+    ): (
+        f"rollouts/{SHARD} is missing; the run goes on without what this run wrote there up to"
+        " step 2"
+    ),
     (
         f"rollouts/{SHARD}",
         emptied,
@@ -478,7 +484,10 @@ GOES_ON = {  # (file, damage) → what a resume says, with which it goes on
     (
         f"held_out/test/{SHARD}",
         swapped,
-    ): f"held_out/test/{SHARD} does not begin with what this run wrote; kept as aside/held_out/test/{SHARD}",
+    ): (
+        f"held_out/test/{SHARD} does not begin with what this run wrote; kept as"
+        f" aside/held_out/test/{SHARD}"
+    ),
     (
         f"held_out/validation/{SHARD}",
         flipped,
@@ -487,7 +496,10 @@ GOES_ON = {  # (file, damage) → what a resume says, with which it goes on
     (
         f"completions/{PARQUET}",
         swapped,
-    ): f"completions/{PARQUET} does not begin with what this run wrote; kept as aside/completions/{PARQUET}",
+    ): (
+        f"completions/{PARQUET} does not begin with what this run wrote; kept as"
+        f" aside/completions/{PARQUET}"
+    ),
     (
         "samples/steps_000001-000100.md",
         swapped,
@@ -507,7 +519,10 @@ REFUSED = {  # (file, damage) → the sentence of a refusal
     (
         "checkpoints/step_000002.ckpt",
         swapped,
-    ): r"step_000002\.ckpt is a checkpoint of run \w{16} \(name=grpo, seed=1\), and .* is the folder",
+    ): (
+        r"step_000002\.ckpt is a checkpoint of run \w{16} \(name=grpo, seed=1\), and .* is the"
+        r" folder"
+    ),
     ("config.yaml", swapped): r"config\.yaml belongs to run \w{16} and run\.json to run \w{16}",
     ("config.yaml", emptied): r"config\.yaml does not say which run it belongs to",
     ("run.json", swapped): r"config\.yaml belongs to run \w{16} and run\.json to run \w{16}",

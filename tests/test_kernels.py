@@ -167,7 +167,8 @@ def test_auto_is_decided_once(tiny, complete, monkeypatch):
     load(eager, tiny, complete)
     assert settle_kernels(eager, tiny.model).startswith("kernels: decoding eager, ")
     assert keep_kernels(eager, tiny.model, {"kernel": "fused", "update_kernel": "fused"}) == [
-        "decoding steps were fused and are eager (generation.kernel), so log-probs differ in their last bits"
+        "decoding steps were fused and are eager (generation.kernel), so log-probs differ in their"
+        " last bits"
     ]
 
 
@@ -189,7 +190,8 @@ def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(
     said = settle_kernels(engine, hooked.model, sharded=True)
     assert (
         said
-        == "kernels: decoding eager (the weights lie in shards), updates eager (the weights lie in shards)"
+        == "kernels: decoding eager (the weights lie in shards), updates eager (the weights lie in"
+        " shards)"
     )
     engine, hooked = Cached(), tiny._replace(model=deepcopy(tiny.model))
     load(engine, hooked, complete)
@@ -213,8 +215,10 @@ def test_ranks_have_the_same_kernels(tiny, complete, monkeypatch):
     load(engine, tiny, complete)
     monkeypatch.setattr(ranks, "any_rank", lambda flag: True)
     try:
-        assert settle_kernels(engine, tiny.model) == (
-            "kernels: decoding eager (as another process of the run), updates eager (as another process of the run)"
+        assert (
+            settle_kernels(engine, tiny.model)
+            == "kernels: decoding eager (as another process of the run), updates eager (as another"
+            " process of the run)"
         )
         load(engine, tiny, complete)
         assert engine.decodes == "eager" and kernels_in_use(engine, tiny.model) == EAGER

@@ -213,7 +213,10 @@ def folder(tmp_path_factory):
         "algorithm.policy_loss._target_=own_metrics_parts.loss",
     ]
     words += ["~algorithm.policy_loss.clip_low", "~algorithm.policy_loss.clip_high"]
-    term = "terms.brief={_target_: rlkit.rewards.Term, weight: 0.0, fn: {_target_: own_metrics_parts.few_words, _partial_: true}}"
+    term = (
+        "terms.brief={_target_: rlkit.rewards.Term, weight: 0.0, fn: {_target_:"
+        " own_metrics_parts.few_words, _partial_: true}}"
+    )
     words += [f"+reward.{term}", f"+evaluation.reward.{term}"]
     words += [
         "debug=fast",

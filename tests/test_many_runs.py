@@ -385,7 +385,7 @@ def test_a_bench_reuses_runs_of_the_same_settings_alone(tmp_path, capsys):
         }
         said = capsys.readouterr().out
         assert "set aside 2 runs of other settings" in said and changed.partition("=")[0] in said
-        (row, _) = (bench.read_row(cell) for cell in matrix(tmp_path))
+        row, _ = (bench.read_row(cell) for cell in matrix(tmp_path))
         assert changed in row["overrides"] and row["reward"] == (2 * (number + 2) - 1) / 10
     assert len(list((tmp_path / "noisy" / "a").glob("0.set_aside*"))) == 3
     assert find_runs([tmp_path]) == [tmp_path / "noisy" / arm / "0" for arm in "ab"]
@@ -430,7 +430,7 @@ def test_a_row_says_what_its_run_says(tmp_path):
     it."""
     start = Jobs()
     run(tmp_path, start, "trainer.steps=1")
-    (row, _) = (bench.read_row(cell) for cell in matrix(tmp_path, "trainer.steps=9"))
+    row, _ = (bench.read_row(cell) for cell in matrix(tmp_path, "trainer.steps=9"))
     assert "trainer.steps=1" in row["overrides"] and "trainer.steps=9" not in row["overrides"]
     assert "resume" not in row["overrides"]
 

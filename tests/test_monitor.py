@@ -31,7 +31,13 @@ def test_what_sessions_do_between_replies_is_not_the_models(passing):
         engine.late_s += 0.5
     assert (
         clock.parts
-        == {"generate": 6.0, "environment": 1.5, "reward": 0.0, "update": 0.0, "model": 4.5}
+        == {
+            "generate": 6.0,
+            "environment": 1.5,
+            "reward": 0.0,
+            "update": 0.0,
+            "model": 4.5,
+        }
         and clock.late == 0.5
     )
 

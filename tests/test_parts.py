@@ -250,7 +250,10 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
     ):
         with pytest.raises(
             PartError,
-            match=rf"algorithm.ratio .*metric 'mine' is {said}; give a number, or a tensor of shape \[N\] or",
+            match=(
+                rf"algorithm.ratio .*metric 'mine' is {said}; give a number, or a tensor of shape"
+                r" \[N\] or"
+            ),
         ):
             part("ratio", lambda logprobs, value=value: (logprobs, {"mine": value}), given())
 
@@ -345,7 +348,9 @@ def test_metrics_may_stand_beside_every_kind_of_value():
 def test_a_quantity_that_is_not_there_yet_is_named():
     with pytest.raises(
         PartError,
-        match=r"algorithm.group_filter \(.*\): asks for 'advantages', which there is not, or not yet",
+        match=(
+            r"algorithm.group_filter \(.*\): asks for 'advantages', which there is not, or not yet"
+        ),
     ):
         filter_rollouts(make_batch(), algorithm(group_filter=lambda advantages: advantages > 0))
 
@@ -397,7 +402,10 @@ def test_what_a_part_asks_for_and_gives_is_checked_before_a_model_is_loaded(
 
 
 def test_a_part_that_reads_metadata_is_composed_without_rows(tmp_path, monkeypatch):
-    source = "def mine(rewards, metadata): return rewards * torch.tensor([float(row['level']) for row in metadata])"
+    source = (
+        "def mine(rewards, metadata): return rewards * torch.tensor([float(row['level']) for row in"
+        " metadata])"
+    )
     assert composed(tmp_path, monkeypatch, source, OWN).algorithm.advantage.func.__name__ == "mine"
 
 
@@ -465,7 +473,9 @@ def test_an_aggregator_that_gives_no_reward_is_named(value, said):
         return
     with pytest.raises(
         RewardError,
-        match=rf"reward aggregator \(.*test_parts.*mine\) returned no reward on task 'row/0': {said}",
+        match=(
+            rf"reward aggregator \(.*test_parts.*mine\) returned no reward on task 'row/0': {said}"
+        ),
     ):
         scored(mine)
 

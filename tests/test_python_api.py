@@ -151,7 +151,10 @@ def test_rewards_may_come_in_a_list_by_name_or_as_one_more_term():
     [
         (
             {"kl": brief},
-            "kl: .* cannot stand there; give a value of the type KL, or replace one of its parts: kl__name, kl__estimator",
+            (
+                "kl: .* cannot stand there; give a value of the type KL, or replace one of its"
+                " parts: kl__name, kl__estimator"
+            ),
         ),
         (
             {"algorithm__advantge": doubled},

@@ -150,7 +150,10 @@ END = "import os, signal, sys, threading; rank = int(os.environ['RANK'])\n"
         ("sys.exit(3) if rank else threading.Event().wait()", 3),
         ("os.kill(os.getpid(), signal.SIGKILL) if rank else threading.Event().wait()", 137),
         (
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(5) if rank else threading.Event().wait()",
+            (
+                "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(5) if rank else"
+                " threading.Event().wait()"
+            ),
             5,
         ),
     ],
@@ -504,9 +507,9 @@ def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
     before."""
     what, status, said = FAULTS[how]
     (tmp_path / "faulty.py").write_text(
-        "import os, signal, threading\nfrom rlkit.rewards import numeric\n\n"
-        f"def reward(rollout):\n    if rollout.steps[0].response_ids and os.environ['RANK'] == '1':\n        {what}\n"
-        "    return numeric(rollout)\n"
+        "import os, signal, threading\nfrom rlkit.rewards import numeric\n\ndef reward(rollout):\n"
+        f"    if rollout.steps[0].response_ids and os.environ['RANK'] == '1':\n        {what}\n   "
+        " return numeric(rollout)\n"
     )
     environ = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     fault = [
@@ -534,10 +537,10 @@ def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(
     tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "faulty.py").write_text(
-        "import os, sys\nfrom rlkit.functional import clipped\n\ndef loss(ratio, advantages):\n"
-        "    if os.environ.get('RANK') == '1' and 'rlkit.training.module' in sys.modules:  # no dry run\n"
-        "        raise ValueError('no such kernel')\n"
-        "    return clipped(ratio, advantages, clip_low=0.2, clip_high=0.2)\n"
+        "import os, sys\nfrom rlkit.functional import clipped\n\ndef loss(ratio, advantages):\n   "
+        " if os.environ.get('RANK') == '1' and 'rlkit.training.module' in sys.modules:  # no dry"
+        " run\n        raise ValueError('no such kernel')\n    return clipped(ratio, advantages,"
+        " clip_low=0.2, clip_high=0.2)\n"
     )
     fault = [
         "~algorithm.policy_loss",

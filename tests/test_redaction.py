@@ -81,10 +81,13 @@ def test_secrets_are_found_by_name_by_origin_and_by_form(monkeypatch):
         written["store"] == f"postgres://jane:{REDACTED}@host/db"
         and written["api"] == f"https://host/v1?api_key={REDACTED}&n=1"
     )
-    text = 'no access: sk-0123456789 v4lue \\"of\\" origin hunter22 s3cr3tpw k3yk3yk3y v4lue%20%22of%22%20origin http://a:b@c'
+    text = (
+        'no access: sk-0123456789 v4lue \\"of\\" origin hunter22 s3cr3tpw k3yk3yk3y'
+        " v4lue%20%22of%22%20origin http://a:b@c"
+    )
     assert (
-        cover(text)
-        == f"no access: {REDACTED} ${{oc.env:PLAINLY}} {REDACTED} {REDACTED} {REDACTED} ${{oc.env:PLAINLY}} http://a:{REDACTED}@c"
+        cover(text) == f"no access: {REDACTED} ${{oc.env:PLAINLY}} {REDACTED} {REDACTED} {REDACTED}"
+        f" ${{oc.env:PLAINLY}} http://a:{REDACTED}@c"
     )
     assert redacted(written) == written
 
@@ -157,10 +160,11 @@ def test_no_text_that_leaves_a_run_holds_a_secret(tmp_path):
     """config, Hydra's files, summary, tracebacks, debug bundle, TensorBoard, checkpoints, report:
     searched byte by byte, unpacked."""
     (tmp_path / "talks.py").write_text(
-        "import lightning as L\n\ndef extra(run, **given):\n    return Talks(given)\n\nclass Talks(L.Callback):\n"
-        "    def __init__(self, given):\n        self.given = given\n"
-        "    def on_train_batch_end(self, trainer, module, *_):\n        print('said', self.given, flush=True)\n"
-        "        if module.rl_step == 2:\n            raise RuntimeError(f'cannot reach it with {self.given}')\n"
+        "import lightning as L\n\ndef extra(run, **given):\n    return Talks(given)\n\nclass"
+        " Talks(L.Callback):\n    def __init__(self, given):\n        self.given = given\n    def"
+        " on_train_batch_end(self, trainer, module, *_):\n        print('said', self.given,"
+        " flush=True)\n        if module.rl_step == 2:\n            raise RuntimeError(f'cannot"
+        " reach it with {self.given}')\n"
     )
     folder = tmp_path / "run"
     extra = "+callbacks.extra={_target_: talks.extra, _partial_: true}"

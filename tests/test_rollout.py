@@ -113,7 +113,8 @@ def test_a_reward_that_fails_leaves_its_rollout_behind(
 ):
     """As in training: the error is one sentence, and the rollout is there to look at."""
     (tmp_path / "late_reward.py").write_text(
-        "def late(r):\n    return float(r.final_content != '') if not r.steps[0].response_ids else r.nothing\n"
+        "def late(r):\n    return float(r.final_content != '') if not r.steps[0].response_ids else"
+        " r.nothing\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)

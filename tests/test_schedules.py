@@ -680,8 +680,10 @@ def test_a_number_of_a_phase_spans_the_phase(experiment):
 def test_a_longer_run_says_what_it_changes(experiment):
     longer = experiment._replace(trainer=experiment.trainer._replace(steps=200))
     assert lengthened(experiment, Progress(10), before=20) == ""
-    assert lengthened(longer, Progress(10), before=20) == (
-        "trainer.steps was 20, is 200; from step 11 on the new curves hold: optimizer.lr was to be 0.000165, is 0.0002865"
+    assert (
+        lengthened(longer, Progress(10), before=20)
+        == "trainer.steps was 20, is 200; from step 11 on the new curves hold: optimizer.lr was to"
+        " be 0.000165, is 0.0002865"
     )
 
 

@@ -45,7 +45,9 @@ def test_a_gold_answer_that_does_not_score_names_its_row():
     """A wrong column, or a verifier for other rows, would train on rewards that are all 0."""
     with pytest.raises(
         DataError,
-        match=r"row rows.jsonl:2: the gold answer 'no number' scores None with reward 'mine', not 1",
+        match=(
+            r"row rows.jsonl:2: the gold answer 'no number' scores None with reward 'mine', not 1"
+        ),
     ):
         check_verifier(rows("7", "no number"), reward_of(numeric))
     with pytest.raises(DataError, match=r"row rows.jsonl:1: the gold answer '7' scores 0.5"):
@@ -69,7 +71,10 @@ def test_a_truth_that_is_not_one_number_names_its_row_wherever_it_is(truth, func
     check_truths(fine, reward_of(function))
     with pytest.raises(
         DataError,
-        match=r"row rows.jsonl:305: the gold answer '.*' of reward 'mine' is not one number.*\(1 more rows are like it\)",
+        match=(
+            r"row rows.jsonl:305: the gold answer '.*' of reward 'mine' is not one number.*\(1 more"
+            r" rows are like it\)"
+        ),
     ) as refusal:
         check_truths(
             rows(*(task.answer for task in fine), truth, "6", "seven"), reward_of(function)

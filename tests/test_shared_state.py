@@ -145,9 +145,9 @@ def with_door(x, door, meddle):
 
         def answer(self, rollout):
             meddle(rollout, self.said)
-            return rollout, None if len(rollout.steps) > 1 else [
-                {"role": "user", "content": "Once more."}
-            ]
+            return rollout, (
+                None if len(rollout.steps) > 1 else [{"role": "user", "content": "Once more."}]
+            )
 
     def look(value: int, more: list) -> str:
         """Looks.
@@ -337,7 +337,10 @@ def test_what_cannot_be_put_back_ends_the_run_with_the_name_of_the_function(as_b
         return 1.0
 
     try:
-        said = r"reward \(.*test_shared_state.py:\d+\) changed torch's default device from cpu to meta, which cannot be put back"
+        said = (
+            r"reward \(.*test_shared_state.py:\d+\) changed torch's default device from cpu to"
+            r" meta, which cannot be put back"
+        )
         with pytest.raises(SharedStateError, match=said):
             score([Rollout(Task("a", ()), ())], Reward("mine", {"mine": Term(1.0, reward)}))
     finally:

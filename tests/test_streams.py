@@ -503,14 +503,16 @@ def test_a_preset_takes_a_step(name, tmp_path):
         )
     )
     talk = [
-        [
-            "task=conversations",
-            f"task.path={tmp_path}/talk.jsonl",
-            "task.held_out=0",
-            "reward=length",
-        ]
-        if w == "TALK"
-        else [w]
+        (
+            [
+                "task=conversations",
+                f"task.path={tmp_path}/talk.jsonl",
+                "task.held_out=0",
+                "reward=length",
+            ]
+            if w == "TALK"
+            else [w]
+        )
         for w in PRESETS[name]
     ]
     x = experiment(

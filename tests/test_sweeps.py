@@ -185,7 +185,8 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     ]  # of test accuracy: sd of 0.9, 0.7 is 0.1 √2
     assert (
         verdict.splitlines()[0]
-        == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 10 claim nothing."
+        == "dapo against grpo: no difference can be claimed; they share 1 seed, and fewer than 10"
+        " claim nothing."
     )
     assert said == "before and after: test accuracy; best first by validation accuracy"
     assert "debug" not in first

@@ -141,7 +141,10 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     assert [str(w.message) for w in caught] == ["a real one"]
     captured = capsys.readouterr()
     for words in (
-        f"model: tiny, 886,144 of 886,144 parameters trained, on cpu with 1 thread(s) of {cores()} core(s), precision 32-true",
+        (
+            "model: tiny, 886,144 of 886,144 parameters trained, on cpu with 1 thread(s) of"
+            f" {cores()} core(s), precision 32-true"
+        ),
         "batch: 2 prompts × 4 samples → 2 update(s) of 4 rollouts a step, 2 steps",
         "sandbox: no reward and no tool asks for one",
         " left",

@@ -206,7 +206,8 @@ OVERRIDES = {
     "a weaker sandbox by value": (["sandbox.min_level=basic"], "sandbox.min_level=basic"),
     "one tool's sandbox": (
         [
-            "++environment.environments.python.tools.python.sandbox={_target_: rlkit.sandbox.Sandbox, allow_weak: true}"
+            "++environment.environments.python.tools.python.sandbox={_target_:"
+            " rlkit.sandbox.Sandbox, allow_weak: true}"
         ],
         "environment.environments.python.tools.python.sandbox.allow_weak=True",
     ),
@@ -266,7 +267,8 @@ OVERRIDES = {
     ),
     "a tool that reads files": (
         [
-            "+environment.environments.tool_use.tools.x={_target_: rlkit.tasks.jsonl, _partial_: true}"
+            "+environment.environments.tool_use.tools.x={_target_: rlkit.tasks.jsonl, _partial_:"
+            " true}"
         ],
         "tools.x lets the policy call rlkit.tasks.jsonl, whose path can reach a path",
     ),

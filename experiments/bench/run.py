@@ -220,7 +220,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.also and not given.to:
         parser.error(
-            "--also changes what is measured: give --to, so that its rows do not replace those that are committed"
+            "--also changes what is measured: give --to, so that its rows do not replace those that"
+            " are committed"
         )
     folder, out = given.to or given.folder, given.to or HERE
     out.mkdir(parents=True, exist_ok=True)

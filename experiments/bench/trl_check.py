@@ -165,7 +165,8 @@ def main() -> None:
         return
     if not given.python:
         parser.error(
-            "--python: name the interpreter of an environment with TRL (experiments/benchmarks/peers_env.sh makes one)"
+            "--python: name the interpreter of an environment with TRL"
+            " (experiments/benchmarks/peers_env.sh makes one)"
         )
     rows = list(csv.DictReader(ROWS.open())) if ROWS.exists() else []
     for task in given.tasks:

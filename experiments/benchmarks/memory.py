@@ -38,8 +38,9 @@ def batch(tokens: int, device: str) -> dict[str, Any]:
         "ids": torch.randint(0, 151_936, shape, generator=generator),
         "mask": mask,
         "advantages": torch.randn(shape, generator=generator),
-        "shift": torch.randn(shape, generator=generator)
-        / 10,  # the old policy's log-probs, against the present ones
+        "shift": (
+            torch.randn(shape, generator=generator) / 10
+        ),  # the old policy's log-probs, against the present ones
     }
     return {name: value.to(device) for name, value in made.items()}
 

@@ -152,7 +152,8 @@ def main() -> None:
     ]
     bench.write(given.out, "overhead", [row | last for row in rows])
     print(
-        f"outside model compute: {outside:.1%} of a step; goal: 5 % at 26 million parameters, 12 % at 0.9 million"
+        f"outside model compute: {outside:.1%} of a step; goal: 5 % at 26 million parameters, 12 %"
+        " at 0.9 million"
     )
 
 

@@ -86,7 +86,7 @@ def side(what: str, folder: str, overrides: list[str], steps: int) -> None:
     )
     own = learner.begin()
     groups = experience(own, learner.policy, tasks, stream, step=0)[:2]
-    (here, other) = (
+    here, other = (
         Path(folder) / f"{name}" for name in (what, {"sample": "update", "update": "sample"}[what])
     )
     here.mkdir()

@@ -87,7 +87,9 @@ def main() -> None:
                 "slowest": round(min(ratios), 2),
             }
             | {
-                "gradient_difference": f"{abs(norms['padded'] - norms['packed']) / norms['padded']:.1e}",
+                "gradient_difference": (
+                    f"{abs(norms['padded'] - norms['packed']) / norms['padded']:.1e}"
+                ),
                 "rounds": options.rounds,
             }
         )

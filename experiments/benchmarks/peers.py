@@ -120,7 +120,9 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         *(["model._target_=bench.endless"] if given["lengths"] == "forced" else []),
         "environment=single_turn",
         "reward=numeric",
-        f"reward.terms.numeric.fn._target_=bench.{'solved' if given['model'] == 'tiny' else 'spread'}",
+        (
+            f"reward.terms.numeric.fn._target_=bench.{'solved' if given['model'] == 'tiny' else 'spread'}"
+        ),
         f"batch.prompts={given['prompts']}",
         f"batch.group_size={given['group']}",
         f"generation.max_new_tokens={given['tokens']}",
@@ -254,9 +256,11 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
         "reward": [row["reward"] for row in history],
         "before": before,
         "peak": peak(given),
-        "held_out": greedy_accuracy(trainer.accelerator.unwrap_model(trainer.model))
-        if given["held_out"]
-        else None,
+        "held_out": (
+            greedy_accuracy(trainer.accelerator.unwrap_model(trainer.model))
+            if given["held_out"]
+            else None
+        ),
     }
 
 
@@ -312,9 +316,9 @@ def compare(given: dict[str, Any], python: str, rounds: int) -> list[dict[str, A
                 "peak_mib": round(most[side]),
                 "above_import_mib": round(above[side]),
                 "time_of_trl": round(statistics.median(pairs), 3) if side == "rlkit" else 1.0,
-                "memory_of_trl": round(above["rlkit"] / above["trl"], 3)
-                if side == "rlkit"
-                else 1.0,
+                "memory_of_trl": (
+                    round(above["rlkit"] / above["trl"], 3) if side == "rlkit" else 1.0
+                ),
                 "peak_of_trl": round(most["rlkit"] / most["trl"], 3) if side == "rlkit" else 1.0,
                 **{
                     f"{part}_s": round(statistics.median(run["parts"][part] for run in own), 3)
@@ -347,7 +351,8 @@ def curves(given: dict[str, Any], python: str, seeds: list[int]) -> list[dict[st
             for s in range(1, given["steps"] + 1)
         ]
         print(
-            f"{side}: accuracy by step {' '.join(f'{m:.2f}' for m in means)}, held out {' '.join(f'{e:.3f}' for e in ends)}"
+            f"{side}: accuracy by step {' '.join(f'{m:.2f}' for m in means)}, held out"
+            f" {' '.join(f'{e:.3f}' for e in ends)}"
         )
     return rows
 
@@ -446,7 +451,8 @@ def main() -> None:
         options.out, "peers", [row | sizes | {"rounds": options.rounds} | last for row in rows]
     )
     print(
-        f"goal: at most {TARGETS['seconds']:.2f} of TRL's time and {TARGETS['memory']:.2f} of its memory"
+        f"goal: at most {TARGETS['seconds']:.2f} of TRL's time and {TARGETS['memory']:.2f} of its"
+        " memory"
     )
 
 
@@ -458,12 +464,14 @@ def need_peers(python: str, package: str = "trl") -> None:
     }[package]
     if shutil.which(python) is None:
         sys.exit(
-            f"{python}: there is no such interpreter; make one with `{made}` and name FOLDER/bin/python"
+            f"{python}: there is no such interpreter; make one with `{made}` and name"
+            " FOLDER/bin/python"
         )
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     if subprocess.run([python, "-c", look], capture_output=True).returncode:
         sys.exit(
-            f"{python} has no {package}; make an environment with `{made}` and name FOLDER/bin/python"
+            f"{python} has no {package}; make an environment with `{made}` and name"
+            " FOLDER/bin/python"
         )
 
 

@@ -285,7 +285,14 @@ def main() -> None:
             options.group,
             options.tokens,
             options.steps,
-        ) = 1, ["0.9"], 2, 2, 8, 2
+        ) = (
+            1,
+            ["0.9"],
+            2,
+            2,
+            8,
+            2,
+        )
     rows = []
     for size in options.sizes:
         given = {

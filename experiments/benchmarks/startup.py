@@ -46,7 +46,8 @@ def ended(words: Sequence[str], status: int, threads: int, folder: Path) -> floa
     spent = time.perf_counter() - begun
     if done.returncode != status:
         raise RuntimeError(
-            f"rlkit {' '.join(words)} ended with {done.returncode}, not {status}:\n{done.stderr[-2000:]}"
+            f"rlkit {' '.join(words)} ended with {done.returncode}, not"
+            f" {status}:\n{done.stderr[-2000:]}"
         )
     return spent
 
@@ -82,7 +83,8 @@ def until(line_begins: str, words: Sequence[str], threads: int, folder: Path) ->
                 process.stdout.read()
                 return spent
     raise RuntimeError(
-        f"rlkit {' '.join(words)} ended without a line that begins with '{line_begins}':\n{''.join(said)[-2000:]}"
+        f"rlkit {' '.join(words)} ended without a line that begins with"
+        f" '{line_begins}':\n{''.join(said)[-2000:]}"
     )
 
 

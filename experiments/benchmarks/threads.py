@@ -80,7 +80,8 @@ def neighbours(
                 found = [line for line in done.stdout.splitlines() if line.startswith(bench.MARK)]
                 if not found:
                     raise RuntimeError(
-                        f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
+                        f"{' '.join(command)} ended with"
+                        f" {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
                     )
                 times = [
                     float(text) for text in found[-1][len(bench.MARK) :].strip("[]").split(",")

@@ -21,7 +21,10 @@ import time
 from pathlib import Path
 
 SHOWN = 14  # lines of an output that the transcript keeps at each end
-SMALL = "batch: {prompts: 4, group_size: 4}\ntrainer: {steps: 2}\nevaluation: {n: 8}\ngeneration: {max_new_tokens: 48}\n"
+SMALL = (
+    "batch: {prompts: 4, group_size: 4}\ntrainer: {steps: 2}\nevaluation: {n: 8}\ngeneration:"
+    " {max_new_tokens: 48}\n"
+)
 JSONL = "task=jsonl task.path=rows.jsonl task.fields.prompt=question task.fields.answer=result"
 TERM = """_target_: rlkit.rewards.Reward
 name: NAME
@@ -33,7 +36,8 @@ terms:
 """
 OWN = {  # files of a user, beside those that the pages show
     "small.yaml": SMALL,
-    "my_metrics.py": '''
+    "my_metrics.py": (
+        '''
 import lightning as L
 
 
@@ -52,11 +56,15 @@ class Count(L.Callback):
 
 def counting(run_folder):
     return Count()
-''',
-    "my_conf/reward/polite.yaml": TERM.replace("NAME", "polite").replace(
-        "FUNCTION", "my_metrics.polite"
+'''
     ),
-    "my_conf/mine.yaml": "defaults:\n- train\n- override algorithm: dapo\n- kl: none\n- _self_\ntrainer:\n  steps: 2\n",
+    "my_conf/reward/polite.yaml": (
+        TERM.replace("NAME", "polite").replace("FUNCTION", "my_metrics.polite")
+    ),
+    "my_conf/mine.yaml": (
+        "defaults:\n- train\n- override algorithm: dapo\n- kl: none\n- _self_\ntrainer:\n "
+        " steps: 2\n"
+    ),
 }
 MODULES = {  # name → (text, what the refusal says)
     "syntax": ("def score(rollout):\n    return 1.0 +\n", r"bad_syntax\.py:2: invalid syntax"),
@@ -121,11 +129,25 @@ SLIPS = {  # what is typed → what is answered
     "trainer=gpu": "no GPU",
 }
 READ = {
-    "pandas": 'import pandas; print(pandas.read_parquet("RUN/completions")[["step", "reward", "policy_version"]].describe())',
-    "polars": 'import polars; print(polars.read_parquet("RUN/completions/*.parquet").group_by("step").agg(polars.col("reward").mean()))',
-    "datasets": 'import datasets as d; print(d.load_dataset("parquet", data_files="RUN/completions/*.parquet", split="train"))',
-    "the full record": 'import datasets; print(datasets.load_dataset("json", data_files="RUN/rollouts/*", split="train"))',
-    "rlkit": 'from rlkit.episodes import load_rollouts; print(load_rollouts("RUN/rollouts", step=1)[0])',
+    "pandas": (
+        'import pandas; print(pandas.read_parquet("RUN/completions")[["step", "reward",'
+        ' "policy_version"]].describe())'
+    ),
+    "polars": (
+        "import polars;"
+        ' print(polars.read_parquet("RUN/completions/*.parquet").group_by("step").agg(polars.col("reward").mean()))'
+    ),
+    "datasets": (
+        'import datasets as d; print(d.load_dataset("parquet",'
+        ' data_files="RUN/completions/*.parquet", split="train"))'
+    ),
+    "the full record": (
+        'import datasets; print(datasets.load_dataset("json", data_files="RUN/rollouts/*",'
+        ' split="train"))'
+    ),
+    "rlkit": (
+        'from rlkit.episodes import load_rollouts; print(load_rollouts("RUN/rollouts", step=1)[0])'
+    ),
 }
 LOOP = """import rlkit
 
@@ -266,14 +288,18 @@ def own_parts(t: Terminal, clone: Path) -> None:
         "finished",
     )
     t.type(
-        "rlkit train --config-dir my_conf algorithm/advantage=signed algorithm.advantage.scale=0.5 --config small.yaml",
+        "rlkit train --config-dir my_conf algorithm/advantage=signed algorithm.advantage.scale=0.5"
+        " --config small.yaml",
         "finished",
     )
     t.type(
         "rlkit train --config-dir my_conf environment=shelf reward=shelved --config small.yaml",
         "finished",
     )
-    game = "task=episodes environment=gymnasium environment.make._target_=my_games.Climb environment.max_turns=10 model=tiny_guess"
+    game = (
+        "task=episodes environment=gymnasium environment.make._target_=my_games.Climb"
+        " environment.max_turns=10 model=tiny_guess"
+    )
     t.type(f"rlkit train {game} --config small.yaml", "finished")
     t.type(
         "rlkit train --config-dir my_conf --config-name mine batch.prompts=4 evaluation.n=8",
@@ -281,11 +307,15 @@ def own_parts(t: Terminal, clone: Path) -> None:
         "finished",
     )
     t.type("rlkit train environment.system_prompt='Be brief.' --config small.yaml", "finished")
-    both = "'reward=[numeric,polite]' reward.terms.polite.weight=0 +evaluation.reward.terms.polite='${reward.terms.polite}'"
+    both = (
+        "'reward=[numeric,polite]' reward.terms.polite.weight=0"
+        " +evaluation.reward.terms.polite='${reward.terms.polite}'"
+    )
     callback = "'+callbacks.mine={_target_: my_metrics.counting, _partial_: true}'"
     t.type(f"rlkit train --config-dir my_conf {both} {callback} --config small.yaml", "finished")
     t.type(
-        f'grep -oE \'"(test/|)reward/polite/words": [0-9.]+|"mine/done": [0-9.]+\' {t.newest()}/metrics.jsonl',
+        'grep -oE \'"(test/|)reward/polite/words": [0-9.]+|"mine/done": [0-9.]+\''
+        f" {t.newest()}/metrics.jsonl",
         "test/reward/polite/words",
         '"reward/polite/words',
         "mine/done",
@@ -301,7 +331,8 @@ def mistakes(t: Terminal) -> None:
     for name, (text, answer) in MODULES.items():
         t.file(f"bad_{name}.py", text)
         t.type(
-            f"cat bad_{name}.py && rlkit train {fn}=bad_{name}.score '~reward.terms.task.fn.rewards' --config small.yaml",
+            f"cat bad_{name}.py && rlkit train {fn}=bad_{name}.score"
+            " '~reward.terms.task.fn.rewards' --config small.yaml",
             answer,
             status=2,
         )
@@ -314,7 +345,8 @@ def mistakes(t: Terminal) -> None:
     for name, (text, answer) in PRESETS.items():
         t.file(f"my_conf/experiment/{name}.yaml", text)
         t.type(
-            f"cat my_conf/experiment/{name}.yaml && rlkit train --config-dir my_conf experiment={name}",
+            f"cat my_conf/experiment/{name}.yaml && rlkit train --config-dir my_conf"
+            f" experiment={name}",
             answer,
             status=2,
         )
@@ -322,7 +354,8 @@ def mistakes(t: Terminal) -> None:
         t.type(f"rlkit train {words}", answer, status=2)
     t.file(
         "bad_tool.py",
-        'def weigh(item: str) -> str:\n    """Weighs an item.\n\n    Args:\n        item: Its name.\n    """\n    return 1 / 0\n',
+        'def weigh(item: str) -> str:\n    """Weighs an item.\n\n    Args:\n        item: Its'
+        ' name.\n    """\n    return 1 / 0\n',
     )
     tool = "{_target_: bad_tool.weigh, _partial_: true}"
     t.type(
@@ -336,9 +369,13 @@ def mistakes(t: Terminal) -> None:
     )
     t.file(
         "bad_game.py",
-        "class Game:\n    def reset(self, *, seed=None):\n        return '?', {}\n\n    def step(self, action):\n        return 1 / 0\n",
+        "class Game:\n    def reset(self, *, seed=None):\n        return '?', {}\n\n    def"
+        " step(self, action):\n        return 1 / 0\n",
     )
-    game = "task=episodes environment=gymnasium environment.make._target_=bad_game.Game model=tiny_guess"
+    game = (
+        "task=episodes environment=gymnasium environment.make._target_=bad_game.Game"
+        " model=tiny_guess"
+    )
     t.type(f"rlkit train {game} --config small.yaml", r"bad_game\.py:6", status=1)
 
 
@@ -374,13 +411,15 @@ def data(t: Terminal, *, fresh: bool) -> None:
     run = t.newest()
     if fresh:
         t.type(
-            "pip install -q pandas polars 2>/dev/null && python -c 'import pandas, polars, datasets'"
+            "pip install -q pandas polars 2>/dev/null && python -c 'import pandas, polars,"
+            " datasets'"
         )
     for code in READ.values():
         t.type(f"python -c '{code.replace('RUN', run)}'", "reward|answer|step")
     t.chapter("Day 5: runs, sweeps, a comparison, the report, the model")
     t.type(
-        "rlkit train -m algorithm=grpo,reinforce seed=1,2 --config small.yaml hydra.sweep.dir=outputs/sweep",
+        "rlkit train -m algorithm=grpo,reinforce seed=1,2 --config small.yaml"
+        " hydra.sweep.dir=outputs/sweep",
         "reinforce",
         shown=20,
     )
@@ -401,7 +440,8 @@ def data(t: Terminal, *, fresh: bool) -> None:
     t.type(f"rlkit train resume={run} trainer.steps=4", "after step 2", "finished after 4 steps")
     t.type("rlkit train resume=auto --config small.yaml", "finished", shown=8)
     t.type(
-        'rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?" tools=[calculator]',
+        'rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?"'
+        " tools=[calculator]",
         "#### 33",
     )
 
@@ -413,7 +453,8 @@ def install(t: Terminal, clone: Path, *, fresh: bool, tests: bool) -> None:
     if fresh:
         subprocess.run([sys.executable, "-m", "venv", str(t.folder / "venv")], check=True)
         t.type(
-            "pip install -q -c constraints.txt -e . 2>/dev/null && pip list 2>/dev/null | grep -E 'rlkit|^torch |hydra-core'",
+            "pip install -q -c constraints.txt -e . 2>/dev/null && pip list 2>/dev/null | grep -E"
+            " 'rlkit|^torch |hydra-core'",
             "rlkit-lm",
             within=clone,
         )
@@ -462,7 +503,8 @@ def main() -> int:
     disks(t)
     data(t, fresh=given.venv is None)
     t.chapter(
-        f"The end, after {(time.monotonic() - started) / 60:.0f} minutes; {len(t.failed)} outcomes are not what they should be"
+        f"The end, after {(time.monotonic() - started) / 60:.0f} minutes; {len(t.failed)} outcomes"
+        " are not what they should be"
     )
     for line in t.failed:
         t.write(f"- {line}")

@@ -18,5 +18,6 @@ for folder in map(Path, sys.argv[1:]):
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         if "reward/mean" in (row := json.loads(line)):
             print(
-                f"| {folder.name} | {row['step']} | {' | '.join(f'{row[key]:{form}}' for key, form in KEYS.items())} |"
+                f"| {folder.name} | {row['step']} |"
+                f" {' | '.join(f'{row[key]:{form}}' for key, form in KEYS.items())} |"
             )

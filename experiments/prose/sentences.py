@@ -38,7 +38,10 @@ BEFORE = "8fc66e4"
 PAGES = 10
 MINIMUM = 8
 
-SUBORDINATORS = "which that where what whose whom who when while since because unless until if so as although than whether"
+SUBORDINATORS = (
+    "which that where what whose whom who when while since because unless until if so as although"
+    " than whether"
+)
 SUBORDINATE = re.compile(rf"\b(?:{'|'.join(SUBORDINATORS.split())})\b", re.I)
 MARKS = re.compile(r"[,;:(\[–—]| - ")
 
@@ -323,7 +326,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     for rank, sentence in enumerate(longest, 1):
         print(
-            f"\n{rank}. length {sentence.length}, {sentence.file}:{sentence.line}\n{textwrap.fill(sentence.text, 100)}"
+            f"\n{rank}. length {sentence.length},"
+            f" {sentence.file}:{sentence.line}\n{textwrap.fill(sentence.text, 100)}"
         )
     for name, row in totals.items():
         print(f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in row.items()))

@@ -222,7 +222,8 @@ def table(rows: Sequence[dict[str, str]]) -> str:
             else f"{math.exp(mean):.2f}"
         )
         lines.append(
-            f"| {sampler} | {sum(int(r['reached']) for r in mine)} of {len(mine)} | {steps:.0f} | {tokens:,.0f} | {ratio} |"
+            f"| {sampler} | {sum(int(r['reached']) for r in mine)} of {len(mine)} | {steps:.0f} |"
+            f" {tokens:,.0f} | {ratio} |"
         )
     return "\n".join(lines)
 

@@ -87,16 +87,17 @@ def main() -> None:
     cores = min(workers(SANDBOX), os.cpu_count() or 1)
     print(f"{probe()}\n{len(jobs)} reference solutions of MBPP, {cores} workers\n")
     print(
-        "| level | median | p95 | one after another | all workers | per core | processor time |\n|---|---|---|---|---|---|---|"
+        "| level | median | p95 | one after another | all workers | per core | processor time"
+        " |\n|---|---|---|---|---|---|---|"
     )
     for features in CHOICES:
         if set(features) <= set(probe().features):
             seconds, many = latency(jobs, features), throughput(jobs, features)
             p95 = seconds[int(0.95 * len(seconds))]
             print(
-                f"| {'+'.join(features) or 'limits only'} | {1e3 * statistics.median(seconds):.0f} ms | {1e3 * p95:.0f} ms "
-                f"| {1 / statistics.mean(seconds):.1f} /s | {many:.1f} /s | {many / cores:.1f} /s "
-                f"| {1e3 * processor(jobs, features):.0f} ms |"
+                f"| {'+'.join(features) or 'limits only'} | {1e3 * statistics.median(seconds):.0f}"
+                f" ms | {1e3 * p95:.0f} ms | {1 / statistics.mean(seconds):.1f} /s | {many:.1f} /s"
+                f" | {many / cores:.1f} /s | {1e3 * processor(jobs, features):.0f} ms |"
             )
     print(f"\n{len(rows)} rows, {len(tasks)} with tests that can be split")
     found = {
@@ -108,7 +109,8 @@ def main() -> None:
     print(f"{len(found) - len(failed)} reference solutions pass; the others:")
     for name, judgement in sorted(failed.items()):
         print(
-            f"  {name}: {judgement.status}, {judgement.passed} of {judgement.total} tests, {judgement.detail}"
+            f"  {name}: {judgement.status}, {judgement.passed} of {judgement.total} tests,"
+            f" {judgement.detail}"
         )
 
 

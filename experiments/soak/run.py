@@ -107,11 +107,13 @@ def broken(rows: list[dict], *, settled: int, timed: bool) -> list[str]:
             for part in parts
         )
         print(
-            f"seconds per step: {early:.3f}, at the end {late:.3f}; yardstick: {was_fast:.5f}, at the end {is_fast:.5f}"
+            f"seconds per step: {early:.3f}, at the end {late:.3f}; yardstick: {was_fast:.5f}, at"
+            f" the end {is_fast:.5f}"
         )
         if late / is_fast > 1.1 * early / was_fast:
             problems.append(
-                f"a step took {early / was_fast:.1f} yardsticks, and {late / is_fast:.1f} at the end"
+                f"a step took {early / was_fast:.1f} yardsticks, and {late / is_fast:.1f} at"
+                " the end"
             )
     return problems
 

@@ -142,7 +142,8 @@ def main() -> None:
             writer.writeheader()
             writer.writerows(rows)
     print(
-        "| variant | seeds | steps | tokens | test accuracy, 95 % | reached 0.97 |\n|---|---|---|---|---|---|"
+        "| variant | seeds | steps | tokens | test accuracy, 95 % | reached 0.97"
+        " |\n|---|---|---|---|---|---|"
     )
     for variant in dict.fromkeys(r["variant"] for r in rows):
         mine = [r for r in rows if r["variant"] == variant]
@@ -150,7 +151,8 @@ def main() -> None:
         tokens = sum(int(r["tokens"]) for r in mine) // len(mine)
         reached = sum(bool(r["target"]) for r in mine)
         print(
-            f"| {variant} | {len(mine)} | {mine[0]['steps']} | {tokens:,} | {mean:.3f} ± {half:.3f} | {reached} of {len(mine)} |"
+            f"| {variant} | {len(mine)} | {mine[0]['steps']} | {tokens:,} | {mean:.3f} ± {half:.3f}"
+            f" | {reached} of {len(mine)} |"
         )
 
 

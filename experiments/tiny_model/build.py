@@ -242,7 +242,8 @@ def warm_up(
         schedule.step()
         if step % max(20, steps // 16) == 0 or step == 1:
             log(
-                f"step {step} loss {loss.item():.4f} tokens a row {mask.shape[1]} seconds {time.perf_counter() - started:.0f}"
+                f"step {step} loss {loss.item():.4f} tokens a row {mask.shape[1]} seconds"
+                f" {time.perf_counter() - started:.0f}"
             )
 
 

@@ -187,7 +187,8 @@ def named_tools(
         named[tool_name(tool)] = tool
     if unknown := [name for name in implementations if name not in named]:
         raise ConfigError(
-            f"tool_implementations: {', '.join(unknown)} is in no schema of tools, so the policy would never hear of it"
+            f"tool_implementations: {', '.join(unknown)} is in no schema of tools, so the policy"
+            " would never hear of it"
         )
     return named
 
@@ -276,8 +277,8 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
     unknown = [name for name in x.tools if name not in shipped and "." not in str(name)]
     if unknown:
         raise ConfigError(
-            f"tools: there is no tool '{unknown[0]}'.{nearest(str(unknown[0]), shipped)} There are {', '.join(shipped)}, and your own "
-            "as module.function"
+            f"tools: there is no tool '{unknown[0]}'.{nearest(str(unknown[0]), shipped)} There are"
+            f" {', '.join(shipped)}, and your own as module.function"
         )
     return [shipped[name] if name in shipped else resolve(name) for name in x.tools]
 
@@ -360,7 +361,10 @@ def parts(rollout: Rollout) -> Iterator[tuple[str, str]]:
 def _ending(rollout: Rollout) -> str:
     """How a conversation ended, in one line."""
     calls = sum(len(step.tool_calls) for step in rollout.steps)
-    counts = f"{len(rollout.steps)} turn{'s' * (len(rollout.steps) != 1)}, {calls} tool call{'s' * (calls != 1)}"
+    counts = (
+        f"{len(rollout.steps)} turn{'s' * (len(rollout.steps) != 1)}, {calls} tool"
+        f" call{'s' * (calls != 1)}"
+    )
     reasons = {
         "steps": "max_turns is reached",
         "length": "the last reply reached generation.max_new_tokens",
@@ -381,7 +385,8 @@ def command(arguments: Arguments) -> int:
     if len(arguments.texts) != 1 or not arguments.texts[0].strip():
         said = f", not {len(arguments.texts)}" if arguments.texts else ""
         raise ConfigError(
-            f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?" tools=[calculator]'
+            f'rlkit agent takes one question in quotes{said}: rlkit agent "How many toys …?"'
+            " tools=[calculator]"
         )
     config, checkpoint = composed(arguments, "agent")
     show(

@@ -82,8 +82,9 @@ def _named(name: str, folder: str | None) -> Path:
     place = Path(folder or ".") / f"{name.removesuffix('.yaml')}.yaml"
     if not place.is_file():
         raise ConfigError(
-            f"--config-name {name}: there is no {place}. It names a file of your own in --config-dir DIR; which of rlkit's configs is "
-            "taken follows from the command (train, evaluate, rollout)"
+            f"--config-name {name}: there is no {place}. It names a file of your own in"
+            " --config-dir DIR; which of rlkit's configs is taken follows from the command (train,"
+            " evaluate, rollout)"
         )
     return place
 

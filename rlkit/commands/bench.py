@@ -88,7 +88,10 @@ def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
         (folder / "comparisons.csv").unlink(missing_ok=True)  # of an earlier, larger matrix
     text = bench.page(rows, failed)
     write_atomic(folder / "README.md", text.encode())
-    return f"\n{text}\nrows             {folder / 'results.csv'}\npage             {folder / 'README.md'}"
+    return (
+        f"\n{text}\nrows             {folder / 'results.csv'}\npage            "
+        f" {folder / 'README.md'}"
+    )
 
 
 def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
@@ -113,7 +116,8 @@ def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
         if why := part_problem(name):
             key = "arms" if given["arms"] else "algorithms"
             raise ConfigError(
-                f"{key}={given[key]}: the arm {name!r:.60} is no name of a folder ({why}); give it a plain one"
+                f"{key}={given[key]}: the arm {name!r:.60} is no name of a folder ({why}); give it"
+                " a plain one"
             )
     named: dict[str, str] = {}
     for name in (*arms, *PLACEBOS):

@@ -200,7 +200,10 @@ def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
         *(("warning", line) for line in report.warnings),
         (
             "rollout",
-            f"{len(report.rollouts)} episodes, {m['tokens/sampled']} tokens sampled, {clock['generate']:.1f} s",
+            (
+                f"{len(report.rollouts)} episodes, {m['tokens/sampled']} tokens sampled,"
+                f" {clock['generate']:.1f} s"
+            ),
         ),
         ("reward", f"{_mean(own)} ({terms}), {len(scored)} of {len(own)} can be scored"),
         (

@@ -114,7 +114,8 @@ def run_command(argv: Sequence[str]) -> int:
     if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
         print(
             visible(
-                f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the terminal's encoding to UTF-8"
+                f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the"
+                " terminal's encoding to UTF-8"
             ),
             file=sys.stderr,
         )

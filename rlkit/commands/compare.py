@@ -19,11 +19,13 @@ def command(arguments: Arguments) -> int:
     compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
     if compared is None:
         raise ConfigError(
-            f"rlkit compare: fewer than two lines of these runs have a figure in common ({', '.join(verdicts.FIGURES)})"
+            "rlkit compare: fewer than two lines of these runs have a figure in common"
+            f" ({', '.join(verdicts.FIGURES)})"
         )
     if given.get("pairs", "first") not in ("first", "all"):
         raise ConfigError(
-            f"pairs={given['pairs']}: write pairs=all, or pairs=first for each line against the first"
+            f"pairs={given['pairs']}: write pairs=all, or pairs=first for each line against the"
+            " first"
         )
     found = verdicts.verdicts(
         groups,
@@ -33,7 +35,8 @@ def command(arguments: Arguments) -> int:
     )
     if not found:
         raise ConfigError(
-            f"rlkit compare: the first line, {groups[0].label}, has no {compared.name}; pairs=all compares the others"
+            f"rlkit compare: the first line, {groups[0].label}, has no {compared.name}; pairs=all"
+            " compares the others"
         )
     print(table(groups, compared))
     print("\n".join(["", *verdicts.told(groups, compared, found)]))
@@ -48,13 +51,15 @@ def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, st
     }
     if unknown := [text for text in arguments.overrides if text.partition("=")[0] not in given]:
         raise ConfigError(
-            f"'{unknown[0]}': rlkit {name} takes run folders and {', '.join(f'{key}=' for key in SETTINGS)}"
+            f"'{unknown[0]}': rlkit {name} takes run folders and"
+            f" {', '.join(f'{key}=' for key in SETTINGS)}"
         )
     groups = group_runs([read_run(folder) for folder in find_runs(arguments.texts, "compare")])
     if len(groups) < 2:
         said = "one line of runs" if groups else "no run with finished steps"
         raise ConfigError(
-            f"rlkit {name} needs folders of two kinds of runs, such as rlkit {name} outputs/grpo outputs/dapo; found {said}"
+            f"rlkit {name} needs folders of two kinds of runs, such as rlkit {name} outputs/grpo"
+            f" outputs/dapo; found {said}"
         )
     return groups, given
 

@@ -74,7 +74,8 @@ def _chosen(file: str, defaults: Any) -> list[str]:
     algorithm: dapo`."""
     if not isinstance(defaults, list):
         raise ConfigError(
-            f"--config {file}: defaults: {defaults!r} is no list; write one GROUP: OPTION a line, each behind a dash"
+            f"--config {file}: defaults: {defaults!r} is no list; write one GROUP: OPTION a line,"
+            " each behind a dash"
         )
     found = []
     for entry in defaults:
@@ -106,11 +107,13 @@ def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
             last = [known for known in FLAT if known.rpartition(".")[2] == key.rpartition(".")[2]]
             hint = f" Did you mean '{last[0]}'?" if last else nearest(key, FLAT)
             raise ConfigError(
-                f"{file}:{key}: there is no such key.{hint} There are {', '.join(FLAT)}; all others are given behind the file, as KEY=VALUE"
+                f"{file}:{key}: there is no such key.{hint} There are {', '.join(FLAT)}; all others"
+                " are given behind the file, as KEY=VALUE"
             )
     if (dataset := values.get("data.dataset", DATASETS[0])) not in DATASETS:
         raise ConfigError(
-            f"{file}:data.dataset: there is no {dataset!r}; write {' or '.join(DATASETS)}, or give task=… behind the file"
+            f"{file}:data.dataset: there is no {dataset!r}; write {' or '.join(DATASETS)}, or give"
+            " task=… behind the file"
         )
     if values.get("training.kl_coef") == 0:
         values = {key: value for key, value in values.items() if key != "training.kl_coef"}

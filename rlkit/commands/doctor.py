@@ -103,14 +103,18 @@ def packages() -> list[Finding]:
         return [
             Finding(
                 "rlkit",
-                "is not installed, so its versions are not known; pip install -c constraints.txt -e .",
+                "is not installed, so its versions are not known; pip install -c constraints.txt"
+                " -e .",
                 "warn",
             )
         ]
     out = [Finding("rlkit", f"{own.name} {own.version} at {Path(__file__).parent.parent}")]
     for needed, installed in requirements(own):
         wanted = f"{needed.name}{needed.specifier}"
-        remedy = f"{installed or 'is not installed'}; rlkit takes {wanted}: pip install -c constraints.txt '{wanted}'"
+        remedy = (
+            f"{installed or 'is not installed'}; rlkit takes {wanted}: pip install -c"
+            f" constraints.txt '{wanted}'"
+        )
         out.append(
             Finding(needed.name, installed)
             if _fits(needed, installed)
@@ -144,7 +148,10 @@ def devices() -> list[Finding]:
         seen = torch.cuda.get_device_properties(index)
         square = torch.eye(64, device=f"cuda:{index}")
         works = bool(torch.equal(square @ square, square))
-        text = f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
+        text = (
+            f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB, bfloat16"
+            f" {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
+        )
         out.append(
             Finding(
                 f"cuda:{index}",
@@ -168,7 +175,8 @@ def sandbox() -> list[Finding]:
         return [
             Finding(
                 "sandbox",
-                f"{text}; model-written code is refused unless sandbox=weak consents ({'; '.join(level.reasons)})",
+                f"{text}; model-written code is refused unless sandbox=weak consents"
+                f" ({'; '.join(level.reasons)})",
                 "warn",
             )
         ]

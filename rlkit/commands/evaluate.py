@@ -122,8 +122,8 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
     ]
     if strange:
         raise DataError(
-            f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights are in one of the two only; "
-            "use the model settings of its run"
+            f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights"
+            " are in one of the two only; use the model settings of its run"
         )
     policy.model.load_state_dict(
         weights, strict=False
@@ -203,7 +203,8 @@ def command(arguments: Arguments) -> int:
         )
     if max(x.evaluation.k) > x.evaluation.samples:
         raise ConfigError(
-            f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that; it is {x.evaluation.samples}"
+            f"evaluation.k: pass@{max(x.evaluation.k)} needs evaluation.samples of at least that;"
+            f" it is {x.evaluation.samples}"
         )
     tasks = load_split(x, split)
     check_tools(tasks, x.environment)

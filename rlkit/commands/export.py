@@ -55,7 +55,8 @@ def export(
     adapters = hasattr(policy.model, "merge_and_unload")
     if adapters and not merge and EMBEDDED.get(model["path"]):
         raise ConfigError(
-            f"model.path={model['path']}: no other program can load adapters on this embedded model; use merge=true"
+            f"model.path={model['path']}: no other program can load adapters on this embedded"
+            " model; use merge=true"
         )
     path, step = restored_policy(policy, checkpoint)
     written = policy.model.merge_and_unload() if adapters and merge else policy.model
@@ -90,6 +91,7 @@ def command(arguments: Arguments) -> int:
         run=run,
     )
     print(
-        f"{path}, step {step}\nwritten to {out}\nload it with AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}"
+        f"{path}, step {step}\nwritten to {out}\nload it with"
+        f" AutoModelForCausalLM.from_pretrained({str(out)!r}), or model.path={out}"
     )
     return 0

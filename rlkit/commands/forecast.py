@@ -32,11 +32,13 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for name, value in given.items():
         if name not in ("device", *RANGES):
             raise ConfigError(
-                f"check.{name}: there is no such setting.{nearest(name, RANGES)} There are: device, {', '.join(RANGES)}"
+                f"check.{name}: there is no such setting.{nearest(name, RANGES)} There are: device,"
+                f" {', '.join(RANGES)}"
             )
         if name == "device" and value not in CARDS:
             raise ConfigError(
-                f"check.device={value}: no such card.{nearest(value, CARDS)} There are: {', '.join(CARDS)}"
+                f"check.device={value}: no such card.{nearest(value, CARDS)} There are:"
+                f" {', '.join(CARDS)}"
             )
         if name != "device":
             low, high = RANGES[name]
@@ -46,7 +48,8 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 )
     if given and "device" not in given:
         raise ConfigError(
-            f"check.{next(iter(given))} belongs to check.device: name a card, one of {', '.join(CARDS)}"
+            f"check.{next(iter(given))} belongs to check.device: name a card, one of"
+            f" {', '.join(CARDS)}"
         )
     return given, [o for o in overrides if not o.startswith("check.")]
 
@@ -69,13 +72,17 @@ def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any])
         if seconds >= 0.005 * found.total
     )
     advice = [
-        f"{words}: {f'{then.total:.3g} s a step' if then.fits else 'still too large'}, {then.held / 1e9:.1f} GB"
+        f"{words}: {f'{then.total:.3g} s a step' if then.fits else 'still too large'},"
+        f" {then.held / 1e9:.1f} GB"
         for words, then in changes(card, shape, load)
     ]
     rows = [
         (
             "device",
-            f"{card.name}: {card.bandwidth / 1e12:.3g} TB/s and {card.flops / 1e12:.3g} TFLOP/s reached ({card.source})",
+            (
+                f"{card.name}: {card.bandwidth / 1e12:.3g} TB/s and {card.flops / 1e12:.3g} TFLOP/s"
+                f" reached ({card.source})"
+            ),
         ),
         (
             "lengths",
@@ -83,13 +90,19 @@ def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any])
         ),
         (
             "memory",
-            f"{'fits' if found.fits else 'DOES NOT FIT'}: {found.held / 1e9:.1f} of {card.memory / 1e9:.0f} GB ({held})",
+            (
+                f"{'fits' if found.fits else 'DOES NOT FIT'}: {found.held / 1e9:.1f} of"
+                f" {card.memory / 1e9:.0f} GB ({held})"
+            ),
         ),
         ("slots", f"{found.slots} of {load.prompts * load.group} rollouts are decoded at once"),
         ("step", f"{found.total:.3g} s: {spent}"),
         (
             "decoding",
-            f"{found.tokens_per_s:,.0f} tokens/s, {found.share:.0%} of what the memory's bandwidth allows",
+            (
+                f"{found.tokens_per_s:,.0f} tokens/s, {found.share:.0%} of what the memory's"
+                " bandwidth allows"
+            ),
         ),
         *(("change", words) for words in advice or ["nothing that would gain 5 %"]),
     ]

@@ -38,7 +38,8 @@ def explained(name: str) -> str:
     )
     if not entries:
         raise ConfigError(
-            f"{name}: there is no such metric.{nearest(name, [own for entry in every for own in entry.names])}"
+            f"{name}: there is no such"
+            f" metric.{nearest(name, [own for entry in every for own in entry.names])}"
         )
     return "\n".join(entry_text(entry) for entry in entries)
 

@@ -31,7 +31,8 @@ def command(arguments: Arguments) -> int:
     effect, count, each = effect_of(given, EFFECT), len(known), seconds_of(groups)
     corrected = f", {count} comparisons" if count > 1 else ""
     print(
-        f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95 %{corrected}"
+        f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95"
+        f" %{corrected}"
     )
     for v in known:
         print("\n".join(plan_lines(v, effect, count, each, given.get("seeds"))))
@@ -52,7 +53,10 @@ def plan_lines(
     if likely < needed:
         known += f"; if it is no larger than the pilot's, {likely} seeds are enough"
     out = [
-        f"  {verdict.second} against {verdict.first}: {needed} seeds, {duration(needed, each)} of runs, one at a time",
+        (
+            f"  {verdict.second} against {verdict.first}: {needed} seeds, {duration(needed, each)}"
+            " of runs, one at a time"
+        ),
         f"    {known}.",
     ]
     return out + (
@@ -66,7 +70,10 @@ def in_power(text: str, spread: float, comparisons: int) -> str:
         raise ConfigError(
             f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing"
         )
-    return f"a difference of {detectable(spread, int(text), comparisons=comparisons):.4f} is found 4 times in 5"
+    return (
+        f"a difference of {detectable(spread, int(text), comparisons=comparisons):.4f} is found 4"
+        " times in 5"
+    )
 
 
 def seconds_of(groups: list[Group]) -> float:

@@ -38,7 +38,8 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     for name in ("config.yaml", BATCH, STATE):
         if not (folder / name).is_file():
             raise ConfigError(
-                f"bundle={folder}: there is no {name}; name a folder debug/step_… of a run whose update failed"
+                f"bundle={folder}: there is no {name}; name a folder debug/step_… of a run whose"
+                " update failed"
             )
     written = runs.read_config(folder)
     if not is_noted(folder):
@@ -65,7 +66,8 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     from rlkit.algorithm import micro_batches
 
     lines = [
-        f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to {batch.ids.shape[1]} tokens"
+        f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to"
+        f" {batch.ids.shape[1]} tokens"
     ]
     lines += not_finite({name: p for name, p in learner.nets.named_parameters()}, "weights")
     mask = batch.response_mask
@@ -131,7 +133,8 @@ def command(arguments: Arguments) -> int:
     named = option(arguments.overrides, "bundle")
     if named is None or drop(drop(arguments.overrides, "bundle"), "trust"):
         raise ConfigError(
-            "rlkit replay takes one debug bundle: rlkit replay bundle=outputs/NAME/TIME/debug/step_000007"
+            "rlkit replay takes one debug bundle: rlkit replay"
+            " bundle=outputs/NAME/TIME/debug/step_000007"
         )
     text, fine = replay(Path(named).expanduser(), trusted=is_trusted(arguments.overrides))
     print(text)

@@ -15,11 +15,13 @@ def command(arguments: Arguments) -> int:
     }
     if unknown := [text for text in arguments.overrides if text.partition("=")[0] not in given]:
         raise ConfigError(
-            f"'{unknown[0]}': rlkit report takes folders, out=FILE.html, smooth=STEPS and limit=CONVERSATIONS"
+            f"'{unknown[0]}': rlkit report takes folders, out=FILE.html, smooth=STEPS and"
+            " limit=CONVERSATIONS"
         )
     if not arguments.texts:
         raise ConfigError(
-            "rlkit report needs at least one run folder, or a folder with runs below it: rlkit report outputs/grpo/*"
+            "rlkit report needs at least one run folder, or a folder with runs below it: rlkit"
+            " report outputs/grpo/*"
         )
     if wrong := [key for key in ("smooth", "limit") if not given.get(key, "0").isdigit()]:
         raise ConfigError(f"{wrong[0]}={given[wrong[0]]}: give a whole number, 0 or more")

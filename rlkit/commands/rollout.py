@@ -112,7 +112,8 @@ def unscored_kept(path: Path, total: int) -> Iterator[Callable[[Rollout], None]]
         finally:
             if path.exists():
                 print(
-                    f"rlkit: {done} of {total} episodes had ended; they are in {runs.shown(path)}, unscored",
+                    f"rlkit: {done} of {total} episodes had ended; they are in {runs.shown(path)},"
+                    " unscored",
                     file=sys.stderr,
                 )
 

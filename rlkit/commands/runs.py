@@ -46,7 +46,8 @@ def command(arguments: Arguments) -> int:
     wanted = [o for o in arguments.overrides if not o.startswith("limit=")]
     if absent := [text for text in words if not Path(text).is_dir()]:
         raise ConfigError(
-            f"'{absent[0]}': rlkit runs takes folders, KEY=VALUE, limit=N, or diff A B; there is no such folder"
+            f"'{absent[0]}': rlkit runs takes folders, KEY=VALUE, limit=N, or diff A B; there is no"
+            " such folder"
         )
     print(
         visible(

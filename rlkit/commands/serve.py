@@ -103,7 +103,8 @@ def command(arguments: Arguments) -> int:
                 )
             )
             print(
-                "# /v1/chat/completions, /v1/responses and /v1/messages; the model is `policy`; Ctrl-C ends it",
+                "# /v1/chat/completions, /v1/responses and /v1/messages; the model is `policy`;"
+                " Ctrl-C ends it",
                 flush=True,
             )
             await asyncio.Event().wait()

@@ -127,8 +127,8 @@ def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
     is not given again."""
     if missing := [key for key in runs.withheld(folder) if option(overrides, key) is None]:
         raise ConfigError(
-            f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again, as {missing[0]}=VALUE or better "
-            f"as {missing[0]}='${{oc.env:NAME}}'"
+            f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again,"
+            f" as {missing[0]}=VALUE or better as {missing[0]}='${{oc.env:NAME}}'"
         )
 
 
@@ -181,7 +181,8 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
     """
     if resume is None:
         raise ConfigError(
-            f"{folder} already holds a run, which is never overwritten; continue it with resume={folder}, or choose another folder"
+            f"{folder} already holds a run, which is never overwritten; continue it with"
+            f" resume={folder}, or choose another folder"
         )
     ranks.broadcast(lambda: clear_places(folder))
     identity = ranks.broadcast(lambda: runs.require_identity(folder))
@@ -195,7 +196,8 @@ def check_continues(folder: Path, config: dict, steps: int, resume: Path | None)
     done = 0 if summary.get("unsaved") else summary.get("steps") or 0
     if resume.is_dir() and done >= steps:
         raise ConfigError(
-            f"{folder} has done all of its {done} steps, by its summary.json; to go on, raise trainer.steps, as in trainer.steps={2 * done}"
+            f"{folder} has done all of its {done} steps, by its summary.json; to go on, raise"
+            f" trainer.steps, as in trainer.steps={2 * done}"
         )
     return identity
 
@@ -206,7 +208,8 @@ def own_summary(folder: Path) -> dict[str, Any]:
     summary = runs.read_summary(folder)
     if summary is None and (folder / "summary.json").exists():
         print(
-            f"resume: summary.json is not what this run wrote, and is kept as {set_aside(folder, 'summary.json')}",
+            "resume: summary.json is not what this run wrote, and is kept as"
+            f" {set_aside(folder, 'summary.json')}",
             flush=True,
         )
     return summary or {}
@@ -265,9 +268,11 @@ def run_in_folder(
         with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
             if ranks.rank() == 0:
-                runs.write_config(
-                    folder, config, provenance["identity"], new=True
-                ) if fresh else runs.cover_overrides(folder)
+                (
+                    runs.write_config(folder, config, provenance["identity"], new=True)
+                    if fresh
+                    else runs.cover_overrides(folder)
+                )
         with guard_state(x, kinds=[FOLDER]):
             summary, _ = train_in(
                 x,
@@ -345,7 +350,8 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         lines.append("")
     why = summary.get("why", "")
     lines.append(
-        f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s, {summary['tokens']:,} tokens"
+        f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s,"
+        f" {summary['tokens']:,} tokens"
     )
     lines += [why] if why else []
     lines += [f"warning: {text}" for text in doubts(folder)]
@@ -367,9 +373,11 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         *([f"  curves         tensorboard --logdir {where}"] if drawn else []),
         f"  report         rlkit report {where}",
         f"  conversations  less {where}/samples/*",
-        f"  resume         rlkit train resume={where}{longer}"
-        if saved
-        else "  (nothing to resume: it ended before its first checkpoint)",
+        (
+            f"  resume         rlkit train resume={where}{longer}"
+            if saved
+            else "  (nothing to resume: it ended before its first checkpoint)"
+        ),
     ]
     return "\n".join(lines)
 
@@ -402,14 +410,16 @@ def join_ranks(settings: TrainerSettings) -> None:
         return
     if not launch.started_outside(os.environ, settings.devices, settings.nodes):
         raise ConfigError(
-            f"trainer.nodes={settings.nodes}: processes on other machines have to be started from outside: srun --ntasks={count} "
-            f"--ntasks-per-node={settings.devices} rlkit train …, or torchrun --nnodes={settings.nodes} "
-            f"--nproc-per-node={settings.devices} … -m rlkit train …"
+            f"trainer.nodes={settings.nodes}: processes on other machines have to be started from"
+            f" outside: srun --ntasks={count} --ntasks-per-node={settings.devices} rlkit train …,"
+            f" or torchrun --nnodes={settings.nodes} --nproc-per-node={settings.devices} … -m rlkit"
+            " train …"
         )
     launch.adopt_slurm()
     cuda = settings.accelerator != "cpu" and torch.cuda.is_available()
     if cuda and settings.devices > torch.cuda.device_count():
         raise ConfigError(
-            f"trainer.devices={settings.devices}: this machine has {torch.cuda.device_count()} GPU(s); lower it"
+            f"trainer.devices={settings.devices}: this machine has {torch.cuda.device_count()}"
+            " GPU(s); lower it"
         )
     ranks.join(count, cuda=cuda, timeout=settings.timeout)

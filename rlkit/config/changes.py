@@ -95,6 +95,7 @@ def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None
     if fixed:
         was, wanted = changed[fixed[0]]
         raise ConfigError(
-            f"resume={folder}: {fixed[0]} was {was} and is now {wanted} (by its config.yaml and by the command); a run cannot continue "
-            f"with another {fixed[0].split('.')[0]}. Take the override away, or start anew with resume=never"
+            f"resume={folder}: {fixed[0]} was {was} and is now {wanted} (by its config.yaml and by"
+            f" the command); a run cannot continue with another {fixed[0].split('.')[0]}. Take the"
+            " override away, or start anew with resume=never"
         )

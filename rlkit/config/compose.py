@@ -220,11 +220,13 @@ def _check_searchpath(overrides: Sequence[str]) -> None:
     ):
         if scheme == "file" and not Path(place).is_dir():
             raise ConfigError(
-                f"hydra.searchpath: file://{place} is no folder; name the folder that holds your groups"
+                f"hydra.searchpath: file://{place} is no folder; name the folder that holds your"
+                " groups"
             )
         if scheme == "pkg" and not _importable(place):
             raise ConfigError(
-                f"hydra.searchpath: pkg://{place} cannot be imported; install the package, or put its folder on PYTHONPATH"
+                f"hydra.searchpath: pkg://{place} cannot be imported; install the package, or put"
+                " its folder on PYTHONPATH"
             )
 
 
@@ -337,7 +339,8 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         if "node `suggests` is not a container" in str(error):
             group = written.strip("${}").partition(".suggests")[0] or key.partition(".")[0]
             raise ConfigError(
-                f"{group}.suggests: holds values by name; set one of them, as in {group}.suggests.NAME=VALUE"
+                f"{group}.suggests: holds values by name; set one of them, as in"
+                f" {group}.suggests.NAME=VALUE"
             ) from error
         raise ConfigError(
             f"{key}: {written} cannot be resolved: {one_sentence(error)}"
@@ -374,7 +377,8 @@ def _misplaced(plain: dict[str, Any]) -> list[str]:
     """Presets without the line that lays them over the whole config: takes their keys out of the
     config, and says so."""
     return [
-        f"{group}: this preset sets {', '.join(found)} under '{group}'; write '# @package _global_' as the first line of its file"
+        f"{group}: this preset sets {', '.join(found)} under '{group}'; write '# @package _global_'"
+        " as the first line of its file"
         for group in ("experiment", "debug")
         if isinstance(plain.get(group), dict) and (found := plain.pop(group))
     ]
@@ -449,7 +453,8 @@ def _check_overrides(
                 .replace("no viable alternative at input", "no sense from here on:")
             )
             problems.append(
-                f"'{given}' cannot be read: {said}; close each bracket and quote, and quote the whole: 'reward=[numeric,format]'"
+                f"'{given}' cannot be read: {said}; close each bracket and quote, and quote the"
+                " whole: 'reward=[numeric,format]'"
             )
             continue
         group = override.key_or_group
@@ -474,7 +479,10 @@ def _check_overrides(
 
 def no_such_option(text: str, name: str, group: str, options: Iterable[str]) -> str:
     """What is said of an option that is not there."""
-    return f"{text}: no such option.{nearest(name, options)} Options of {group}: {', '.join(sorted(options))}"
+    return (
+        f"{text}: no such option.{nearest(name, options)} Options of {group}:"
+        f" {', '.join(sorted(options))}"
+    )
 
 
 def parse_override(parser: Any, text: str) -> tuple[Any, str]:

@@ -132,9 +132,11 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
         within = typing.get_args(hint)[-1] if typing.get_args(hint) else Any
         return {
             **owner,
-            name: placed(owner.get(name), rest, part, within, where)
-            if rest
-            else lifted(part, within, where),
+            name: (
+                placed(owner.get(name), rest, part, within, where)
+                if rest
+                else lifted(part, within, where)
+            ),
         }
     if hasattr(owner, "_fields"):
         known = _hints(type(owner))
@@ -192,7 +194,8 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
     if not stands(part, hint):
         prefix = where.replace(".", "__")
         takes = (
-            f", or replace one of its parts: {', '.join(f'{prefix}__{name}' for name in hint._fields)}"
+            ", or replace one of its parts:"
+            f" {', '.join(f'{prefix}__{name}' for name in hint._fields)}"
             if hasattr(hint, "_fields")
             else ""
         )
@@ -233,7 +236,8 @@ def as_term(part: Any, where: str) -> Term:
     """A function of a rollout as a term of weight 1."""
     if not callable(part) and not isinstance(part, Term):
         raise ConfigError(
-            f"{where}: {part!r:.100} is no term of a reward; give a function (rollout) → float or a Term"
+            f"{where}: {part!r:.100} is no term of a reward; give a function (rollout) → float or a"
+            " Term"
         )
     return part if isinstance(part, Term) else Term(1.0, part)
 
@@ -260,7 +264,8 @@ def task_function(part: Any, where: str) -> Callable[..., Sequence[Task]]:
     splits = part if isinstance(part, Splits) else Splits(part)
     if isinstance(part, Task) or not all(isinstance(task, Task) for own in splits for task in own):
         raise ConfigError(
-            f"{where}: {part!r:.100} are no tasks; give a list of Task, a Splits, or a function (split=…) → tasks"
+            f"{where}: {part!r:.100} are no tasks; give a list of Task, a Splits, or a function"
+            " (split=…) → tasks"
         )
     return lambda *, split: getattr(splits, split)
 

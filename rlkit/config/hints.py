@@ -10,25 +10,40 @@ from typing import Any
 # Names that users of TRL, verl and the notebooks write → the key here. A key that names a group of
 # options is written with "=".
 PEERS = {
-    "batch.prompts": "batch_size train_batch_size rollout_batch_size prompts_per_step per_device_train_batch_size num_prompts",
-    "batch.group_size": "group_size num_generations rollout_n n_samples n_samples_per_prompt samples_per_prompt num_rollouts",
+    "batch.prompts": (
+        "batch_size train_batch_size rollout_batch_size prompts_per_step"
+        " per_device_train_batch_size num_prompts"
+    ),
+    "batch.group_size": (
+        "group_size num_generations rollout_n n_samples n_samples_per_prompt samples_per_prompt"
+        " num_rollouts"
+    ),
     "optimizer.lr": "lr learning_rate actor_lr",
     "kl.coef": "beta kl_beta kl_coef kl_loss_coef init_kl_coef kl_coefficient",
     "model.path": "model_name model_name_or_path pretrained",
     "model.lora.rank": "lora_rank lora_r",
     "model.lora.alpha": "lora_alpha",
     "model.enable_thinking": "thinking think",
-    "trainer.steps": "steps max_steps total_steps num_steps total_training_steps num_train_steps iterations",
+    "trainer.steps": (
+        "steps max_steps total_steps num_steps total_training_steps num_train_steps iterations"
+    ),
     "trainer.max_time": "time_limit",
     "trainer.devices": "gpus num_gpus n_gpus_per_node",
     "trainer.nodes": "nnodes num_nodes",
-    "trainer.micro_batch_tokens": "micro_batch_size gradient_accumulation_steps ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
+    "trainer.micro_batch_tokens": (
+        "micro_batch_size gradient_accumulation_steps ppo_micro_batch_size_per_gpu"
+        " ppo_max_token_len_per_gpu"
+    ),
     "trainer.precision": "bf16 fp16 dtype torch_dtype",
-    "generation.max_new_tokens": "max_completion_length max_response_length response_length max_tokens max_length",
+    "generation.max_new_tokens": (
+        "max_completion_length max_response_length response_length max_tokens max_length"
+    ),
     "generation.temperature": "temperature",
     "algorithm.epochs": "num_iterations ppo_epochs num_ppo_epochs",
     "algorithm.minibatches": "num_mini_batches ppo_mini_batch_size num_minibatches",
-    "algorithm.policy_loss.clip_low": "epsilon clip_ratio clip_ratio_low cliprange clip_eps clip_epsilon",
+    "algorithm.policy_loss.clip_low": (
+        "epsilon clip_ratio clip_ratio_low cliprange clip_eps clip_epsilon"
+    ),
     "algorithm.policy_loss.clip_high": "epsilon_high clip_ratio_high",
     "algorithm=": "adv_estimator loss_type algo",
     "algorithm/normalization=": "scale_rewards norm_adv_by_std_in_grpo normalize_advantages",
@@ -103,7 +118,8 @@ def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 def _sentence(keys: list[str]) -> str:
     return (
-        f" Did you mean {' or '.join(repr(key + 'OPTION' if key.endswith('=') else key) for key in keys)}?"
+        " Did you mean"
+        f" {' or '.join(repr(key + 'OPTION' if key.endswith('=') else key) for key in keys)}?"
         if keys
         else ""
     )

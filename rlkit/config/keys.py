@@ -44,8 +44,9 @@ class Leak(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.what} would go to {self.place}, which only the folder names. A key goes where you say: repeat "
-            f"{self.place.partition('=')[0]}=VALUE on the command line, or set {self.path} yourself"
+            f"{self.path}: {self.what} would go to {self.place}, which only the folder names. A key"
+            f" goes where you say: repeat {self.place.partition('=')[0]}=VALUE on the command line,"
+            f" or set {self.path} yourself"
         )
 
 

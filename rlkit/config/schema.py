@@ -131,7 +131,8 @@ def _check_call(
             )
             hint = nearest(key, named) if own else meant(where, named, leaves)
             problems.append(
-                f"{where}: {label} takes no '{key}'.{hint} It takes: {', '.join(named) or 'nothing'}{away}"
+                f"{where}: {label} takes no '{key}'.{hint} It takes:"
+                f" {', '.join(named) or 'nothing'}{away}"
             )
     for name, p in named.items():
         if (
@@ -153,7 +154,8 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
     for key, value in given.items():
         if key not in SUGGESTED:
             problems.append(
-                f"{path}.{key}: nothing reads this.{nearest(key, SUGGESTED)} There are: {', '.join(SUGGESTED)}"
+                f"{path}.{key}: nothing reads this.{nearest(key, SUGGESTED)} There are:"
+                f" {', '.join(SUGGESTED)}"
             )
         elif value == MISSING:
             problems.append(f"{path}.{key}: has no value; set one, or leave the key out")
@@ -190,7 +192,8 @@ def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
         )
         if part and isinstance(value, dict):
             return [
-                f"{where}: {value!r} has no _target_, so nothing says what it is; add _target_: {part}"
+                f"{where}: {value!r} has no _target_, so nothing says what it is; add _target_:"
+                f" {part}"
             ]
         return [f"{where}: {value!r} is not {describe(hint)}"]
     inside = typing.get_args(holding[0])
@@ -334,7 +337,8 @@ def resolve(name: Any) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ConfigError(
-                f"'{name}' cannot be imported ({error}); is the package installed, and the folder on PYTHONPATH?"
+                f"'{name}' cannot be imported ({error}); is the package installed, and the folder"
+                " on PYTHONPATH?"
             ) from error
         raise ConfigError(f"'{name}' cannot be imported: {place(error)}: {error}") from error
     except SyntaxError as error:

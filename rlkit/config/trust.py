@@ -61,7 +61,8 @@ def read_yaml(path: Path) -> Any:
     try:
         if path.stat().st_size > LARGEST:
             raise DataError(
-                f"{path}: {path.stat().st_size:,} bytes are no config of rlkit; give the folder as rlkit wrote it"
+                f"{path}: {path.stat().st_size:,} bytes are no config of rlkit; give the folder as"
+                " rlkit wrote it"
             )
         return yaml.load(path.read_text(), Loader=_Plain)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -248,7 +249,10 @@ def _of_a_function(
     if word == "calls" and node.get("_partial_"):
         open_to = [key for key, verdict in own.items() if verdict.word]
         if open_to:
-            yield f"{path} lets the policy call {target}, whose {open_to[0]} can reach {_reach(own[open_to[0]].word)}"
+            yield (
+                f"{path} lets the policy call {target}, whose {open_to[0]} can reach"
+                f" {_reach(own[open_to[0]].word)}"
+            )
     if node.get("_args_") and not is_same(node["_args_"], below(base, "_args_")):
         yield f"{path}._args_={short(node['_args_'])} can reach {UNDECLARED}"
     for key, value in node.items():
@@ -377,8 +381,8 @@ def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
     said = "; ".join(different[:SHOWN]) + more
     if not trusted:
         raise ConfigError(
-            f"{where}: this folder is not known as your own, and not all of its config is declared safe: {said}. "
-            "If you know where it comes from, say trust=true"
+            f"{where}: this folder is not known as your own, and not all of its config is declared"
+            f" safe: {said}. If you know where it comes from, say trust=true"
         )
     print(visible(f"{where}: trusted: {said}"), file=sys.stderr, flush=True)
 
@@ -404,7 +408,8 @@ def with_environment(node: Any, path: str = "") -> Any:
     def value(found: re.Match[str]) -> str:
         if found[1] not in os.environ:
             raise ConfigError(
-                f"{path}: the run took this from the environment variable {found[1]}, which is not set; set it"
+                f"{path}: the run took this from the environment variable {found[1]}, which is not"
+                " set; set it"
             )
         return os.environ[found[1]]
 

@@ -146,13 +146,14 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
     """
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return (
-            "-m: every rank that torchrun started would run the whole sweep; start `rlkit train -m …` by itself, and each job starts its "
-            "own ranks, or give torchrun one job without -m"
+            "-m: every rank that torchrun started would run the whole sweep; start `rlkit train -m"
+            " …` by itself, and each job starts its own ranks, or give torchrun one job without -m"
         )
     if nodes > 1:
         return (
-            f"-m with trainer.nodes={nodes}: a job starts no processes on other machines; submit each with hydra/launcher=slurm "
-            f"hydra.launcher.nodes={nodes} hydra.launcher.tasks_per_node={devices}, or run job after job under srun"
+            f"-m with trainer.nodes={nodes}: a job starts no processes on other machines; submit"
+            f" each with hydra/launcher=slurm hydra.launcher.nodes={nodes}"
+            f" hydra.launcher.tasks_per_node={devices}, or run job after job under srun"
         )
     return None
 

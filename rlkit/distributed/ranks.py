@@ -70,7 +70,8 @@ def join(devices: int, *, cuda: bool, timeout: float) -> None:
     started = int(os.environ["WORLD_SIZE"])
     if started != devices:
         raise ConfigError(
-            f"trainer.devices × trainer.nodes = {devices}, but {started} ranks were started; make the two equal"
+            f"trainer.devices × trainer.nodes = {devices}, but {started} ranks were started; make"
+            " the two equal"
         )
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -184,9 +185,10 @@ def _reaching(what: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1][:200] if str(error) else type(error).__name__
         raise RankError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited in vain for {what}: a rank has failed, was killed, or took "
-            f"longer than trainer.timeout ({reason}). Look at what the other ranks said last; the run goes on from its newest checkpoint "
-            "with resume=FOLDER"
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited in vain for {what}: a"
+            f" rank has failed, was killed, or took longer than trainer.timeout ({reason}). Look at"
+            " what the other ranks said last; the run goes on from its newest checkpoint with"
+            " resume=FOLDER"
         ) from error
 
 

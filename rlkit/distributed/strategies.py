@@ -72,9 +72,11 @@ class Sharded(ModelParallelStrategy):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {
                 i: {
-                    name: ranks.shard_like(value, parameters[i])
-                    if getattr(value, "ndim", 0)
-                    else value
+                    name: (
+                        ranks.shard_like(value, parameters[i])
+                        if getattr(value, "ndim", 0)
+                        else value
+                    )
                     for name, value in own.items()
                 }
                 for i, own in saved["state"].items()
@@ -101,7 +103,8 @@ def make_strategy(settings: Any) -> Any:
         return "auto"
     if ranks.size() != count:
         raise ConfigError(
-            f"trainer.devices × trainer.nodes = {count}, but only one was started; use `rlkit train` or torchrun"
+            f"trainer.devices × trainer.nodes = {count}, but only one was started; use `rlkit"
+            " train` or torchrun"
         )
     timeout = timedelta(seconds=settings.timeout)
     if settings.strategy == "fsdp":

@@ -112,8 +112,9 @@ class Service:
             await asyncio.wait([self.driver])  # it ends by itself once no episode asks for more
         if self._in_play():
             raise EngineError(
-                f"{type(self).__name__}.load: {self._in_play()} episodes are in play, and weights change only between episodes; await "
-                "their completions, and call release(key) for each episode that is over"
+                f"{type(self).__name__}.load: {self._in_play()} episodes are in play, and weights"
+                " change only between episodes; await their completions, and call release(key) for"
+                " each episode that is over"
             )
         self.decoder, self.version, self.failure = self.make_decoder(weights), version, None
 
@@ -129,7 +130,8 @@ class Service:
             raise ValueError("; ".join(problems))
         if self.decoder is None:
             raise EngineError(
-                f"{type(self).__name__}.generate: there are no weights yet; await load(policy, version) first"
+                f"{type(self).__name__}.generate: there are no weights yet; await load(policy,"
+                " version) first"
             )
         if self.failure is not None:
             raise self.failure
@@ -321,7 +323,8 @@ class Batches:
             )
             name = written(self.complete)
             raise EngineError(
-                f"generation.engine ({name}) gave {what} for {len(prompts)} prompts; give one each, in their order"
+                f"generation.engine ({name}) gave {what} for {len(prompts)} prompts; give one each,"
+                " in their order"
             )
         self.rounds += max(len(getattr(reply, "token_ids", ())) for reply in replies)
         return list(zip(given, replies, strict=True))

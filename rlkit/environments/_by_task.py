@@ -47,7 +47,8 @@ def _with_prompt(name: str, environment: Environment, system_prompt: str | None)
         return environment
     if environment.session is not None or environment.program is not None:
         raise ConfigError(
-            f"system_prompt: the environment {name!r} makes its own prompts; set environment.environments.{name}.system_prompt"
+            f"system_prompt: the environment {name!r} makes its own prompts; set"
+            f" environment.environments.{name}.system_prompt"
         )
     make = environment.first_prompt
 

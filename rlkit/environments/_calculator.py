@@ -78,7 +78,8 @@ def _normalise(expression: str) -> str:
         source
     ):  # 1,200 may be two arguments
         raise ValueError(
-            "the comma is ambiguous beside a function; put a space after a comma between arguments, and none in numbers: 1200"
+            "the comma is ambiguous beside a function; put a space after a comma between arguments,"
+            " and none in numbers: 1200"
         )
     source = THOUSANDS.sub(lambda number: number[0].replace(",", ""), source)
     return re.sub(rf"({NUMBER})\s*%(?=\s*(?:$|[-+*/),]))", r"(\1/100)", source)

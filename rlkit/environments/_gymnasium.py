@@ -71,8 +71,9 @@ def gymnasium(
                 raise
             except Exception as error:
                 raise ConfigError(
-                    f"environment.make: the environment cannot be made or reset(seed={seed_of(task)}) for task {task.id!r}: "
-                    f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
+                    "environment.make: the environment cannot be made or"
+                    f" reset(seed={seed_of(task)}) for task {task.id!r}: {type(error).__name__}:"
+                    f" {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
                 ) from error
             yield Game(
                 instance,
@@ -144,10 +145,18 @@ class Game:
                 raise ValueError(f"the reward is {reward}")
             text = None if terminated or truncated else self.render(observation)
         except Exception as error:
-            said = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
-            return rollout._replace(
-                status="truncated", truncation="error", metadata={**rollout.metadata, "error": said}
-            ), None
+            said = (
+                f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at"
+                f" {place(error)}"
+            )
+            return (
+                rollout._replace(
+                    status="truncated",
+                    truncation="error",
+                    metadata={**rollout.metadata, "error": said},
+                ),
+                None,
+            )
         rollout = rewarded(rollout, number)
         if truncated and not terminated:
             rollout = rollout._replace(status="truncated", truncation="environment")

@@ -83,14 +83,16 @@ def mcp(
     """
     if not servers:
         raise ConfigError(
-            "environment.servers is empty; name one: environment.servers={mine:[python,my_server.py]}"
+            "environment.servers is empty; name one:"
+            " environment.servers={mine:[python,my_server.py]}"
         )
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     pool = Pool({name: read_server(name, given) for name, given in servers.items()}, start_timeout)
     needs = sum(not server.shared for server in pool.servers.values())  # processes of an episode
     if max_servers is not None and max_servers < max(needs, 1):
         raise ConfigError(
-            f"environment.max_servers is {max_servers}; an episode needs {max(needs, 1)}, one for each server that is not shared"
+            f"environment.max_servers is {max_servers}; an episode needs {max(needs, 1)}, one for"
+            " each server that is not shared"
         )
     # Taken before the session, never inside it: with counted rounds the decoder waits for an
     # episode that is in the middle of an answer.
@@ -155,8 +157,9 @@ class ServedSession(FunctionSession):
             for tool in found:
                 if tool.name in tools:
                     raise ConfigError(
-                        f"environment.servers.{server} and environment.servers.{owners[tool.name]} both have a tool {tool.name!r}; "
-                        f"name those that are used of one of them: environment.servers.{server}.tools=[…]"
+                        f"environment.servers.{server} and environment.servers.{owners[tool.name]}"
+                        f" both have a tool {tool.name!r}; name those that are used of one of them:"
+                        f" environment.servers.{server}.tools=[…]"
                     )
                 tools[tool.name], owners[tool.name] = self._function(server, tool), server
         super().__init__(base, task, tools)
@@ -215,9 +218,11 @@ def plain_schema(schema: Any) -> Any:
         return schema
     named = {"properties", "$defs", "definitions"}  # whose keys are names
     return {
-        key: {name: plain_schema(entry) for name, entry in value.items()}
-        if key in named
-        else plain_schema(value)
+        key: (
+            {name: plain_schema(entry) for name, entry in value.items()}
+            if key in named
+            else plain_schema(value)
+        )
         for key, value in sorted(schema.items(), key=lambda entry: entry[0] != "type")
         if not (key == "$schema" or (key == "title" and isinstance(value, str)))
     }

@@ -122,8 +122,9 @@ class Table:
             raise
         except Exception as error:
             raise ConfigError(
-                f"environment.make: the game cannot be made or reset(seed={seed}) for task {self.task.id!r}: "
-                f"{type(error).__name__}: {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
+                f"environment.make: the game cannot be made or reset(seed={seed}) for task"
+                f" {self.task.id!r}: {type(error).__name__}: {error} at {place(error)}; it needs"
+                " reset(seed=…) → (observation, info)"
             ) from error
 
     def _next(self, observation: Any, number: int) -> None:
@@ -145,7 +146,10 @@ class Table:
             else:
                 self._next(observation, 1 - number)
         except Exception as error:
-            self.error = f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at {place(error)}"
+            self.error = (
+                f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at"
+                f" {place(error)}"
+            )
             self.end("error")
 
     def end(self, how: str) -> None:

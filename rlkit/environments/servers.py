@@ -80,7 +80,8 @@ def read_server(name: str, given: Any) -> ToolServer:
         given = {"command": given}
     if not isinstance(given, Mapping) or ("command" in given) == ("url" in given):
         raise ConfigError(
-            f"{where} is {given!r:.200}; give a command as a list, [python, my_server.py], or a URL, http://127.0.0.1:8000/mcp"
+            f"{where} is {given!r:.200}; give a command as a list, [python, my_server.py], or a"
+            " URL, http://127.0.0.1:8000/mcp"
         )
     if unknown := given.keys() - KEYS:
         raise ConfigError(
@@ -93,11 +94,13 @@ def read_server(name: str, given: Any) -> ToolServer:
         not command or shutil.which(command[0], path=(given.get("env") or {}).get("PATH")) is None
     ):
         raise ConfigError(
-            f"{where}.command is {list(command)}; its first word is the name or the path of a program that can be started"
+            f"{where}.command is {list(command)}; its first word is the name or the path of a"
+            " program that can be started"
         )
     if url and given.get("shared") is False:
         raise ConfigError(
-            f"{where}.shared=false: the episodes of a server over HTTP share it; give its command for a process each"
+            f"{where}.shared=false: the episodes of a server over HTTP share it; give its command"
+            " for a process each"
         )
     tools, env = given.get("tools"), {str(k): str(v) for k, v in (given.get("env") or {}).items()}
     shared = bool(url or given.get("shared"))
@@ -274,7 +277,8 @@ class Pool:
                         self.listed[name] = await self._listed(server)
                     except (ServerFailed, TimeoutError, ValueError) as error:
                         raise ConfigError(
-                            f"environment.servers.{name}: its tools cannot be listed: {error or 'no answer'}"
+                            f"environment.servers.{name}: its tools cannot be listed:"
+                            f" {error or 'no answer'}"
                         ) from error
         return self.listed
 

@@ -43,7 +43,8 @@ def blamed(what: str, task: Task) -> Iterator[None]:
         raise
     except Exception as error:
         raise EnvironmentFailed(
-            f"the environment's {what} raised {type(error).__name__}: {error} at {place(error)}, in an episode of task {task.id!r}"
+            f"the environment's {what} raised {type(error).__name__}: {error} at {place(error)}, in"
+            f" an episode of task {task.id!r}"
         ) from error
 
 
@@ -70,8 +71,9 @@ async def opened(environment: Environment, task: Task) -> AsyncIterator[Session]
                 else f"has tools of type {type(session.tools).__name__}"
             )
             raise EnvironmentFailed(
-                f"environment.session gave {session!r:.200} for task {task.id!r}, which {wrong}; a session has tools, a mapping of "
-                "name → function, first_prompt() and answer(rollout), as rlkit.types.Session describes them"
+                f"environment.session gave {session!r:.200} for task {task.id!r}, which {wrong}; a"
+                " session has tools, a mapping of name → function, first_prompt() and"
+                " answer(rollout), as rlkit.types.Session describes them"
             )
         yield session
     except BaseException as error:
@@ -212,9 +214,10 @@ async def answer_calls(
         {"role": "tool", "tool_call_id": r.id, "name": r.name, "content": r.content}
         for r in results
     ]
-    return rollout._replace(
-        steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))
-    ), messages
+    return (
+        rollout._replace(steps=(*rollout.steps[:-1], step._replace(tool_results=tuple(results)))),
+        messages,
+    )
 
 
 async def with_state(rollout: Rollout, session: Session) -> Rollout:
@@ -230,7 +233,10 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         state = await call_user("the environment's state", tell)
     if type(state) is dict and not state:
         return rollout
-    needed = "give a mapping of names to text, numbers, true, false, None, and lists and mappings of them"
+    needed = (
+        "give a mapping of names to text, numbers, true, false, None, and lists and mappings of"
+        " them"
+    )
     try:
         plain = json.loads(
             json.dumps(state)

@@ -67,7 +67,8 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     names = [found for name, tool in tools.items() for found in names_of(name, tool)]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise ConfigError(
-            f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the functions or methods"
+            f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the"
+            " functions or methods"
         )
     if not any(map(tool_class, tools.values())):
         return lambda task: dict(tools)  # an executor of the user's may change it
@@ -125,8 +126,8 @@ def names_of(name: str, tool: Any) -> list[str]:
         if callable(tool) and name == tool_name(tool):
             return [name]
         raise ConfigError(
-            f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the "
-            "schema tells the policy the function's own name; or a class whose methods are tools"
+            f"environment.tools.{name} is {tool!r}; it must be a function of that name, because the"
+            " schema tells the policy the function's own name; or a class whose methods are tools"
         )
     seen = dict.fromkeys(
         n
@@ -137,5 +138,6 @@ def names_of(name: str, tool: Any) -> list[str]:
     if names := [n for n in seen if inspect.isroutine(getattr(cls, n)) and getattr(cls, n).__doc__]:
         return names
     raise ConfigError(
-        f"environment.tools.{name} is the class {cls.__name__}, which has no public method with a docstring to be a tool"
+        f"environment.tools.{name} is the class {cls.__name__}, which has no public method with a"
+        " docstring to be a tool"
     )

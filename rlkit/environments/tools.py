@@ -74,7 +74,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise ConfigError(
-            f"{where(function)}: no schema can be made of the tool {tool_name(tool)!r}: {_reason(error)}. Write it like this:\n{EXAMPLE}"
+            f"{where(function)}: no schema can be made of the tool {tool_name(tool)!r}:"
+            f" {_reason(error)}. Write it like this:\n{EXAMPLE}"
         ) from error
     parameters = schema["function"]["parameters"]
     parameters["properties"] = {k: v for k, v in parameters["properties"].items() if k not in bound}
@@ -111,7 +112,8 @@ def with_schema(
     name = function.get("name") if isinstance(function, Mapping) else None
     if not name or not isinstance(name, str):
         raise ConfigError(
-            f'tools: {schema!r:.200} is no schema; write {{"type": "function", "function": {{"name": …, "parameters": …}}}}'
+            f'tools: {schema!r:.200} is no schema; write {{"type": "function", "function":'
+            ' {"name": …, "parameters": …}}'
         )
     if not callable(implementation):
         raise ConfigError(
@@ -164,7 +166,10 @@ async def execute(
         "utf-8"
     )  # half surrogates cannot be tokenised
     if len(content) > max_chars:
-        content = f"{content[:max_chars]}\n[cut: {len(content)} characters, the first {max_chars} are shown]"
+        content = (
+            f"{content[:max_chars]}\n[cut: {len(content)} characters, the first {max_chars} are"
+            " shown]"
+        )
     return ToolResult(id=call.id, name=call.name, content=content, ok=ok, seconds=seconds)
 
 
@@ -188,7 +193,8 @@ async def _attempt(
         return f"Error: {call.name} took longer than {timeout:g} s and was given up.", False
     except ProcessEndAsked as error:
         warn_once(
-            f"the tool {call.name} tried to end the process: {error}; its call counts as failed, and the run goes on"
+            f"the tool {call.name} tried to end the process: {error}; its call counts as failed,"
+            " and the run goes on"
         )
         return f"Error: {call.name} tried to end the process and was stopped ({error}).", False
     except asyncio.CancelledError as error:
@@ -258,7 +264,8 @@ def text_arguments(
         return {}
     if len(required) != 1:
         raise ValueError(
-            f"a text cannot call {name}{signature}, which has {len(required)} required parameters, not one"
+            f"a text cannot call {name}{signature}, which has {len(required)} required parameters,"
+            " not one"
         )
     if _fits(text, required[0].annotation):
         return {required[0].name: text}
@@ -285,7 +292,10 @@ def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
         return f"missing argument {', '.join(map(repr, missing))}"
     for name, value in arguments.items():
         if name in named and not _fits(value, named[name].annotation):
-            return f"argument {name!r} must be {_type_name(named[name].annotation)}, not {_type_name(type(value))}"
+            return (
+                f"argument {name!r} must be {_type_name(named[name].annotation)}, not"
+                f" {_type_name(type(value))}"
+            )
     return ""
 
 

@@ -118,9 +118,9 @@ def assemble(
         reply_lengths=torch.tensor(
             [max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device
         ),
-        greedy_rewards=scores(r.metadata.get("greedy_reward") for r in rollouts)
-        if played_greedily
-        else None,
+        greedy_rewards=(
+            scores(r.metadata.get("greedy_reward") for r in rollouts) if played_greedily else None
+        ),
         token_rewards=tensor((r.rewards for r in lists), torch.float32),
         logprobs_sampler=tensor((r.logprobs for r in lists), torch.float32),
         versions=tensor((r.versions for r in lists), torch.int64) * sampled,

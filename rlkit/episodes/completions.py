@@ -83,9 +83,9 @@ def completion_row(
         "reward": rollout.total_reward,
         "advantage": advantage,
         "policy_version": versions[0] if versions else None,
-        "status": rollout.status
-        if rollout.status == "terminated"
-        else f"truncated: {rollout.truncation}",
+        "status": (
+            rollout.status if rollout.status == "terminated" else f"truncated: {rollout.truncation}"
+        ),
         "tokens": rollout.response_length,
         "turns": len(rollout.steps),
     }
@@ -177,7 +177,10 @@ def cut_completions(folder: Path, step: int) -> None:
                 put_aside(target / path.name, ".earlier")
             os.replace(path, target / path.name)
         except OSError as error:
-            why = f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces would be lost"
+            why = (
+                f"{target} cannot be written ({reason(error)}), so rows that the resumed run"
+                " replaces would be lost"
+            )
             raise DataError(why) from None
 
 

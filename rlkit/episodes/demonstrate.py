@@ -43,15 +43,17 @@ def demonstrations(
     for group, task in enumerate(tasks, first):
         if "messages" not in task.metadata:
             raise DataError(
-                f"row {task.id}: holds no conversation to learn from; choose task=conversations, or another algorithm"
+                f"row {task.id}: holds no conversation to learn from; choose task=conversations, or"
+                " another algorithm"
             )
         schemas = opening(task, environment_of(environment, task)).schemas
         steps = demonstrated(policy, task.metadata["messages"], schemas)
         length = steps[-1].prompt_length + len(steps[-1].response_ids)
         if length > policy.context_length:
             raise DataError(
-                f"row {task.id}: its conversation has {length} tokens, and the model's context is {policy.context_length}; "
-                "take the row out, or choose a model with a longer context (model.path)"
+                f"row {task.id}: its conversation has {length} tokens, and the model's context is"
+                f" {policy.context_length}; take the row out, or choose a model with a longer"
+                " context (model.path)"
             )
         out.append(
             Rollout(

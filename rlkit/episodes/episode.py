@@ -204,6 +204,7 @@ async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages
     rollout, said = answer
     if said is not None and rollout.status == "truncated":
         raise TypeError(
-            "a session's answer truncates the rollout and goes on; give messages of None with a truncation"
+            "a session's answer truncates the rollout and goes on; give messages of None with a"
+            " truncation"
         )
     return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else copied(said)

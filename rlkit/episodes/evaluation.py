@@ -81,7 +81,8 @@ def sampled_accuracy(
     """
     if max(k) > samples:
         raise ValueError(
-            f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples a task; evaluation.samples is {samples}"
+            f"evaluation.k: pass@{max(k)} needs at least {max(k)} samples a task;"
+            f" evaluation.samples is {samples}"
         )
     rollouts = score(
         collect(

@@ -102,7 +102,8 @@ class Conversations:
         if self.asked >= self.environment.max_steps:
             self.refused = "steps"
             raise RequestRefused(
-                f"the episode has had its {self.environment.max_steps} replies (environment.max_turns)"
+                f"the episode has had its {self.environment.max_steps} replies"
+                " (environment.max_turns)"
             )
         self.asked += 1
         messages = copied(messages)  # the program may go on with its own
@@ -120,7 +121,8 @@ class Conversations:
         if len(ids) >= self.policy.context_length:
             self.asked, self.refused = self.asked - 1, "context"
             raise RequestRefused(
-                f"context_length_exceeded: the conversation has {len(ids)} tokens, and the context is {self.policy.context_length}"
+                f"context_length_exceeded: the conversation has {len(ids)} tokens, and the context"
+                f" is {self.policy.context_length}"
             )
         after = len(self.calls) - 1 if self.calls else None
         step = await self._sampled(parent, new, ids, limit)
@@ -199,14 +201,16 @@ class Conversations:
         them."""
         names = {call.id: call.name for call in parent.step.tool_calls}
         return [
-            {
-                "role": "tool",
-                "tool_call_id": m["tool_call_id"],
-                "name": names.get(m["tool_call_id"], ""),
-                "content": m["content"],
-            }
-            if m["role"] == "tool"
-            else m
+            (
+                {
+                    "role": "tool",
+                    "tool_call_id": m["tool_call_id"],
+                    "name": names.get(m["tool_call_id"], ""),
+                    "content": m["content"],
+                }
+                if m["role"] == "tool"
+                else m
+            )
             for m in messages
         ]
 

@@ -186,7 +186,8 @@ def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
             yield (
                 f"{part}:{number}",
                 DataError(
-                    f"the compressed data is damaged here or before; its whole lines are kept ({damage})"
+                    "the compressed data is damaged here or before; its whole lines are kept"
+                    f" ({damage})"
                 ),
             )
     yield from _json_row(f"{part}:{number + 1}", rest)
@@ -241,8 +242,8 @@ COLUMNS = (
     "total_reward",
 )  # to filter on; but for the first told by the rest
 PLAIN = ("role", "content")  # of a message; its other keys are JSON text
-LONE = (
-    "d[89a-f][0-9a-f]{2}"  # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
+LONE = (  # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
+    "d[89a-f][0-9a-f]{2}"
 )
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
 SCALARS: Mapping[Any, Any] = {
@@ -322,7 +323,7 @@ def _plain(value: Any, hint: Any) -> Any:
             | {"other": TEXT.encode({name: value[name] for name in value if name not in plain})}
         )
     if origin is tuple:
-        (kind, *_) = typing.get_args(hint)
+        kind, *_ = typing.get_args(hint)
         return list(value) if kind in SCALARS else [_plain(item, kind) for item in value]
     return TEXT.encode(dict(value)) if origin is Mapping else value
 
@@ -392,7 +393,10 @@ def transcript(rollout: Rollout) -> str:
     indented, never markup."""
     ending = f"truncated by {rollout.truncation}" if rollout.status == "truncated" else "terminated"
     lines = [
-        f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} · {ending}",
+        (
+            f"### {visible(rollout.task.id)} · sample {rollout.sample} · reward {rollout.reward} ·"
+            f" {ending}"
+        ),
         "",
     ]
     for message in rollout.conversation:

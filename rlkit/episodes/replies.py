@@ -85,7 +85,8 @@ def check_engine(engine: Any) -> None:
             else ""
         )
         raise EngineError(
-            f"the engine {engine!r:.200} has no `{missing[0]}`; it needs what rlkit.types.Engine describes{hint}"
+            f"the engine {engine!r:.200} has no `{missing[0]}`; it needs what rlkit.types.Engine"
+            f" describes{hint}"
         )
 
 
@@ -155,13 +156,15 @@ def read_reply(
         prompt_ids=ids,
         response_ids=reply.token_ids,
         logprobs=reply.logprobs,
-        finish_reason="length"
-        if reply.finish_reason == "length"
-        else "budget"
-        if reply.forced
-        else "tool"
-        if calls
-        else "stop",
+        finish_reason=(
+            "length"
+            if reply.finish_reason == "length"
+            else "budget"
+            if reply.forced
+            else "tool"
+            if calls
+            else "stop"
+        ),
         thinking=thinking,
         content=content,
         thinking_closed=closed,

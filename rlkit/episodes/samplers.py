@@ -196,8 +196,8 @@ def choose_tasks(
         state = {"table": table, "draws": {}, "step": [], "asked": []}
     if len(state["table"]) != len(tasks):
         raise DataError(
-            f"task.sampler={sampler.name} knows {len(state['table'])} tasks, and there are {len(tasks)}; restore task.path, "
-            "task.max_samples and the data, or start a new run"
+            f"task.sampler={sampler.name} knows {len(state['table'])} tasks, and there are"
+            f" {len(tasks)}; restore task.path, task.max_samples and the data, or start a new run"
         )
     first: dict[tuple[str, str], int] = {}
     for i, task in enumerate(tasks):
@@ -247,7 +247,8 @@ def chances(sampler: TaskSampler, rows: Tensor) -> Tensor:
     weights = sampler.weigh(rows.clone())
     if weights.shape != rows.shape[:1] or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise ConfigError(
-            f"task.sampler={sampler.name}: its weights must be a number of at least 0 for each of the {len(rows)} problems"
+            f"task.sampler={sampler.name}: its weights must be a number of at least 0 for each of"
+            f" the {len(rows)} problems"
         )
     weights = weights.double() if weights.any() else torch.ones(len(rows), dtype=torch.float64)
     if sampler.greedy:

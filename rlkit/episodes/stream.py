@@ -80,8 +80,9 @@ def take(
         )
     if not 0 <= position <= len(tasks):
         raise DataError(
-            f"the prompt stream stands at {position} of {len(tasks)} tasks; the tasks changed since the checkpoint was "
-            "written, so restore task.path, task.max_samples and the data, or start a new run"
+            f"the prompt stream stands at {position} of {len(tasks)} tasks; the tasks changed since"
+            " the checkpoint was written, so restore task.path, task.max_samples and the data, or"
+            " start a new run"
         )
     drawn: list[Task] = []
     while len(drawn) < n:
@@ -111,6 +112,7 @@ def take_again(
         drawn = [tasks[i] for i in after.sampler["asked"][:n]] if same else []
     if not same or len(drawn) < n:
         raise DataError(
-            "the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew"
+            "the groups in flight are of problems that the task no longer has; restore task.path"
+            " and the data, or start anew"
         )
     return drawn

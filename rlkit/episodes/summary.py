@@ -69,7 +69,10 @@ def failures(rollouts: Sequence[Rollout]) -> str:
     if not failed:
         return ""
     count = f"{len(failed)} of" if len(failed) < len(rollouts) else "all"
-    said = f"the environment failed in {count} {len(rollouts)} episodes, which are not scored; the first: {failed[0].metadata.get('error')}"
+    said = (
+        f"the environment failed in {count} {len(rollouts)} episodes, which are not scored; the"
+        f" first: {failed[0].metadata.get('error')}"
+    )
     if len(failed) == len(rollouts):
         raise EnvironmentFailed(said)
     return said

@@ -153,7 +153,8 @@ def program(
     """
     if bool(command) == (function is not None):
         raise ConfigError(
-            "environment: set one of environment.command=[PROGRAM, …] and environment.function._target_=MODULE.NAME"
+            "environment: set one of environment.command=[PROGRAM, …] and"
+            " environment.function._target_=MODULE.NAME"
         )
     for key, limit in (
         ("max_turns", max_turns),
@@ -167,22 +168,26 @@ def program(
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
     if score == "file" and sys.platform != "linux":
         raise ConfigError(
-            "environment.score=file needs Linux, where all that a program started is ended before its file is read"
+            "environment.score=file needs Linux, where all that a program started is ended before"
+            " its file is read"
         )
     if confined and function is not None:
         raise ConfigError(
-            "environment.confined: a function runs in this process and cannot be confined; give environment.command"
+            "environment.confined: a function runs in this process and cannot be confined; give"
+            " environment.command"
         )
     if confined and (version := landlock_version()) < LANDLOCK:
         raise ConfigError(
-            f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or aarch64, and this machine has "
-            f"{version or 'none'}; set it to false for programs that you trust"
+            f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or"
+            f" aarch64, and this machine has {version or 'none'}; set it to false for programs that"
+            " you trust"
         )
     if lost := [path for path in readable if not os.path.exists(path)]:
         raise ConfigError(f"environment.readable: there is no {lost[0]!r}")
     if "tools" in inspect.signature(parse_calls).parameters:
         raise ConfigError(
-            "environment.parse_calls needs the tools' functions, which the program has; choose hermes"
+            "environment.parse_calls needs the tools' functions, which the program has; choose"
+            " hermes"
         )
     if function is not None:
         play: Callable[..., Awaitable[Ended]] = partial(_called, function)
@@ -285,9 +290,11 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
         except (Exception, SystemExit) as error:
             said = (
                 None,
-                error
-                if isinstance(error, Exception)
-                else RuntimeError(f"it asked to exit with {error}"),
+                (
+                    error
+                    if isinstance(error, Exception)
+                    else RuntimeError(f"it asked to exit with {error}")
+                ),
             )
         with suppress(RuntimeError):  # the loop is closed: the episode is long over
             loop.call_soon_threadsafe(tell, *said)
@@ -304,7 +311,10 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
         return Ended(
             "error",
             metadata={
-                "error": f"environment.function raised {type(failed).__name__}: {failed} at {place(failed)}"
+                "error": (
+                    f"environment.function raised {type(failed).__name__}: {failed} at"
+                    f" {place(failed)}"
+                )
             },
         )
     if value is None:
@@ -380,7 +390,9 @@ async def _executed(
                 return Ended(
                     "error",
                     metadata={
-                        "error": f"the program printed more than environment.output_kb={output >> 10} kB"
+                        "error": (
+                            f"the program printed more than environment.output_kb={output >> 10} kB"
+                        )
                     },
                 )
             return _result(await _status(guard), printed, score, place)

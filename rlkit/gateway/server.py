@@ -151,7 +151,8 @@ class Endpoint:
             return refusal(
                 written,
                 401,
-                "the API key names no episode; a program finds its own in OPENAI_API_KEY or ANTHROPIC_API_KEY",
+                "the API key names no episode; a program finds its own in OPENAI_API_KEY or"
+                " ANTHROPIC_API_KEY",
             )
         if not door.open:
             return refusal(written, 409, "the episode is over")

@@ -160,7 +160,8 @@ def read_chat(body: Body) -> ChatRequest:
         role = {"developer": "system"}.get(given.get("role", ""), given.get("role"))
         if role not in ("system", "user", "assistant", "tool"):
             raise ValueError(
-                f"messages[{i}].role is {role!r:.60}; it must be system, developer, user, assistant or tool"
+                f"messages[{i}].role is {role!r:.60}; it must be system, developer, user, assistant"
+                " or tool"
             )
         message: Message = {
             "role": role,
@@ -243,7 +244,8 @@ def read_responses(body: Body) -> ChatRequest:
                 messages.append({"role": role, "content": text})
         else:
             raise ValueError(
-                f"{where} is of type {kind!r:.60} and role {role!r:.60}; text, function calls and their outputs are read"
+                f"{where} is of type {kind!r:.60} and role {role!r:.60}; text, function calls and"
+                " their outputs are read"
             )
     tools = [
         _tool(t.get("name"), t, "parameters", "tools")
@@ -275,7 +277,8 @@ def read_messages(body: Body) -> ChatRequest:
         known = {"text", "tool_result", "tool_use", "thinking", "redacted_thinking"}
         if strange := [b.get("type") for b in blocks if b.get("type") not in known]:
             raise ValueError(
-                f"messages[{i}].content has a block of type {strange[0]!r:.60}; the policy reads text alone"
+                f"messages[{i}].content has a block of type {strange[0]!r:.60}; the policy reads"
+                " text alone"
             )
         of = {kind: [b for b in blocks if b.get("type") == kind] for kind in known}
         for block in of["tool_result"]:

@@ -62,13 +62,14 @@ def make_renderer(
     """
     if render is None and not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
-            f"model.path: the tokenizer of '{tokenizer.name_or_path}' has no chat template. Choose an instruction-tuned "
-            "model, or give one with model.chat_template=FILE.jinja"
+            f"model.path: the tokenizer of '{tokenizer.name_or_path}' has no chat template. Choose"
+            " an instruction-tuned model, or give one with model.chat_template=FILE.jinja"
         )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise TemplateError(
-            f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs tokenizer.json"
+            f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs"
+            " tokenizer.json"
         )
     arguments = () if enable_thinking is None else (("enable_thinking", enable_thinking),)
     plain = _without_added_tokens(backend)
@@ -85,7 +86,8 @@ def make_renderer(
 def _thinking(tokenizer: Any, plain: Any, interruption: str) -> Thinking:
     if any(tag in interruption for tag in THINK_TAGS):
         raise TemplateError(
-            f"model.interruption={interruption!r}: the closing tag is written behind it; leave {' and '.join(THINK_TAGS)} out"
+            f"model.interruption={interruption!r}: the closing tag is written behind it; leave"
+            f" {' and '.join(THINK_TAGS)} out"
         )
     added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
     first, last = (added.get(tag) for tag in THINK_TAGS)
@@ -127,7 +129,8 @@ def _between_replies(renderer: Renderer, template: str | None, dialogue: str) ->
     rendered = _render(renderer, json.loads(dialogue), ())
     if rendered.count(sentinel) != 1:
         raise TemplateError(
-            f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not once"
+            f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not"
+            " once"
         )
     return rendered.partition(sentinel)[2]
 
@@ -193,7 +196,8 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
     name = renderer.tokenizer.name_or_path
     if not after.startswith(before) or not end or not after.endswith(end):
         raise TemplateError(
-            f"the chat template of '{name}' writes a reply elsewhere than where the policy would say it"
+            f"the chat template of '{name}' writes a reply elsewhere than where the policy would"
+            " say it"
         )
     text = after[len(before) : -len(end)]
     if lost := [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]:
@@ -290,7 +294,8 @@ def _encode_rendered(
     tail = rendered[position:]
     if _OPEN in tail:
         raise TemplateError(
-            "the chat template reorders or repeats the contents of its messages; rlkit cannot encode it exactly"
+            "the chat template reorders or repeats the contents of its messages; rlkit cannot"
+            " encode it exactly"
         )
     return ids + encode_scaffold(renderer, tail)
 
@@ -314,10 +319,14 @@ def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     rendered = _render(renderer, [{"role": "user", "content": "?"}], tools)
     missing = [t["function"]["name"] for t in tools if t["function"]["name"] not in rendered]
     name = renderer.tokenizer.name_or_path
-    remedy = "choose a model whose template takes tools, give one with model.chat_template=FILE.jinja, or environment=single_turn"
+    remedy = (
+        "choose a model whose template takes tools, give one with model.chat_template=FILE.jinja,"
+        " or environment=single_turn"
+    )
     if missing:
         raise TemplateError(
-            f"model.path: the chat template of '{name}' does not write the tools {missing}; {remedy}"
+            f"model.path: the chat template of '{name}' does not write the tools {missing};"
+            f" {remedy}"
         )
     result = f"{_OPEN}0{_CLOSE}"
     rendered = _render(

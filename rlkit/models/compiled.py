@@ -39,7 +39,8 @@ DIGEST = hashlib.sha256().digest_size
 JOBS = "RLKIT_KERNELS"
 # What a compiler says where the machine had no room for it at that moment.
 OF_THE_MOMENT = re.compile(
-    r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource temporarily",
+    r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource"
+    r" temporarily",
     re.IGNORECASE,
 )
 # From memory where that is possible, as `load`: temporary files may lie where nothing is executed.
@@ -126,7 +127,8 @@ def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[A
             raise NoKernel(f"{option}=fused: {error}; use auto or eager") from None
         if together == "fused":
             raise NoKernel(
-                f"{option}: the other jobs use compiled code, which is impossible here: {error}. Set {option}=eager for all of them"
+                f"{option}: the other jobs use compiled code, which is impossible here: {error}."
+                f" Set {option}=eager for all of them"
             ) from None
         return None, str(error)
 

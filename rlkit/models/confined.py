@@ -74,8 +74,9 @@ class TemplateProcess:
             raise TemplateError(f"the chat template of '{name}' fails: {said['error']}")
         if "text" not in said:
             raise TemplateError(
-                f"the chat template of '{name}' was stopped: one prompt took more than {SECONDS} s of the processor, {MEMORY >> 20} MB or "
-                f"{CHARACTERS:,} characters. It comes from a folder that is not yours; do not use its model"
+                f"the chat template of '{name}' was stopped: one prompt took more than {SECONDS} s"
+                f" of the processor, {MEMORY >> 20} MB or {CHARACTERS:,} characters. It comes from"
+                " a folder that is not yours; do not use its model"
             )
         return said["text"]
 

@@ -21,8 +21,8 @@ from rlkit.models.load import LoRA, add_lora, make_policy
 from rlkit.system.files import write_atomic
 from rlkit.types import Policy, ranges, safe
 
-STARTS = (
-    "RLKIT_STARTS"  # in the environment of a bench's jobs: the folder of the starts that they share
+STARTS = (  # in the environment of a bench's jobs: the folder of the starts that they share
+    "RLKIT_STARTS"
 )
 TEMPLATE = """{%- for message in messages -%}
 {{- ('<a>' if message.role == 'assistant' else '<u>') + message.content + '<end>' -}}

@@ -87,7 +87,10 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
     if kernel == "eager" and getattr(trunk, "asked_kernel", "auto") == "auto":
         use_update_kernel(model, "eager", "as the run did so far")
         return ""
-    return f"updates were {kernel} and are {update_kernel(model)} (model.kernel), so log-probs and gradients differ in their last bits"
+    return (
+        f"updates were {kernel} and are {update_kernel(model)} (model.kernel), so log-probs and"
+        " gradients differ in their last bits"
+    )
 
 
 def serves(trunk: Any) -> bool:

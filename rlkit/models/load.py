@@ -100,11 +100,13 @@ def load_policy(
     """
     if trust_remote_code and not re.fullmatch("[0-9a-f]{40}", revision or ""):
         raise ConfigError(
-            "model.trust_remote_code=true runs code from the hub: pin model.revision to a 40-digit commit"
+            "model.trust_remote_code=true runs code from the hub: pin model.revision to a 40-digit"
+            " commit"
         )
     if dtype == "bfloat16" and lora.rank == 0:
         raise ConfigError(
-            "model.dtype=bfloat16 trains bfloat16 weights, which do not move at these rates; use float32, or LoRA"
+            "model.dtype=bfloat16 trains bfloat16 weights, which do not move at these rates; use"
+            " float32, or LoRA"
         )
     half = dtype == "bfloat16" or (
         dtype == "auto" and lora.rank > 0 and torch.device(device).type == "cuda"
@@ -218,12 +220,14 @@ def check_vocabulary(
     )
     if own != theirs and (odd := _odd_token(tokenizer, other)):
         raise ConfigError(
-            f"{key}={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens and {len(own)}; {odd}), so its tokens "
-            "mean something else; choose a model with the same tokenizer"
+            f"{key}={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens"
+            f" and {len(own)}; {odd}), so its tokens mean something else; choose a model with the"
+            " same tokenizer"
         )
     if size is not None and size <= max(used):
         raise ConfigError(
-            f"{key}={teacher}: has {size} rows for ids up to {max(used)}; choose a model with all of them"
+            f"{key}={teacher}: has {size} rows for ids up to {max(used)}; choose a model with all"
+            " of them"
         )
     if own == theirs:
         return None
@@ -236,7 +240,8 @@ def check_vocabulary(
     cut = found.index(None) if None in found else len(found)
     if cut <= max(tokens):
         raise ConfigError(
-            f"{key}={teacher}: has no row for id {cut} of model.path={path}, which has no token; choose another model"
+            f"{key}={teacher}: has no row for id {cut} of model.path={path}, which has no token;"
+            " choose another model"
         )
     return [row for row in found[:cut] if row is not None]
 
@@ -274,7 +279,8 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
         for m in model.modules()
     ):
         raise ConfigError(
-            "it has further embeddings of the vocabulary, which cannot be reordered; choose a teacher with the same ids"
+            "it has further embeddings of the vocabulary, which cannot be reordered; choose a"
+            " teacher with the same ids"
         )
     for layer in ends:
         for name, old in list(layer.named_parameters(recurse=False)):
@@ -293,8 +299,9 @@ def check_weights(model: Any, path: str, key: str = "model.path") -> None:
         if weight.is_floating_point() and not (fine := torch.isfinite(weight)).all():
             count = int(fine.numel() - fine.sum())
             raise ConfigError(
-                f"{key}={path}: {count:,} of the {weight.numel():,} numbers of the weight {name} are nan or infinite; the file is damaged "
-                "or comes from a run that diverged, so take another one"
+                f"{key}={path}: {count:,} of the {weight.numel():,} numbers of the weight {name}"
+                " are nan or infinite; the file is damaged or comes from a run that diverged, so"
+                " take another one"
             )
 
 
@@ -309,7 +316,8 @@ def _loading(path: str, *, weights: bool) -> Iterator[None]:
     and where the block cannot load it."""
     if why := folder_damage(Path(_source(path)), weights=weights):
         raise ConfigError(
-            f"model.path={path}: {why}; export it again (rlkit export run=…), or delete {SUMS} if you have changed the folder on purpose"
+            f"model.path={path}: {why}; export it again (rlkit export run=…), or delete {SUMS} if"
+            " you have changed the folder on purpose"
         )
     try:
         yield
@@ -320,7 +328,8 @@ def _loading(path: str, *, weights: bool) -> Iterator[None]:
         ):  # a damaged file of weights
             raise
         raise ConfigError(
-            f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local folder, or a hub id"
+            f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local"
+            " folder, or a hub id"
         ) from error
 
 
@@ -393,6 +402,7 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
         ids.append(tokenizer.eos_token_id)
     if not ids:
         raise TemplateError(
-            "model.path: the model names no end-of-sequence token; set eos_token_id in its generation_config.json"
+            "model.path: the model names no end-of-sequence token; set eos_token_id in its"
+            " generation_config.json"
         )
     return tuple(dict.fromkeys(ids))

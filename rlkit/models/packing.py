@@ -127,7 +127,8 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
     rows, mask = ids.cpu().numpy(), response_mask.cpu().numpy()
     if mask[:, :1].any():
         raise ValueError(
-            f"row {int(mask[:, 0].argmax())} begins with a sampled token; a prompt must stand before it"
+            f"row {int(mask[:, 0].argmax())} begins with a sampled token; a prompt must stand"
+            " before it"
         )
     lengths = np.where(mask, np.arange(mask.shape[1]), 0).max(1, initial=0)
     index = np.zeros(rows.shape, dtype=np.int64)  # row, position → packed token

@@ -253,16 +253,18 @@ def decode_step(
     read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
     flops, small = 2 * rows * (shape.used + shape.hidden * shape.vocab), shape.adapters(rank)
     return {
-        "weights": max(read / card.bandwidth, flops / card.decode_flops)
-        + rows * shape.layers * shape.hidden * card.touch_s,
-        "keys and values": rows
-        * context
-        * shape.kv_bytes(card.itemsize)
-        / ROOM_USED
-        / card.bandwidth,
+        "weights": (
+            max(read / card.bandwidth, flops / card.decode_flops)
+            + rows * shape.layers * shape.hidden * card.touch_s
+        ),
+        "keys and values": (
+            rows * context * shape.kv_bytes(card.itemsize) / ROOM_USED / card.bandwidth
+        ),
         "noise": rows * shape.vocab * card.entry_s,
-        "adapters": bool(rank) * shape.layers * 7 * ADAPTER_KERNELS * card.kernel_s
-        + small * max(ADAPTER_BYTES / card.bandwidth, 2 * rows / card.decode_flops),
+        "adapters": (
+            bool(rank) * shape.layers * 7 * ADAPTER_KERNELS * card.kernel_s
+            + small * max(ADAPTER_BYTES / card.bandwidth, 2 * rows / card.decode_flops)
+        ),
         "launches": (shape.layers * LAYER_KERNELS + STEP_KERNELS) * card.kernel_s,
     }
 
@@ -306,11 +308,15 @@ def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], i
         shape.layers * shape.hidden * size + kept if load.checkpointing else shape.layers * kept
     )
     logits = LOGITS_HELD * min(CHUNK, load.micro_batch * shape.vocab)
-    return held | {
-        "cache of keys and values": slots * room * kv,
-        "activations": load.micro_batch * layers,
-        "logits": logits,
-    }, slots
+    return (
+        held
+        | {
+            "cache of keys and values": slots * room * kv,
+            "activations": load.micro_batch * layers,
+            "logits": logits,
+        },
+        slots,
+    )
 
 
 def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
@@ -355,9 +361,9 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
         "prefill": load.prompts * load.prompt * 2 * shape.used / card.flops,
         **decode,
         "scoring": load.scoring * (score / card.flops + (elementwise + calls) / 3),
-        "update": load.epochs * (update / card.flops + elementwise)
-        + calls
-        + moved / card.bandwidth,
+        "update": (
+            load.epochs * (update / card.flops + elementwise) + calls + moved / card.bandwidth
+        ),
         "other": replies * card.host_s,
     }
     rate = tokens / sum(decode.values())

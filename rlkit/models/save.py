@@ -60,7 +60,8 @@ def save_policy(
                 shutil.rmtree(folder)
             elif any(folder.iterdir()):  # somebody put files of his own there
                 print(
-                    f"warning: {folder} holds other files, and is kept as {put_aside(folder, '.aside').name}",
+                    f"warning: {folder} holds other files, and is kept as"
+                    f" {put_aside(folder, '.aside').name}",
                     flush=True,
                 )
         os.replace(part, folder)

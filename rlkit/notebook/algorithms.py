@@ -29,7 +29,8 @@ def compute_advantages(
     ids, rewards = groups(rollouts), task_rewards(rollouts)
     if len(ids) > 1 and len(ids.unique()) == len(ids):
         warnings.warn(
-            "compute_advantages: each prompt has one rollout, so all advantages are 0; give a prompt several times",
+            "compute_advantages: each prompt has one rollout, so all advantages are 0; give a"
+            " prompt several times",
             stacklevel=2,
         )
     advantages = F.group_mean(rewards, ids)[:, None]

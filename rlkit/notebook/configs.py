@@ -54,7 +54,8 @@ def get_algorithm_config(
     name = switch_strategy(iteration)
     if name not in configs:
         raise ValueError(
-            f"switch_strategy gave {name!r} at iteration {iteration}; choose one of {', '.join(configs)}"
+            f"switch_strategy gave {name!r} at iteration {iteration}; choose one of"
+            f" {', '.join(configs)}"
         )
     return configs[name]._replace(**numbers)
 
@@ -85,7 +86,8 @@ def core_of(config: TrainingConfig) -> tuple[Algorithm, KL]:
         parts["critic"] = Critic("head", squared, coef=config.value_loss_coef)
     else:
         raise ValueError(
-            f"TrainingConfig.algorithm is {config.algorithm!r}; choose grpo, pg, dapo or ppo, or give an rlkit Algorithm"
+            f"TrainingConfig.algorithm is {config.algorithm!r}; choose grpo, pg, dapo or ppo, or"
+            " give an rlkit Algorithm"
         )
     if not config.normalize_advantages:
         parts["normalization"] = F.no_normalization

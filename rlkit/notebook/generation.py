@@ -249,7 +249,8 @@ def begun(policy: Policy, episodes: list[types.Rollout]) -> list[types.Rollout]:
     it."""
     if full := [episode.group for episode in episodes if not episode.steps]:
         raise ValueError(
-            f"prompt {full[0]} fills the model's context of {policy.context_length} tokens; shorten it, none is cut"
+            f"prompt {full[0]} fills the model's context of {policy.context_length} tokens; shorten"
+            " it, none is cut"
         )
     return episodes
 

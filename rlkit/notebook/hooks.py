@@ -35,14 +35,16 @@ def with_hooks(
     if kl_fn is not None:
         if not kl.coef:
             raise ValueError(
-                f"kl_fn is given, and the coefficient of the KL in '{algorithm.name}' is 0; set kl_coef"
+                f"kl_fn is given, and the coefficient of the KL in '{algorithm.name}' is 0; set"
+                " kl_coef"
             )
         rewarded = kl._replace(estimator=_per_rollout(kl_fn), placement="reward_sequence")
         kl = kl._replace(estimator=kl_fn) if is_estimator(kl_fn) else rewarded
     if pair_selector is not None:
         if "pair_selector" not in inspect.signature(algorithm.advantage).parameters:
             raise ValueError(
-                f"pair_selector is given, and '{algorithm.name}' compares no pairs; use create_dapo_config()"
+                f"pair_selector is given, and '{algorithm.name}' compares no pairs; use"
+                " create_dapo_config()"
             )
 
         def selector(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -54,8 +56,10 @@ def with_hooks(
     if advantage_fn is not None:
         own = _advantage(learner, advantage_fn, config.normalize_advantages)
         algorithm = algorithm._replace(advantage=own, normalization=F.no_normalization)
-    return algorithm if loss_fn is None else algorithm._replace(
-        policy_loss=_policy_loss(learner, loss_fn)
+    return (
+        algorithm
+        if loss_fn is None
+        else algorithm._replace(policy_loss=_policy_loss(learner, loss_fn))
     ), kl
 
 
@@ -96,7 +100,8 @@ def _advantage(learner: Learner, advantage_fn: Callable[..., Tensor], normalize:
         given = advantage_fn(_views(learner), normalize).detach().float().to(mask.device)
         if given.shape != mask.shape:
             raise ValueError(
-                f"advantage_fn gave shape {tuple(given.shape)}; it must be [B, T] = {tuple(mask.shape)}"
+                f"advantage_fn gave shape {tuple(given.shape)}; it must be [B, T] ="
+                f" {tuple(mask.shape)}"
             )
         return F.from_episodes(given, positions, mask, logprobs_sampler)
 
@@ -122,7 +127,8 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
         every, full = _episodes(whole.rollout_ids, whole.step_ids, whole.response_mask, n)
         if not torch.equal(mask.any(1), full.any(1)):
             raise Refusal(
-                "memory ran out, and a loss_fn needs its whole minibatch at once: give fewer or shorter rollouts"
+                "memory ran out, and a loss_fn needs its whole minibatch at once: give fewer or"
+                " shorter rollouts"
             )
         new, old = (F.to_episodes(x, positions, mask) for x in (logprobs, logprobs_old))
         rollouts = []

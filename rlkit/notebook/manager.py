@@ -162,9 +162,11 @@ class RolloutManager:
         whose context is full is over."""
         active = [self.rollouts[i] for i in self.active_rollout_indices]
         before = [
-            (r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking)
-            if r.steps
-            else ([], [])
+            (
+                (r.steps[-1].history_wo_thinking, r.steps[-1].history_w_thinking)
+                if r.steps
+                else ([], [])
+            )
             for r in active
         ]
         asked = zip(before, generate_templates(prompts), strict=True)
@@ -283,7 +285,8 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise DataError(
-            f"the pickle names {module}.{name}; load_rollouts reads the plain data of save_rollouts only"
+            f"the pickle names {module}.{name}; load_rollouts reads the plain data of save_rollouts"
+            " only"
         )
 
 

@@ -170,7 +170,8 @@ class RLTrainer:
             for p in model.parameters()
         ):
             print(
-                "RLTrainer: weights in half precision do not move at these learning rates; the model is now in float32"
+                "RLTrainer: weights in half precision do not move at these learning rates; the"
+                " model is now in float32"
             )
             model.float()
         self.model, self.tokenizer, self.value_head, self.config = (
@@ -301,7 +302,8 @@ class RLTrainer:
                 for name in ("policy_loss", "value_loss", "approx_kl")
             )
             print(
-                f"iteration {iteration}  reward {summary['avg_reward']:.2f}  steps {summary['avg_steps']:.2f}  {losses}"
+                f"iteration {iteration}  reward {summary['avg_reward']:.2f}  steps"
+                f" {summary['avg_steps']:.2f}  {losses}"
             )
             if self.settings["save_interval"] and iteration % self.settings["save_interval"] == 0:
                 self.save_checkpoint(f"checkpoint_iter_{iteration}.pt")

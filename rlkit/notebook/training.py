@@ -203,11 +203,13 @@ def _warn(config: GenerationConfig, kl: KL, ref_model: Any, ref_update_fn: Any, 
     for name, hook in (("ref_update_fn", ref_update_fn), ("kl_fn", kl_fn)):
         if hook is not None and ref_model is None:
             raise ValueError(
-                f"{name} is given, and no ref_model; give one, such as create_reference_model(model)"
+                f"{name} is given, and no ref_model; give one, such as"
+                " create_reference_model(model)"
             )
     if kl.coef and ref_model is None:
         warnings.warn(
-            f"kl_coef={kl.coef} has no effect without a ref_model, such as create_reference_model(model)",
+            f"kl_coef={kl.coef} has no effect without a ref_model, such as"
+            " create_reference_model(model)",
             stacklevel=3,
         )
     if config.do_sample and (config.top_p < 1 or config.top_k):

@@ -151,7 +151,8 @@ def task_rewards(rollouts: Sequence[Rollout]) -> Tensor:
     vector."""
     if any(np.ndim(r.reward) > 0 for r in rollouts if r.reward is not None):
         raise ValueError(
-            "a rollout's reward is a vector; make it a number with aggregate_vector_rewards before training on it"
+            "a rollout's reward is a vector; make it a number with aggregate_vector_rewards before"
+            " training on it"
         )
     return torch.tensor(
         [float("nan") if r.reward is None else float(r.reward) + r.kl_penalty for r in rollouts]

@@ -44,8 +44,9 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
     for rollout in rollouts:
         if rollout.task.reward not in rewards:
             raise ConfigError(
-                f"task {rollout.task.id!r} asks for the reward {rollout.task.reward!r}; known are {', '.join(sorted(rewards)) or 'none'}. "
-                "Correct the row's reward, or set reward= to one option for all rows"
+                f"task {rollout.task.id!r} asks for the reward {rollout.task.reward!r}; known are"
+                f" {', '.join(sorted(rewards)) or 'none'}. Correct the row's reward, or set reward="
+                " to one option for all rows"
             )
     values: list[Any] = [None] * len(rollouts)
     for name in dict.fromkeys(rollout.task.reward for rollout in rollouts):

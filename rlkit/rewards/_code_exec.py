@@ -96,11 +96,15 @@ def judgements(
     distinct = list(dict.fromkeys(job for job in jobs if job))
     outcomes = dict(zip(distinct, run_many(distinct, sandbox), strict=True))
     return [
-        None
-        if not tests
-        else Judgement("unparseable", 0, len(tests), detail="no code")
-        if job is None
-        else _judged(outcomes[job], tests)
+        (
+            None
+            if not tests
+            else (
+                Judgement("unparseable", 0, len(tests), detail="no code")
+                if job is None
+                else _judged(outcomes[job], tests)
+            )
+        )
         for job, tests in zip(jobs, checks, strict=True)
     ]
 
@@ -154,7 +158,8 @@ def tests_of(task: Task) -> list[Check]:
             checks.append(split(test, task.metadata.get("setup", "")))
         except Unsplittable as error:
             raise DataError(
-                f"row {task.id}: the test {test!r:.120} cannot be checked ({error}); write it as assert CALL == LITERAL"
+                f"row {task.id}: the test {test!r:.120} cannot be checked ({error}); write it as"
+                " assert CALL == LITERAL"
             ) from error
     return checks
 

@@ -89,7 +89,8 @@ def math_verify(
     for rollout, verdict in zip(rollouts, verdicts, strict=True):
         if verdict not in value:
             raise DataError(
-                f"row {rollout.task.id}: the gold answer '{rollout.task.answer[:80]}' {_unread(verdict)}"
+                f"row {rollout.task.id}: the gold answer '{rollout.task.answer[:80]}'"
+                f" {_unread(verdict)}"
             )
     return [value[verdict] for verdict in verdicts]
 
@@ -98,7 +99,10 @@ def _unread(reason: str) -> str:
     why = {"timeout": "it takes longer than the deadline", "error": "math-verify dies on it"}.get(
         reason, reason
     )
-    return f"cannot be read by math_verify: {why}; write one answer in LaTeX or plain text, or leave the row out"
+    return (
+        f"cannot be read by math_verify: {why}; write one answer in LaTeX or plain text, or leave"
+        " the row out"
+    )
 
 
 # ------------------------------------------------------------------------------------- the children
@@ -153,14 +157,18 @@ def _take() -> subprocess.Popen[str]:
     try:
         said = _exchange(child, "", START)
     except TimeoutError:
-        said = f"failed: the process is not ready after {START:g} s; is the machine, or the disk that Python is on, overloaded?"
+        said = (
+            f"failed: the process is not ready after {START:g} s; is the machine, or the disk that"
+            " Python is on, overloaded?"
+        )
     if said == "ready":
         return child
     status = _end(child)
     kind, _, reason = said.partition(": ")
     if kind == "missing":
         raise ConfigError(
-            f"the reward math_verify cannot import math-verify ({said}); {install('math')}, or choose reward=numeric for plain numbers"
+            f"the reward math_verify cannot import math-verify ({said}); {install('math')}, or"
+            " choose reward=numeric for plain numbers"
         )
     raise RuntimeError(
         f"math_verify cannot start: {reason or f'the process ended with status {status}'}"

@@ -52,13 +52,15 @@ def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
     """
     scale = 1.0 / (moments.std + EPS)
     return [
-        r
-        if r.reward is None
-        else r._replace(
-            reward=(r.reward - moments.mean) * scale,
-            steps=tuple(
-                s if s.reward is None else s._replace(reward=s.reward * scale) for s in r.steps
-            ),
+        (
+            r
+            if r.reward is None
+            else r._replace(
+                reward=(r.reward - moments.mean) * scale,
+                steps=tuple(
+                    s if s.reward is None else s._replace(reward=s.reward * scale) for s in r.steps
+                ),
+            )
         )
         for r in rollouts
     ]

@@ -149,8 +149,10 @@ CLAUSE = re.compile(r",\s|;|:\s|(?<=\S)\s+\(")
 BEFORE_NUMBER = re.compile(r"\A(?:[\s,:;*=!≈)\]}%°]|\.(?![0-9]))+")
 # A number in running text: no part of a name, an index, a time, a date or a LaTeX command.
 IN_TEXT = re.compile(
-    r"(?<![\w\\^{])(?<![0-9][.,:/])(?P<sign>(?<![\w)\]}])[-+]|(?:(?<=\bis )|(?<=\bequals )|(?<=[=:(] )|(?<=[=:(]))-\s+"
-    rf"|(?<![0-9] )\b(?i:minus|negative)\s+)?{VALUE}(?![0-9^\\_]|\s?\\|[.,:/][0-9])(?P<glued>{LETTER}*+)"
+    r"(?<![\w\\^{])(?<![0-9][.,:/])(?P<sign>(?<![\w)\]}])[-+]|(?:(?<=\bis )|(?<=\bequals"
+    r" )|(?<=[=:(] )|(?<=[=:(]))-\s+"
+    r"|(?<![0-9]"
+    rf" )\b(?i:minus|negative)\s+)?{VALUE}(?![0-9^\\_]|\s?\\|[.,:/][0-9])(?P<glued>{LETTER}*+)"
 )
 NOT_NUMBERS = re.compile(
     rf"(?<![\\\w]){LETTER}++_?[0-9]\w*|(?:(?<={LETTER}{LETTER})|(?<=\bm))\s?\^(?:\{{-?[0-9]\}}|-?[0-9])"
@@ -161,7 +163,10 @@ def unreadable(task: Task, **keywords: object) -> str:
     """Why `numeric` cannot read a task's truth; "" where it can."""
     if _truth(task.answer) is not None:
         return ""
-    return "is not one number with an optional unit; write it so, as 18, 3/4 or 2.5 km, or choose a reward that can read it"
+    return (
+        "is not one number with an optional unit; write it so, as 18, 3/4 or 2.5 km, or choose a"
+        " reward that can read it"
+    )
 
 
 @gives("binary", correct=1, wrong=0)

@@ -37,7 +37,8 @@ def reasoning_gym(rollout: Rollout) -> float:
     row = rollout.task.metadata.get("reasoning_gym")
     if row is None:
         raise ConfigError(
-            f"task {rollout.task.id!r} has no row of reasoning-gym; use task=reasoning_gym, or another reward"
+            f"task {rollout.task.id!r} has no row of reasoning-gym; use task=reasoning_gym, or"
+            " another reward"
         )
     if (said := final_answer(rollout)) is None:
         return 0.0

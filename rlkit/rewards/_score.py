@@ -233,11 +233,13 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 def _require(reward: Reward) -> None:
     if not any(term.weight for term in reward.terms.values()):
         raise ConfigError(
-            f"reward {reward.name!r} has no term of non-zero weight; set one of reward.terms.NAME.weight"
+            f"reward {reward.name!r} has no term of non-zero weight; set one of"
+            " reward.terms.NAME.weight"
         )
     if not 0 <= reward.max_error_rate <= 1:
         raise ConfigError(
-            f"reward {reward.name!r}: max_error_rate is a share of the rollouts, 0 … 1, not {reward.max_error_rate}"
+            f"reward {reward.name!r}: max_error_rate is a share of the rollouts, 0 … 1, not"
+            f" {reward.max_error_rate}"
         )
     for name, term in reward.terms.items():
         if term.threads < 1:
@@ -246,12 +248,14 @@ def _require(reward: Reward) -> None:
             )
         if term.timeout is not None and not term.timeout > 0:
             raise ConfigError(
-                f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not {term.timeout}"
+                f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not"
+                f" {term.timeout}"
             )
         if wrong := _uncallable(term.fn):
             what = "the list of rollouts" if term.batched or is_batched(term.fn) else "a rollout"
             raise ConfigError(
-                f"reward term {name!r}: {written(term.fn)} is called with {what} alone, which it does not fit: {wrong}"
+                f"reward term {name!r}: {written(term.fn)} is called with {what} alone, which it"
+                f" does not fit: {wrong}"
             )
 
 
@@ -454,7 +458,8 @@ def _misshapen(values: Any, count: int, what: str) -> _Misshapen | None:
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
         return None
     return _Misshapen(
-        f"{f'a list of {len(values)}' if isinstance(values, list) else type(values).__name__} for {count} {what}"
+        f"{f'a list of {len(values)}' if isinstance(values, list) else type(values).__name__} for"
+        f" {count} {what}"
     )
 
 

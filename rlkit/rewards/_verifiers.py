@@ -25,7 +25,8 @@ async def verifiers(rollout: Rollout) -> float:
     row = rollout.task.metadata.get("verifiers")
     if row is None:
         raise ConfigError(
-            f"task {rollout.task.id!r} has no row of a task set of verifiers; use task=verifiers, or another reward"
+            f"task {rollout.task.id!r} has no row of a task set of verifiers; use task=verifiers,"
+            " or another reward"
         )
     task = task_of(row)
     trace = trace_of(task, rollout)

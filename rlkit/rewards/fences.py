@@ -11,7 +11,8 @@ LINE_END = re.compile(r"\r\n|\r|\n")
 QUOTE = r"(?:[ \t]*>)"
 LIST_MARKER = r"(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)"
 OPENING = re.compile(
-    rf"(?P<quotes>{QUOTE}*+)(?P<indent>[ \t]*+{LIST_MARKER}*+)(?P<fence>`{{3,}}(?=[^`]*+$)|~{{3,}})(?P<info>.*)"
+    rf"(?P<quotes>{QUOTE}*+)(?P<indent>["
+    rf" \t]*+{LIST_MARKER}*+)(?P<fence>`{{3,}}(?=[^`]*+$)|~{{3,}})(?P<info>.*)"
 )
 PYTHON = re.compile(r"\{?\s*\.?(?:i?python|py)[0-9.]*+(?![\w-])|[\w./-]++(?<=\.py)", re.IGNORECASE)
 UNMARKED = re.compile(

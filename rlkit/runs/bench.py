@@ -328,8 +328,9 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
         f"# rlkit bench{shared}\n\n{size} ({', '.join(map(str, found.seeds)) or 'none in common'})."
     ]
     parts.append(
-        "Scores are 1 - regret: 0 is a policy that replies at random, 1 the best that is possible, both computed. Arms of a seed share the "
-        "start, the problems, their order and the sampling noise, and are compared within seeds."
+        "Scores are 1 - regret: 0 is a policy that replies at random, 1 the best that is possible,"
+        " both computed. Arms of a seed share the start, the problems, their order and the sampling"
+        " noise, and are compared within seeds."
     )
     if failed:
         parts.append("Failed:\n\n" + failed_lines(failed))
@@ -449,7 +450,10 @@ def claims(found: Scores) -> str:
     first; the others; the placebos."""
     if (n := len(found.seeds)) < TO_CLAIM:
         known = " comparisons.csv has each difference with its interval." if n >= FEWEST else ""
-        return f"Nothing: {n} seeds, and fewer than {TO_CLAIM} claim nothing (`seeds={TO_CLAIM}`).{known}"
+        return (
+            f"Nothing: {n} seeds, and fewer than {TO_CLAIM} claim nothing"
+            f" (`seeds={TO_CLAIM}`).{known}"
+        )
     all_pairs = pairs(found)
     every = [p for p in all_pairs if not {p.first, p.second} & PLACEBOS.keys()]
     told = sorted((p for p in every if p.q <= ALPHA), key=lambda p: -abs(p.mean))
@@ -457,7 +461,8 @@ def claims(found: Scores) -> str:
     for p in told:
         low, high = sorted((abs(p.low), abs(p.high)))
         lines.append(
-            f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to {high:.3f}), {rate(p.q)}"
+            f"- {p.task}: {' is better than '.join(p.order())} by {abs(p.mean):.3f} ({low:.3f} to"
+            f" {high:.3f}), {rate(p.q)}"
         )
     rest = []
     for task in found.tasks:
@@ -470,7 +475,10 @@ def claims(found: Scores) -> str:
             low, high = min(p.sees for p in own), max(p.sees for p in own)
             seen = f"{low:.2f}" if len(own) == 1 else f"{low:.2f} to {high:.2f}"
             rest.append(f"- {task}: {names} (a difference of {seen} would be seen)")
-    head = f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all of them."
+    head = (
+        f"{len(told)} of {len(every)} comparisons, at a false-discovery rate of 5 % (Benjamini and"
+        " Hochberg) over all of them."
+    )
     tail = (
         "Not told apart (comparisons.csv has each):"
         if rest

@@ -74,9 +74,15 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
             ],
         ),
         "## Load it",
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER")\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```',
-        "The weights are in float32, the precision in which they were trained. The chat template stands beside the tokenizer.",
+        (
+            "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\nmodel ="
+            ' AutoModelForCausalLM.from_pretrained("FOLDER")\ntokenizer ='
+            ' AutoTokenizer.from_pretrained("FOLDER")\n```'
+        ),
+        (
+            "The weights are in float32, the precision in which they were trained. The chat"
+            " template stands beside the tokenizer."
+        ),
         _repeat(run, summary, start),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -95,7 +101,10 @@ def _results(summary: Mapping[str, Any], step: int) -> str:
             if name == "accuracy" or sides[1] != _figure(after, "accuracy", "interval")
             else []
         )
-    how = f"{after.get('n')} problems, sampled at temperature {after.get('temperature', 0):g}; in brackets 95 % intervals over problems."
+    how = (
+        f"{after.get('n')} problems, sampled at temperature {after.get('temperature', 0):g}; in"
+        " brackets 95 % intervals over problems."
+    )
     return (
         "## Results on test problems\n\n"
         + _table(("figure", "before", "after"), rows)

@@ -153,7 +153,8 @@ def refuse_leftovers(folder: Path) -> None:
     left = "metrics.jsonl" if os.path.lexists(folder / "metrics.jsonl") else "checkpoints/"
     if not is_run(folder) and (left == "metrics.jsonl" or any(folder.glob("checkpoints/*.ckpt"))):
         raise DataError(
-            f"{folder} holds {left}, but no file config.yaml, and only that says which run it is. Put it back, or take another folder"
+            f"{folder} holds {left}, but no file config.yaml, and only that says which run it is."
+            " Put it back, or take another folder"
         )
 
 
@@ -351,8 +352,9 @@ def identity_of(folder: Path) -> str:
     identity = read_identity(folder)
     if not identity:
         raise DataError(
-            f"{folder}/config.yaml does not say which run it belongs to: its first line is damaged, or a version before 0.1.0 wrote it. "
-            "Put the file back as rlkit wrote it, or start a new run"
+            f"{folder}/config.yaml does not say which run it belongs to: its first line is damaged,"
+            " or a version before 0.1.0 wrote it. Put the file back as rlkit wrote it, or start a"
+            " new run"
         )
     return identity
 
@@ -365,8 +367,8 @@ def require_identity(folder: Path) -> str:
     others = [start["identity"] for start in starts or () if start["identity"] != identity]
     if others:
         raise DataError(
-            f"{folder}: config.yaml belongs to run {identity} and run.json to run {others[0]}, so one of them comes from another run. "
-            "Put the right one back"
+            f"{folder}: config.yaml belongs to run {identity} and run.json to run {others[0]}, so"
+            " one of them comes from another run. Put the right one back"
         )
     if starts == []:
         print("resume: run.json is missing, and begins anew with this process", flush=True)
@@ -379,7 +381,8 @@ def require_overrides(folder: Path) -> None:
     path = folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
         raise DataError(
-            f"{path} is missing or no file, so the settings of this run cannot be composed again. Put it back"
+            f"{path} is missing or no file, so the settings of this run cannot be composed again."
+            " Put it back"
         )
     saved = _saved(folder)
     starts = _starts(folder) or ()
@@ -387,7 +390,8 @@ def require_overrides(folder: Path) -> None:
         start["overrides"] not in (saved, without_secrets(saved)) for start in starts
     ):
         raise DataError(
-            f"{path} is not what this run wrote: run.json lists other overrides. Put it back, and give changes on the command line"
+            f"{path} is not what this run wrote: run.json lists other overrides. Put it back, and"
+            " give changes on the command line"
         )
 
 
@@ -450,8 +454,9 @@ def refuse_restart(folder: Path) -> None:
     again, in place of what it was."""
     if steps := lost_steps(folder):
         raise DataError(
-            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot go on (as metrics.jsonl, rollouts/ or "
-            "summary.json say). Start a new run without resume (with resume=auto: move this folder away first); nothing in it was changed"
+            f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot"
+            " go on (as metrics.jsonl, rollouts/ or summary.json say). Start a new run without"
+            " resume (with resume=auto: move this folder away first); nothing in it was changed"
         )
 
 

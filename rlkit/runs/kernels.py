@@ -26,8 +26,8 @@ def decide_kernels(folder: Path) -> dict[str, str]:
     earlier = read_decision(folder / NAME) if next(folder.rglob("config.yaml"), None) else ""
     if earlier == "fused" and reason:
         raise ConfigError(
-            f"{folder}: its jobs so far used compiled kernels, and here {reason}. Go on where there is a compiler, or start anew in "
-            "another folder"
+            f"{folder}: its jobs so far used compiled kernels, and here {reason}. Go on where there"
+            " is a compiler, or start anew in another folder"
         )
     decided = earlier or ("eager" if reason else "fused")
     write_json(folder / NAME, {"auto": decided})

@@ -58,7 +58,10 @@ class RLStep(NamedTuple):
 
     def __repr__(self) -> str:
         reward = display.figure(self.metrics.get("reward/mean"))
-        return f"RL step {self.step} · reward {reward} · {len(self.rollouts)} rollouts · {len(self.metrics)} metrics"
+        return (
+            f"RL step {self.step} · reward {reward} · {len(self.rollouts)} rollouts ·"
+            f" {len(self.metrics)} metrics"
+        )
 
 
 def train(x: Experiment, folder: Path | str | None = None) -> Run:
@@ -137,8 +140,9 @@ def _problems_of(x: Experiment) -> Splits:
     count = x.trainer.devices * x.trainer.nodes
     if count > 1 and ranks.size() == 1:
         raise ConfigError(
-            f"trainer.devices={x.trainer.devices}, trainer.nodes={x.trainer.nodes}: {count} processes are started by "
-            "`rlkit train`; from Python, train in one process (trainer__devices=1)"
+            f"trainer.devices={x.trainer.devices}, trainer.nodes={x.trainer.nodes}: {count}"
+            " processes are started by `rlkit train`; from Python, train in one process"
+            " (trainer__devices=1)"
         )
     tasks = load_tasks(x)
     for line in (*warnings(x), *overlaps(tasks)):
@@ -150,8 +154,8 @@ def _begun(x: Experiment, folder: Path) -> Any:
     """Writes how a run begins to its folder; a block in which this process owns it."""
     if runs.is_run(folder):
         raise ConfigError(
-            f"folder={folder}: already holds a run, which is never overwritten; choose another folder, or go on with it: "
-            f"rlkit train resume={folder}"
+            f"folder={folder}: already holds a run, which is never overwritten; choose another"
+            f" folder, or go on with it: rlkit train resume={folder}"
         )
     runs.refuse_leftovers(folder)
     runs.require_writable(folder)

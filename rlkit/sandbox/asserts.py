@@ -172,7 +172,8 @@ def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
         case ast.UnaryOp(op=ast.Not()):
             if not _is_program(node.operand, s):
                 raise Unsplittable(
-                    "`not` says what a value must not be; it may stand before a call of the program only"
+                    "`not` says what a value must not be; it may stand before a call of the program"
+                    " only"
                 )
             return ast.UnaryOp(node.op, _outside(node.operand, s, True))
         case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
@@ -371,7 +372,8 @@ def _require_question(node: ast.expr, s: _Split) -> None:
     ]
     if len(calls) > 1 or not all(_is_plain(argument, s) for argument in arguments):
         raise Unsplittable(
-            f"the expectation may stand inside {ast.unparse(node):.60}; compare its value with a literal"
+            f"the expectation may stand inside {ast.unparse(node):.60}; compare its value with a"
+            " literal"
         )
 
 

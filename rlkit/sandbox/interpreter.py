@@ -98,7 +98,8 @@ class Interpreter:
         if not said or said[0][0] != "R":
             why = said[0][1].decode("utf-8", "replace") if said else "the child said nothing"
             raise SandboxError(
-                f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`"
+                f"the sandbox could not be set up, and the program did not run: {why}; see"
+                " `rlkit.sandbox.probe()`"
             )
 
     def _send(self, data: bytes, seconds: float) -> bool:

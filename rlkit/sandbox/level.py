@@ -139,9 +139,10 @@ def require(sandbox: Sandbox) -> Level:
     level = probe()
     if LEVELS.index(level.name) < LEVELS.index(sandbox.min_level) and not sandbox.allow_weak:
         raise ConfigError(
-            f"sandbox.min_level is {sandbox.min_level}, but this machine gives {level.name} ({'; '.join(level.reasons) or sys.platform}). "
-            "Run where the kernel has Landlock and seccomp (Linux 5.13 or newer), or consent with sandbox.allow_weak=true: "
-            "model-written code could then read files, use the network and start processes"
+            f"sandbox.min_level is {sandbox.min_level}, but this machine gives {level.name}"
+            f" ({'; '.join(level.reasons) or sys.platform}). Run where the kernel has Landlock and"
+            " seccomp (Linux 5.13 or newer), or consent with sandbox.allow_weak=true:"
+            " model-written code could then read files, use the network and start processes"
         )
     return level
 

@@ -256,7 +256,8 @@ def _outcome(said: list[tuple[str, bytes]], job: Job, how: str, seconds: float) 
     if not said or said[0][0] != "R":
         why = said[0][1].decode("utf-8", "replace") if said else f"the child said nothing ({how})"
         raise SandboxError(
-            f"the sandbox could not be set up, and the program did not run: {why}; see `rlkit.sandbox.probe()`"
+            f"the sandbox could not be set up, and the program did not run: {why}; see"
+            " `rlkit.sandbox.probe()`"
         )
     first = {
         tag: payload.decode("utf-8", "replace")

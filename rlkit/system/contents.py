@@ -153,7 +153,8 @@ def require_readable(path: Path) -> None:
             open_regular(path).close()
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder"
+            f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run"
+            " folder"
         ) from None
 
 
@@ -169,7 +170,8 @@ def set_aside(folder: Path, name: str) -> str:
         os.rename(folder / name, target)
     except OSError as error:
         raise DataError(
-            f"{folder / name} is not the run's own and cannot be moved to {target} ({reason(error)}); move it away"
+            f"{folder / name} is not the run's own and cannot be moved to {target}"
+            f" ({reason(error)}); move it away"
         ) from None
     return target.relative_to(folder).as_posix()
 
@@ -223,7 +225,8 @@ def _fault(path: Path, size: int, digest: str, step: int) -> str:
         return "is missing"
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run folder"
+            f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run"
+            " folder"
         ) from None
     if same and not foreign:
         return ""

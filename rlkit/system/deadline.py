@@ -135,8 +135,9 @@ class _Work(Generic[T]):
         waiting.forget(thread=self.thread.ident)
         if what and not self.ends:
             warn_once(
-                f"{what} was given up and goes on in a thread beside the training, since a thread cannot be killed; what it gives is "
-                "dropped. Make it async, or have it wait inside `with rlkit.system.deadline.ended_by(end)`, and it ends in time"
+                f"{what} was given up and goes on in a thread beside the training, since a thread"
+                " cannot be killed; what it gives is dropped. Make it async, or have it wait"
+                " inside `with rlkit.system.deadline.ended_by(end)`, and it ends in time"
             )
 
 
@@ -249,7 +250,10 @@ class Countdown:
 
         def leave() -> None:
             assert task is not None
-            words = f"{waiting.waits_of(task)} did not end within {self.seconds:g} s, nor {waiting.GRACE:g} s after it was cancelled"
+            words = (
+                f"{waiting.waits_of(task)} did not end within {self.seconds:g} s, nor"
+                f" {waiting.GRACE:g} s after it was cancelled"
+            )
             leave_behind(task, Hung(words))
 
         def wait() -> asyncio.TimerHandle:

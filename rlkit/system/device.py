@@ -26,7 +26,8 @@ def pick_device(x: Any) -> Any:
 
     if x.trainer.accelerator == "gpu" and not torch.cuda.is_available():
         raise ConfigError(
-            "trainer=gpu: torch sees no GPU on this machine; use trainer=auto, or install a torch build with CUDA"
+            "trainer=gpu: torch sees no GPU on this machine; use trainer=auto, or install a torch"
+            " build with CUDA"
         )
     if x.trainer.accelerator == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")

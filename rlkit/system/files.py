@@ -167,7 +167,8 @@ def refusing(place: Path | str) -> Iterator[None]:
 # itself.
 RUST = re.compile(r"\(os error (\d+)\)")
 TORCH = re.compile(
-    r"PytorchStreamWriter|unexpected pos \d+|Parent directory .* does not exist|cannot be opened|iostream error"
+    r"PytorchStreamWriter|unexpected pos \d+|Parent directory .* does not exist|cannot be"
+    r" opened|iostream error"
 )
 
 

@@ -61,9 +61,11 @@ def name_threads(threads: list[threading.Thread]) -> str:
     those of one function once."""
     targets = [getattr(thread, "_target", None) for thread in threads]
     names = Counter(
-        f"the thread {thread.name!r}"
-        if target is None
-        else f"the thread {thread.name!r} of {defined_at(target)}"
+        (
+            f"the thread {thread.name!r}"
+            if target is None
+            else f"the thread {thread.name!r} of {defined_at(target)}"
+        )
         for thread, target in zip(threads, targets, strict=True)
     )
     shown = [

@@ -268,7 +268,8 @@ async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
                 leave_behind(
                     task,
                     Hung(
-                        f"{waiting.waits_of(task)} did not end within {waiting.GRACE:g} s after it was cancelled"
+                        f"{waiting.waits_of(task)} did not end within {waiting.GRACE:g} s after it"
+                        " was cancelled"
                     ),
                 )
             else:

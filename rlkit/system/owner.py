@@ -80,7 +80,8 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or error
         print(
-            f"warning: {folder / NAME} not written ({why}); nothing keeps a second process from this run",
+            f"warning: {folder / NAME} not written ({why}); nothing keeps a second process from"
+            " this run",
             file=sys.stderr,
             flush=True,
         )
@@ -104,9 +105,9 @@ def identity() -> dict[str, Any]:
         **describe_process(os.getpid()),
         "since": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "beat": time.time(),
-        "slurm": [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)]
-        if job
-        else None,  # and how often it was queued again
+        "slurm": (
+            [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None
+        ),  # and how often it was queued again
     }
 
 
@@ -120,7 +121,10 @@ def _place() -> str:
     """Which processes a pid can mean here: the boot of the kernel and the namespace of process ids;
     empty if the system has neither."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+            f" {os.readlink('/proc/self/ns/pid')}"
+        )
     except OSError:
         return ""
 
@@ -178,7 +182,10 @@ def occupied(folder: Path) -> str:
     now = time.time()
     age = round(now - found["beat"])
     ahead = age < 0 and not is_here(found)
-    clocks = f"{_clock(found['beat'])} by its clock, while it is {_clock(now)} here: one of the two clocks is wrong"
+    clocks = (
+        f"{_clock(found['beat'])} by its clock, while it is {_clock(now)} here: one of the two"
+        " clocks is wrong"
+    )
     if "host" not in found:
         how_old = (
             f"its time is {clocks}"
@@ -188,13 +195,14 @@ def occupied(folder: Path) -> str:
         return f"{folder / NAME} cannot be read and {how_old}. Look, then add takeover=true"
     if ahead:
         return (
-            f"{folder}: process {found['pid']} on {found['host']} gave its last sign of life at {clocks}. "
-            "Look whether it still runs there; if it does not, add takeover=true"
+            f"{folder}: process {found['pid']} on {found['host']} gave its last sign of life at"
+            f" {clocks}. Look whether it still runs there; if it does not, add takeover=true"
         )
     until = "" if is_here(found) else f", dead after {DEAD:.0f} s without one"
     return (
-        f"{folder}: process {found['pid']} on {found['host']} works there since {found.get('since')} "
-        f"(last sign of life {max(0, age)} s ago{until}). Wait for it, or end it; to take the folder from it, add takeover=true"
+        f"{folder}: process {found['pid']} on {found['host']} works there since"
+        f" {found.get('since')} (last sign of life {max(0, age)} s ago{until}). Wait for it, or end"
+        " it; to take the folder from it, add takeover=true"
     )
 
 
@@ -270,7 +278,10 @@ def lost(folder: Path) -> str:
         return ""
     if found.get("token", HELD[folder][0]) == HELD[folder][0]:
         return ""
-    return f"{folder} was taken over by process {found['pid']} on {found['host']}; this process ends and writes nothing more there"
+    return (
+        f"{folder} was taken over by process {found['pid']} on {found['host']}; this process ends"
+        " and writes nothing more there"
+    )
 
 
 def release(folder: Path) -> None:

@@ -100,7 +100,8 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
             write_atomic(path, content)
     except OSError as error:
         raise DataError(
-            f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces would be lost"
+            f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces"
+            " would be lost"
         ) from None
     if missing:
         print(
@@ -121,10 +122,16 @@ def _loss(
     """A sentence on rows that a checkpoint knows and metrics.jsonl lacks."""
     kept = f"; {others} other line(s) are kept in aside/{path.name}" if others else ""
     if missing < own:
-        return f"{path.name} lacks {missing} of the {own} row(s) that this run wrote up to step {step}{kept}"
+        return (
+            f"{path.name} lacks {missing} of the {own} row(s) that this run wrote up to step"
+            f" {step}{kept}"
+        )
     what = "is empty" if path.exists() else "is missing"
     what = "is not what this run wrote" if lines else what
-    return f"{path.name} {what}; its {own} row(s) up to step {step} are lost, and the run goes on without them{kept}"
+    return (
+        f"{path.name} {what}; its {own} row(s) up to step {step} are lost, and the run goes on"
+        f" without them{kept}"
+    )
 
 
 def _joined(lines: Sequence[bytes]) -> bytes:
@@ -142,7 +149,8 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
     except OSError as error:
         if path not in WAITING:
             print(
-                f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows wait for room",
+                f"warning: {path.name} cannot grow ({reason(error)}); the run goes on, and rows"
+                " wait for room",
                 file=sys.stderr,
             )
         WAITING[path], LOST[path.name] = waiting, reason(error)

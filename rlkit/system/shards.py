@@ -119,11 +119,15 @@ def cut_steps(folder: Path, step: int) -> None:
             if not end:
                 path.unlink()
         except OSError as error:
-            why = f"{target} cannot be written ({reason(error)}), so {folder.name} that the resumed run replaces would be lost"
+            why = (
+                f"{target} cannot be written ({reason(error)}), so {folder.name} that the resumed"
+                " run replaces would be lost"
+            )
             raise DataError(why) from None
         moved += sum(number > step for number in held)
     if moved:
         print(
-            f"resume: {folder.name} of {moved} step(s) after step {max(step, 0)}: moved to {target.name}",
+            f"resume: {folder.name} of {moved} step(s) after step {max(step, 0)}: moved to"
+            f" {target.name}",
             flush=True,
         )

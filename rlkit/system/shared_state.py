@@ -315,7 +315,10 @@ class Watch:
         key = (who, *(text.partition(" from ")[0] for text in changed))
         say_once(
             {
-                key: f"{who} changed {' and '.join(changed)}. rlkit has put it back; let the function restore what it changes"
+                key: (
+                    f"{who} changed {' and '.join(changed)}. rlkit has put it back; let the"
+                    " function restore what it changes"
+                )
             }
         )
 

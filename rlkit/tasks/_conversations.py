@@ -75,7 +75,8 @@ def conversations(
         gold = "" if answer is None else str(row.get(answer, ""))
         if answer is not None and not gold.strip():
             raise DataError(
-                f"{where}: the field {answer!r} (task.answer) is missing or empty; correct the row, or set task.answer=null"
+                f"{where}: the field {answer!r} (task.answer) is missing or empty; correct the row,"
+                " or set task.answer=null"
             )
         name = f"{Path(source).stem}/{split}/{i}"
         tasks.append(
@@ -106,7 +107,8 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
             or not isinstance(message.get("content") or "", str)
         ):
             raise DataError(
-                f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content"
+                f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as"
+                " content"
             )
         kept: Any = {key: value for key, value in message.items() if value is not None} | {
             "content": message.get("content") or ""
@@ -124,11 +126,13 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
         or (roles[0] == "system" and roles.index("assistant") == 1)
     ):
         raise DataError(
-            f"{where}: {field!r} has no reply to learn; a user's message and then an assistant's are needed"
+            f"{where}: {field!r} has no reply to learn; a user's message and then an assistant's"
+            " are needed"
         )
     if any(a == b == "assistant" for a, b in itertools.pairwise(roles)):
         raise DataError(
-            f"{where}: two assistant messages of {field!r} follow one another; join them, or put what was said between them"
+            f"{where}: two assistant messages of {field!r} follow one another; join them, or put"
+            " what was said between them"
         )
     return out
 
@@ -146,5 +150,6 @@ def _call(where: str, call: Any, number: int) -> dict[str, Any]:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f'{where}: a tool call must be {{"function": {{"name": …, "arguments": {{…}}}}}}, and is {str(call)[:80]}'
+            f'{where}: a tool call must be {{"function": {{"name": …, "arguments": {{…}}}}}}, and'
+            f" is {str(call)[:80]}"
         ) from error

@@ -71,7 +71,7 @@ def _text(where: str, row: dict[str, Any], field: str) -> str:
     value = row.get(field)
     if not isinstance(value, str) or not value.strip():
         raise DataError(
-            f"{where}: the field {field!r} is missing or empty; task=gsm8k needs `question` and `answer` as text "
-            "(for other fields use task=jsonl)"
+            f"{where}: the field {field!r} is missing or empty; task=gsm8k needs `question` and"
+            " `answer` as text (for other fields use task=jsonl)"
         )
     return value

@@ -99,8 +99,8 @@ def _task(
             or not str(value).strip()
         ):
             raise DataError(
-                f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing, empty or neither text nor a "
-                "number; correct the row, or task.fields"
+                f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing, empty or"
+                " neither text nor a number; correct the row, or task.fields"
             )
         return str(value)
 
@@ -120,7 +120,8 @@ def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:
     if fields[name] not in row:
         there = ", ".join(map(repr, row)) or "none"
         raise DataError(
-            f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing; the row has {there}"
+            f"{where}: the field {fields[name]!r} (task.fields.{name}) is missing; the row has"
+            f" {there}"
         )
     return row[fields[name]]
 
@@ -132,7 +133,8 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
-            f"{where}: the prompt ({field!r}) is missing or empty; it must be text, or a list of messages"
+            f"{where}: the prompt ({field!r}) is missing or empty; it must be text, or a list of"
+            " messages"
         )
     for message in prompt:
         if (
@@ -141,10 +143,12 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
             or not isinstance(message.get("content"), str)
         ):
             raise DataError(
-                f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content"
+                f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as"
+                " content"
             )
     if prompt[-1]["role"] == "assistant":
         raise DataError(
-            f"{where}: the last message of {field!r} is the assistant's; end with what is to be answered"
+            f"{where}: the last message of {field!r} is the assistant's; end with what is to be"
+            " answered"
         )
     return tuple(prompt)

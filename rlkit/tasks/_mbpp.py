@@ -81,7 +81,8 @@ def _task(id: str, where: str, row: Row, environment: str) -> Task:
     text, code, tests = _problem(where, row), row.get("code"), row.get("test_list")
     if not isinstance(text, str) or not isinstance(code, str) or not isinstance(tests, list):
         raise DataError(
-            f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as a list; correct the row"
+            f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as"
+            " a list; correct the row"
         )
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
     shown, *hidden = [test for test in tests if _checkable(test, setup)] or [""]

@@ -38,7 +38,8 @@ def mixture(
     """
     if unknown := [name for name in weights if name not in parts]:
         raise ConfigError(
-            f"task.weights.{unknown[0]}: there is no such part; the parts are {', '.join(parts) or 'none'}"
+            f"task.weights.{unknown[0]}: there is no such part; the parts are"
+            f" {', '.join(parts) or 'none'}"
         )
     for name, weight in weights.items():
         if (
@@ -56,14 +57,16 @@ def mixture(
     used = {name: weights.get(name, 1.0) for name in parts if weights.get(name, 1.0) > 0}
     if not used:
         raise ConfigError(
-            "task=mixture has no part of a weight above 0; add one with +task@task.parts.NAME=OPTION"
+            "task=mixture has no part of a weight above 0; add one with"
+            " +task@task.parts.NAME=OPTION"
         )
 
     def tasks(*, split: str) -> list[Task]:
         rows = {name: [_of_part(task, name) for task in parts[name](split=split)] for name in used}
         if empty := [name for name in rows if not rows[name]]:
             raise DataError(
-                f"task.parts.{empty[0]} has no rows in split={split}; give it some, or set task.weights.{empty[0]}=0"
+                f"task.parts.{empty[0]} has no rows in split={split}; give it some, or set"
+                f" task.weights.{empty[0]}=0"
             )
         drawn = dict.fromkeys(rows, 0)
         mixed: list[Task] = []

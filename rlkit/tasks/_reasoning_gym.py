@@ -108,7 +108,8 @@ def _generated(dataset: str, options: str) -> Entries:
         ) from error
     if dataset not in DATASETS:
         raise ConfigError(
-            f"task.dataset={dataset}: reasoning-gym has no such data set.{nearest(dataset, DATASETS)}"
+            f"task.dataset={dataset}: reasoning-gym has no such data"
+            f" set.{nearest(dataset, DATASETS)}"
         )
     if dataset == "composite":
         raise ConfigError(

@@ -79,11 +79,13 @@ def _taskset(id: str, config: Mapping[str, Any]) -> Any:
         Exception
     ) as error:  # whatever a task set raises when it is imported or made, the user has to mend it
         raise ConfigError(
-            f"task.id={id}, task.config={dict(config)}: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+            f"task.id={id}, task.config={dict(config)}: {type(error).__name__}:"
+            f" {' '.join(str(error).split()):.300}"
         ) from error
     if own != "SingleAgentEnv":
         raise DataError(
-            f"task.id={id} plays in an environment of its own ({own}), which rlkit does not run; choose a task set without one"
+            f"task.id={id} plays in an environment of its own ({own}), which rlkit does not run;"
+            " choose a task set without one"
         )
     return taskset
 
@@ -103,7 +105,8 @@ def _task(id: str, config: Mapping[str, Any], split: str, environment: str, row:
     where = f"task.id={id}, row {row.data.idx}"
     if needs := _beyond(row):
         raise DataError(
-            f"{where}: it needs {', '.join(needs)}, which only a harness of verifiers gives; choose another task set"
+            f"{where}: it needs {', '.join(needs)}, which only a harness of verifiers gives; choose"
+            " another task set"
         )
     return Task(
         id=f"{id}/{split}/{row.data.idx}",
@@ -153,6 +156,7 @@ def _messages(where: str, data: Any) -> tuple[Message, ...]:
     )
     if any(role == "tool" or not isinstance(content, str) for role, content in said):
         raise DataError(
-            f"{where}: a message of its prompt is no text of system, user or assistant; choose another task set"
+            f"{where}: a message of its prompt is no text of system, user or assistant; choose"
+            " another task set"
         )
     return tuple({"role": role, "content": content} for role, content in said)

@@ -83,7 +83,8 @@ def _of(found: Readers, split: str, path: str) -> Iterator[tuple[str, Row]]:
     if split not in found:
         there = f"only {', '.join(found)}" if found else "no split at all"
         raise DataError(
-            f"task.path={path} holds neither {split}.jsonl nor {split}.parquet, or is a data set without it ({there}); add one"
+            f"task.path={path} holds neither {split}.jsonl nor {split}.parquet, or is a data set"
+            f" without it ({there}); add one"
         )
     return found[split]()
 
@@ -111,7 +112,8 @@ def _sources(path: str, name: str | None) -> Readers:
         files = {"train": local}
     else:
         raise DataError(
-            f"task.path={path} ends in neither .jsonl nor .parquet; convert the file to one of the two"
+            f"task.path={path} ends in neither .jsonl nor .parquet; convert the file to one of"
+            " the two"
         )
     return {
         split: partial(_parquet if file.suffix == ".parquet" else _jsonl, file)
@@ -142,7 +144,8 @@ def _decoded(where: str, line: bytes) -> tuple[str, Row]:
 def _checked(where: str, row: Any) -> Row:
     if not isinstance(row, dict):
         raise DataError(
-            f"{where}: a row must be an object with named fields, not {type(row).__name__}; correct it"
+            f"{where}: a row must be an object with named fields, not {type(row).__name__};"
+            " correct it"
         )
     for field, value in row.items():
         try:
@@ -150,8 +153,9 @@ def _checked(where: str, row: Any) -> Row:
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise DataError(
-                f"{where}: the field {field!r:.80} holds {half!a}, half of a character (a lone surrogate), which no tokenizer can read; "
-                "write the whole character, or leave the row out"
+                f"{where}: the field {field!r:.80} holds {half!a}, half of a character (a lone"
+                " surrogate), which no tokenizer can read; write the whole character, or leave the"
+                " row out"
             ) from None
     return row
 
@@ -185,8 +189,9 @@ def _hub(path: str, name: str | None) -> Readers:
     ) as error:  # whatever the hub client raises, the user has to mend the path or the network
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
-            f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}. "
-            "Correct the id, or set task.path to a local .jsonl or .parquet file or to a folder of them"
+            f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}."
+            " Correct the id, or set task.path to a local .jsonl or .parquet file or to a folder"
+            " of them"
         ) from error
     return {split: partial(_hub_rows, f"{path}[{split}]", rows) for split, rows in found.items()}
 

@@ -47,7 +47,8 @@ def check_split(split: str, validation: float = 0.0, held_out: float = 0.0) -> N
             raise ConfigError(f"task.{name} is {share}; it must be at least 0 and below 1")
     if not validation + held_out < 1:
         raise ConfigError(
-            f"task.validation={validation} and task.held_out={held_out} leave nothing to train on; lower one of them"
+            f"task.validation={validation} and task.held_out={held_out} leave nothing to train on;"
+            " lower one of them"
         )
 
 
@@ -119,8 +120,9 @@ def overlaps(splits: Splits) -> list[str]:
         if shared := sum(key in known for key in second):
             share = "validation" if b == "validation" else "held_out"
             out.append(
-                f"{shared} of {len(second)} {b} problems have the prompt and the answer of a {a} problem, so {b} figures are not of unseen "
-                f"problems; take the rows out of one of the two, or set task.{share} where the task has it"
+                f"{shared} of {len(second)} {b} problems have the prompt and the answer of a {a}"
+                f" problem, so {b} figures are not of unseen problems; take the rows out of one of"
+                f" the two, or set task.{share} where the task has it"
             )
     return out
 

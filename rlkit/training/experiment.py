@@ -356,7 +356,10 @@ def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any,
     if staleness:
         return (
             token_correction,
-            f"token_truncate, cap 2 (auto: replies are sampled by weights up to {staleness} RL steps old)",
+            (
+                f"token_truncate, cap 2 (auto: replies are sampled by weights up to {staleness} RL"
+                " steps old)"
+            ),
         )
     if exact:
         return (
@@ -365,7 +368,10 @@ def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any,
         )
     return (
         token_correction,
-        "token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the trainer's)",
+        (
+            "token_truncate, cap 2 (auto: the engine's log-probs are rounded differently from the"
+            " trainer's)"
+        ),
     )
 
 

@@ -256,7 +256,8 @@ def unsealed(own: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Dis
     drawn = take_again(tasks, before, after, 1 + max(r.group for r in rollouts), seed=seed)
     if any(r.task.id != drawn[r.group].id for r in rollouts):
         raise DataError(
-            "the groups in flight are of problems that the task no longer has; restore task.path and the data, or start anew"
+            "the groups in flight are of problems that the task no longer has; restore task.path"
+            " and the data, or start anew"
         )
     rollouts = [r._replace(task=drawn[r.group]) for r in rollouts]
     return Dispatched(
@@ -298,7 +299,8 @@ def continued(learner: Learner, flight: Flight, process: SamplingProcess | None 
             f" to {again[-1].step + 1}" if len(again) > 1 else ""
         )
         print(
-            f"resume: the groups in flight of {steps} are sampled again by the weights of now, as the config asks for others",
+            f"resume: the groups in flight of {steps} are sampled again by the weights of now, as"
+            " the config asks for others",
             flush=True,
         )
     asked = [groups for groups in kept if isinstance(groups, Asked)]

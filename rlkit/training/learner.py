@@ -307,7 +307,10 @@ class Learner:
         names = list(self.phases)
         self.x = schedules.at(self.experiment, self.progress)
         kept = self.enter_phase()
-        return f"phase {names[before]} → {names[self.progress.phase]} after step {self.rl_step}: {self.x.algorithm.name}; {kept}"
+        return (
+            f"phase {names[before]} → {names[self.progress.phase]} after step {self.rl_step}:"
+            f" {self.x.algorithm.name}; {kept}"
+        )
 
     def enter_phase(self) -> str:
         """Begins the phase that `progress` names: what it brings starts from the policy as it is
@@ -454,9 +457,11 @@ class Learner:
             "tokens": self.tokens,
             "updates": self.updates,
             "exact": self.exact,
-            "start": None
-            if self.start is None
-            else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None},
+            "start": (
+                None
+                if self.start is None
+                else {n: t.cpu() for n, t in self.start._asdict().items() if t is not None}
+            ),
             "moments": list(self.moments),
             "references": {
                 owner: ranks.full_tensors(self.reference_of(owner).save(state))
@@ -468,9 +473,9 @@ class Learner:
             },
             "nonfinite": dict(self.nonfinite),
             "halvings": self.halvings,
-            "threads": torch.get_num_threads()
-            if self.device.type == "cpu"
-            else None,  # a GPU's sums do not depend on them
+            "threads": (
+                torch.get_num_threads() if self.device.type == "cpu" else None
+            ),  # a GPU's sums do not depend on them
             "kernel": kernels.get("decoding"),
             "update_kernel": kernels["updates"],
         }

@@ -191,7 +191,8 @@ def known_id(run: Path, name: str) -> str | None:
         return words[0]
     kept = set_aside(run, name)
     print(
-        f"resume: {name} is not what this run wrote, and is kept as {kept}; the logger begins a new run",
+        f"resume: {name} is not what this run wrote, and is kept as {kept}; the logger begins a"
+        " new run",
         flush=True,
     )
     return None
@@ -215,7 +216,8 @@ def _installed(package: str) -> None:
     missing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"logger={package}: the package {package} is not installed; {install(package)}, or leave it out"
+            f"logger={package}: the package {package} is not installed; {install(package)}, or"
+            " leave it out"
         )
 
 

@@ -52,10 +52,14 @@ def retried(
             len(set(batch.rollout_ids[rows].tolist())) > 1 for rows in micro_batches(batch, tokens)
         )
         if ranks.size() > 1 or not splits:
-            one = "each is one rollout already: lower generation.max_new_tokens, set model.gradient_checkpointing=true or model.lora.rank=16"
+            one = (
+                "each is one rollout already: lower generation.max_new_tokens, set"
+                " model.gradient_checkpointing=true or model.lora.rank=16"
+            )
             remedy = "lower trainer.micro_batch_tokens" if splits else one
             raise OutOfMemory(
-                f"out of memory in the update, with micro-batches of {tokens} tokens; {remedy} ({message})"
+                f"out of memory in the update, with micro-batches of {tokens} tokens; {remedy}"
+                f" ({message})"
             )
         learner.halvings += 1
         if terms is not None and before is not None:
@@ -63,8 +67,9 @@ def retried(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(
-            f"warning: out of memory: micro-batches are halved to {learner.micro_batch_tokens} tokens, and the work is done again; "
-            f"trainer.micro_batch_tokens={learner.micro_batch_tokens} would begin with that",
+            f"warning: out of memory: micro-batches are halved to {learner.micro_batch_tokens}"
+            " tokens, and the work is done again;"
+            f" trainer.micro_batch_tokens={learner.micro_batch_tokens} would begin with that",
             flush=True,
         )
 

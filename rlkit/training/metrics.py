@@ -615,9 +615,9 @@ def performance(
         "perf/session_s_max": max(clock.sessions, default=NAN),
         "perf/late_s": clock.late,
         "perf/captured_shapes": clock.captured,
-        "perf/update_processor_s": clock.worked
-        if device.type == "cpu" and ranks.size() == 1
-        else NAN,  # else it waits for others
+        "perf/update_processor_s": (
+            clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN
+        ),  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
     }
 

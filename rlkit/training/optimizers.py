@@ -50,6 +50,7 @@ def adamw_8bit(
         ) from error
     if any(hasattr(p, "full_tensor") for p in parameters):
         raise ConfigError(
-            "optimizer=adamw_8bit: bitsandbytes cannot step sharded weights; use trainer=ddp, or optimizer=adamw"
+            "optimizer=adamw_8bit: bitsandbytes cannot step sharded weights; use trainer=ddp, or"
+            " optimizer=adamw"
         )
     return AdamW8bit(parameters, lr=lr, betas=tuple(betas), weight_decay=weight_decay)

@@ -49,7 +49,10 @@ from rlkit.training.schedules import phases
 from rlkit.types import Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training import overlap; overlap.sampling_main()"
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rlkit.training import overlap;"
+    " overlap.sampling_main()"
+)
 PIECE = (
     1 << 30
 )  # bytes that are copied at a time; the system takes a little less than twice as many
@@ -138,7 +141,8 @@ class WeightSlots:
             found := int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
         ) != version:
             raise EngineError(
-                f"asynchrony=overlap: weights of version {version} are asked for, and their place holds version {found}"
+                f"asynchrony=overlap: weights of version {version} are asked for, and their place"
+                f" holds version {found}"
             )
 
     def saved(self, version: int) -> Tensor:
@@ -157,7 +161,8 @@ class WeightSlots:
         """Puts that back."""
         if len(saved) != self.size:
             raise EngineError(
-                f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the model's {self.size}"
+                f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the"
+                f" model's {self.size}"
             )
         _copy(os.pwrite, self.file, saved.contiguous().numpy().data, self.place(version) + 8)
         os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
@@ -275,8 +280,9 @@ class SamplingProcess:
             slots.write(version)
         except OSError as error:
             raise EngineError(
-                f"asynchrony=overlap: no memory for {slots.count} versions of {slots.size / 2**20:,.0f} MiB ({error.strerror}); lower "
-                "asynchrony.staleness, or train adapters (model.lora.rank)"
+                f"asynchrony=overlap: no memory for {slots.count} versions of"
+                f" {slots.size / 2**20:,.0f} MiB ({error.strerror}); lower asynchrony.staleness, or"
+                " train adapters (model.lora.rank)"
             ) from error
         self.weights = digest(model) if self.journal else ""
         return time.perf_counter() - begun
@@ -357,7 +363,8 @@ class SamplingProcess:
         how = "closed its connection" if status is None else ending(status) if status else "ended"
         where = f"; what it printed: {self.log}" if self.log else ""
         return EngineError(
-            f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from its last checkpoint"
+            f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from"
+            " its last checkpoint"
         )
 
     def close(self) -> None:
@@ -381,8 +388,8 @@ def _pickled(setup: Setup) -> bytes:
         return pickle.dumps(setup)
     except Exception as error:  # whatever an object of the user's raises
         raise ConfigError(
-            f"asynchrony=overlap: the tasks cannot be handed to a second process ({error}); keep plain values in their metadata, or choose "
-            "asynchrony=lag"
+            f"asynchrony=overlap: the tasks cannot be handed to a second process ({error}); keep"
+            " plain values in their metadata, or choose asynchrony=lag"
         ) from error
 
 
@@ -405,8 +412,9 @@ def sampling_process(
         return
     if again is None:
         raise ConfigError(
-            "asynchrony=overlap: a second process builds the experiment again from its config, which Python objects are not part of; name "
-            "them by their import path (_target_), or choose asynchrony=lag"
+            "asynchrony=overlap: a second process builds the experiment again from its config,"
+            " which Python objects are not part of; name them by their import path (_target_), or"
+            " choose asynchrony=lag"
         )
     engines = _shared(x)
     journal = Journal(folder / "journal", tasks, x.seed) if folder and engines else None
@@ -537,7 +545,8 @@ def _agreed(slots: WeightSlots, layout: Sequence[Any]) -> WeightSlots:
         (pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None
     ):
         raise ConfigError(
-            f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer, {odd[1]} in the sampler"
+            f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer,"
+            f" {odd[1]} in the sampler"
         )
     return slots
 

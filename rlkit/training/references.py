@@ -37,7 +37,8 @@ def moved(
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:
         raise PartError(
-            f"reference.update ({written(reference.update)}): gave None, expected the state; end it with `return state`"
+            f"reference.update ({written(reference.update)}): gave None, expected the state; end it"
+            " with `return state`"
         )
     return after, {f"reference/{name}": float(value) for name, value in metrics.items()}
 
@@ -157,7 +158,8 @@ def ema(*, decay: float) -> Reference:
     """
     if not 0 <= decay < 1:
         raise ValueError(
-            f"decay={decay}: must be at least 0 and less than 1; for a reference that never moves choose reference=frozen"
+            f"decay={decay}: must be at least 0 and less than 1; for a reference that never moves"
+            " choose reference=frozen"
         )
 
     return _moving("ema", functools.partial(_average, decay=decay))
@@ -206,7 +208,8 @@ def on_kl(
     """
     if not threshold > 0:
         raise ValueError(
-            f"threshold={threshold}: must be greater than 0 nats; to copy after every step choose reference=periodic"
+            f"threshold={threshold}: must be greater than 0 nats; to copy after every step choose"
+            " reference=periodic"
         )
     if measure not in ("accumulated", "distance"):
         raise ValueError(f"measure={measure}: must be accumulated or distance")
@@ -351,7 +354,8 @@ def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> 
         if live.keys() != kept.keys():
             odd = sorted(live.keys() ^ kept.keys())
             raise ValueError(
-                f"reference: the checkpoint is of another model: {len(odd)} names differ, the first is '{odd[0]}'"
+                f"reference: the checkpoint is of another model: {len(odd)} names differ, the first"
+                f" is '{odd[0]}'"
             )
         for name, tensor in kept.items():
             live[name].copy_(ranks.shard_like(tensor, live[name]))

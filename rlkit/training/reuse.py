@@ -110,7 +110,8 @@ def restored_groups(saved: Sequence[torch.Tensor], tasks: Sequence[Task]) -> tup
         r.task.id for group in groups for r in group if (r.task.part, r.task.id) not in rows
     ]:
         raise DataError(
-            f"task.reuse: a kept group is of the problem {gone[0]!r}, which the task no longer has; restore task.path and the data"
+            f"task.reuse: a kept group is of the problem {gone[0]!r}, which the task no longer has;"
+            " restore task.path and the data"
         )
     return tuple(
         tuple(r._replace(task=rows[r.task.part, r.task.id]) for r in group) for group in groups

@@ -119,7 +119,8 @@ def _train(
         ):  # then Ctrl-C is no KeyboardInterrupt
             summary["ended"] = f"failed: {(what := raised_at(error))}"
             raise RLKitError(
-                f"{what} ended the run in step {module.rl_step + 1}; no environment or reward may do that"
+                f"{what} ended the run in step {module.rl_step + 1}; no environment or reward may"
+                " do that"
             ) from error
     except BaseException as error:
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
@@ -175,11 +176,15 @@ def process_in_words(x: Experiment, device: Any) -> str:
     own, trainer = x.asynchrony.sampler.threads, torch.get_num_threads()
     differs = device.type == "cpu" and own != trainer
     warning = (
-        f"; the trainer has {trainer}, so last bits differ from asynchrony=lag unless trainer.threads={own}"
+        f"; the trainer has {trainer}, so last bits differ from asynchrony=lag unless"
+        f" trainer.threads={own}"
         if differs
         else ""
     )
-    return f"sampling: in a second process with {own} thread(s), {x.asynchrony.staleness} step(s) ahead{warning}"
+    return (
+        f"sampling: in a second process with {own} thread(s), {x.asynchrony.staleness} step(s)"
+        f" ahead{warning}"
+    )
 
 
 def conclude(
@@ -202,9 +207,9 @@ def conclude(
     summary |= {
         "before": test.get(0),
         "after": test.get(module.rl_step) if module.rl_step else None,
-        "validation": {**validation[max(validation)], "step": max(validation)}
-        if validation
-        else None,
+        "validation": (
+            {**validation[max(validation)], "step": max(validation)} if validation else None
+        ),
         "steps": module.rl_step,
         "wall_seconds": round(seconds, 2),
         "tokens": module.tokens,
@@ -408,13 +413,14 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
         if own
     ]
     return (
-        f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision {precision(x, device)}\n"
-        f"data: {', '.join(counts)} problems\n"
-        f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a step, "
-        f"{x.trainer.steps} steps"
+        f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision"
+        f" {precision(x, device)}\ndata: {', '.join(counts)} problems\nbatch: {x.batch.prompts}"
+        f" prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a"
+        f" step, {x.trainer.steps} steps"
         + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
         + (
-            f"\nphases: {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}"
+            "\nphases:"
+            f" {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}"
             if len(named) > 1
             else ""
         )

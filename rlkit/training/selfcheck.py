@@ -79,8 +79,9 @@ def check_contexts(
         length = len(encode_prompt(policy.renderer, own.prompt, own.schemas))
         if length >= policy.context_length:
             raise DataError(
-                f"row {task.id}: its prompt has {length} tokens, and the model's context is {policy.context_length}; "
-                "take the row out, or choose a model with a longer context (model.path)"
+                f"row {task.id}: its prompt has {length} tokens, and the model's context is"
+                f" {policy.context_length}; take the row out, or choose a model with a longer"
+                " context (model.path)"
             )
 
 
@@ -138,14 +139,16 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         logprobs[few_rows][mask[few_rows]] - own,
         half,
         "the trainer and the model's own forward",
-        f"the trainer would learn from other probabilities than {type(policy.model).__name__} has. Does its forward change the last "
-        "hidden states or the logits in a way that its class does not show, or has it dropout?",
+        f"the trainer would learn from other probabilities than {type(policy.model).__name__} has."
+        " Does its forward change the last hidden states or the logits in a way that its class"
+        " does not show, or has it dropout?",
     )
     warnings += _compare(
         (logprobs - batch.logprobs_sampler)[mask],
         half,
         "sampler and trainer",
-        "training would be wrong. Does the engine sample at generation.temperature, and from these weights?",
+        "training would be wrong. Does the engine sample at generation.temperature, and from these"
+        " weights?",
     )
     return Agreement(warnings, exact=not half)
 
@@ -180,14 +183,17 @@ def _compare(gap: Tensor, half: bool, who: str, why: str) -> list[str]:
     mean, most = float(gap.abs().mean()), float(gap.abs().max())
     if not half and not most < FP32_TOLERANCE:
         raise SelfCheckError(
-            f"the log-probs of {who} differ by up to {most:.2e} nats, more than {FP32_TOLERANCE}: {why}"
+            f"the log-probs of {who} differ by up to {most:.2e} nats, more than {FP32_TOLERANCE}:"
+            f" {why}"
         )
     if half and not mean <= BF16_LIMIT:
         raise SelfCheckError(
-            f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than {BF16_LIMIT}: {why}"
+            f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than"
+            f" {BF16_LIMIT}: {why}"
         )
     if half and mean > BF16_WARNING:
         return [
-            f"the log-probs of {who} differ by {mean:.3f} nats a token on average; rounding to bfloat16 stays below {BF16_WARNING}"
+            f"the log-probs of {who} differ by {mean:.3f} nats a token on average; rounding to"
+            f" bfloat16 stays below {BF16_WARNING}"
         ]
     return []

@@ -76,7 +76,8 @@ class ServedTeacher:
             await server.meet()
             if self.model not in (None, server.name):
                 raise ConfigError(
-                    f"teacher.model={self.model}: {server.url} serves {server.name}; name that, or another address"
+                    f"teacher.model={self.model}: {server.url} serves {server.name}; name that, or"
+                    " another address"
                 )
             ids = sorted(tokenizer.get_vocab().values())
             if await _differs(server, tokenizer, ids):
@@ -89,17 +90,20 @@ class ServedTeacher:
                         else (middle, odd)
                     )
                 raise ConfigError(
-                    f"{self.key}: {server.url} serves {server.name}, which has another vocabulary than model.path={path} (the first "
-                    f"token that differs is {tokenizer.convert_ids_to_tokens(ids[odd - 1])!r}, id {ids[odd - 1]}); serve a model with the "
-                    "same tokenizer"
+                    f"{self.key}: {server.url} serves {server.name}, which has another vocabulary"
+                    f" than model.path={path} (the first token that differs is"
+                    f" {tokenizer.convert_ids_to_tokens(ids[odd - 1])!r}, id {ids[odd - 1]}); serve"
+                    " a model with the same tokenizer"
                 )
         except Lost as error:
             raise ConfigError(
-                f"{self.key}: {server.url} does not answer ({error}); start it with `vllm serve MODEL`"
+                f"{self.key}: {server.url} does not answer ({error}); start it with `vllm serve"
+                " MODEL`"
             ) from error
         except (EngineError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.key}: {server.url} cannot be a teacher: {error}; start it with `vllm serve MODEL`"
+                f"{self.key}: {server.url} cannot be a teacher: {error}; start it with `vllm serve"
+                " MODEL`"
             ) from error
 
     def read(
@@ -138,7 +142,8 @@ class ServedTeacher:
             except Lost as error:
                 why = f"{server.url} does not answer ({error})"
         raise EngineError(
-            f"{self.key}: {why}, nor does another; start it again and go on with `rlkit train resume=RUN`"
+            f"{self.key}: {why}, nor does another; start it again and go on with `rlkit train"
+            " resume=RUN`"
         )
 
 

@@ -124,7 +124,8 @@ def teacher_passes(learner: Learner, stream: Stream, minibatch: Batch) -> Iterat
             odd := {part for part in parts if stream.of(part)} - set(teacher.models)
         ):
             raise DataError(
-                f"teacher={teacher.name}: there is no teacher for the part {min(odd)!r}; there are: {', '.join(teacher.models)}"
+                f"teacher={teacher.name}: there is no teacher for the part {min(odd)!r}; there are:"
+                f" {', '.join(teacher.models)}"
             )
         for key in teacher.models:
             own = torch.tensor([not key or key == name for name in parts], device=batch.ids.device)
@@ -227,7 +228,8 @@ def teacher_states(
         theirs = packed if given.shown is None else pack(*rows)
         if not torch.equal(theirs.targets[theirs.inverse], packed.targets[packed.inverse]):
             raise RuntimeError(
-                "the teacher does not read the tokens that the policy sampled; this is a bug in rlkit.training.streams"
+                "the teacher does not read the tokens that the policy sampled; this is a bug in"
+                " rlkit.training.streams"
             )
         read = learner.host.forward(model, states, theirs)[
             theirs.inverse

@@ -52,7 +52,8 @@ def path_teacher(
     """
     if (path is None) == (not paths):
         raise ValueError(
-            "path: give the teacher as teacher.path=FOLDER, or one for each part of a mixture as +teacher.paths.PART=FOLDER"
+            "path: give the teacher as teacher.path=FOLDER, or one for each part of a mixture as"
+            " +teacher.paths.PART=FOLDER"
         )
     if path is not None:
         return Teacher("path", {"": frozen(path=path, revision=revision, key="teacher.path")})
@@ -111,8 +112,9 @@ def vllm_teacher(
     )
     if max_rows < 1 or not fine or (parts and addresses):
         raise ValueError(
-            f"addresses={list(addresses)}, parts={dict(parts or {})}, max_rows={max_rows}: give running servers as "
-            "teacher.addresses=[http://HOST:8000], or of each part of a mixture as +teacher.parts.PART=[http://HOST:8000], and rows > 0"
+            f"addresses={list(addresses)}, parts={dict(parts or {})}, max_rows={max_rows}: give"
+            " running servers as teacher.addresses=[http://HOST:8000], or of each part of a"
+            " mixture as +teacher.parts.PART=[http://HOST:8000], and rows > 0"
         )
     keys = {part: f"teacher.parts.{part}" if part else "teacher.addresses" for part in given}
     return Teacher(
@@ -154,7 +156,8 @@ def demonstration(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
         m["content"] for m in rollout.task.metadata.get("messages", ()) if m["role"] == "assistant"
     ]
     return (
-        f"This is an example of a good response:\n{replies[-1]}\nNow answer with a response of your own."
+        f"This is an example of a good response:\n{replies[-1]}\nNow answer with a response of your"
+        " own."
         if replies
         else None
     )

@@ -369,9 +369,10 @@ def step_optimizer(
     learner.nonfinite[index] = skipped = 0 if finite else learner.nonfinite.get(index, 0) + 1
     if skipped >= learner.x.trainer.max_nonfinite:
         raise NonFinite(
-            f"step {learner.rl_step + 1}: {skipped} updates in a row had a loss ({loss:g}) or a gradient (norm {norm:g}) "
-            "that is not finite and were skipped (trainer.max_nonfinite); a lower optimizer.lr, trainer.precision=32-true or another "
-            "kl often helps"
+            f"step {learner.rl_step + 1}: {skipped} updates in a row had a loss ({loss:g}) or a"
+            f" gradient (norm {norm:g}) that is not finite and were skipped"
+            " (trainer.max_nonfinite); a lower optimizer.lr, trainer.precision=32-true or another"
+            " kl often helps"
         )
     if finite:
         with named(

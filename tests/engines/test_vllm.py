@@ -668,7 +668,10 @@ def test_servers_of_different_models_and_a_full_folder_are_told(servers, policy,
         sample(engine, policy, [(5,)], version=3)
     assert not list(engine.backend.folder.iterdir()) and sample(engine, policy, [(5,)])[
         0
-    ].token_ids == (6, EOS)  # nothing is lost
+    ].token_ids == (
+        6,
+        EOS,
+    )  # nothing is lost
     servers[1].model = "another"
     with pytest.raises(
         EngineError,

@@ -111,9 +111,11 @@ def test_no_more_servers_are_alive_than_allowed_and_every_episode_is_played(tiny
     def complete(policy, prompts, seeds, params):
         alive.append(len(children()))
         texts = [
-            '<tool_call>\n{"name": "count", "arguments": {}}\n</tool_call>'
-            if len(p) < longest
-            else "1"
+            (
+                '<tool_call>\n{"name": "count", "arguments": {}}\n</tool_call>'
+                if len(p) < longest
+                else "1"
+            )
             for p in prompts
         ]
         ids = [tuple(encode_scaffold(policy.renderer, text + "<|im_end|>")) for text in texts]
@@ -202,7 +204,10 @@ def test_no_server_outlives_a_trainer_that_is_killed(tmp_path):
     """One that is inside a call does not see that its standard input was closed."""
     os.mkfifo(tmp_path / "note")
     server = {"command": COMMAND, "env": {"NOTE": str(tmp_path / "note")}}
-    code = f"from test_mcp import *\nplayed(mcp(servers={{'mine': {server!r}}}), reply(('wait', {{'seconds': 600}})), reply())"
+    code = (
+        f"from test_mcp import *\nplayed(mcp(servers={{'mine': {server!r}}}), reply(('wait',"
+        " {'seconds': 600})), reply())"
+    )
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(SCRIPT).parent), *sys.path])
     note = os.open(tmp_path / "note", os.O_RDONLY | os.O_NONBLOCK)
     with subprocess.Popen(

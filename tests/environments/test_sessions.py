@@ -252,7 +252,10 @@ def test_a_failing_close_does_not_hide_the_first_error_and_is_told_otherwise():
     environment = Environment(session=lambda task: Stuck(raises))
     with pytest.raises(
         EnvironmentFailed,
-        match=r"session's close raised OSError: stuck at .*test_sessions.py:\d+, in an episode of task 't/0'",
+        match=(
+            r"session's close raised OSError: stuck at .*test_sessions.py:\d+, in an episode of"
+            r" task 't/0'"
+        ),
     ):
         played(environment, reply())
     with pytest.raises(EnvironmentFailed, match="answer raised ZeroDivisionError: mine") as said:
@@ -464,9 +467,11 @@ def test_calls_of_one_reply_wait_together_only_where_all_are_independent():
     def run_two(made, name):
         return [
             r.content
-            for r in played(tool_use(tools={"m": made}), reply("", name, name), reply("done"))[0]
-            .steps[0]
-            .tool_results
+            for r in (
+                played(tool_use(tools={"m": made}), reply("", name, name), reply("done"))[0]
+                .steps[0]
+                .tool_results
+            )
         ]
 
     assert run_two(Both, "meet") == ["met", "met"]

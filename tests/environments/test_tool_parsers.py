@@ -100,7 +100,10 @@ TOOLS = {f.__name__: f for f in (calculator, get_weather, ratio, count, now)}
 def test_xml_gives_its_text_to_the_only_required_parameter():
     """In order, parameters with defaults left to their defaults, a text for a number read as JSON;
     a Hermes tag is none."""
-    text = 'So <tool name="calculator"> 1 < 2 </tool>\n<tool\n name = \'get_weather\' >Paris</tool><tool name="count">3</tool> end'
+    text = (
+        "So <tool name=\"calculator\"> 1 < 2 </tool>\n<tool\n name = 'get_weather'"
+        ' >Paris</tool><tool name="count">3</tool> end'
+    )
     content, calls = xml(
         text + '<tool name="now"></tool><tool_call>{}</tool_call> <tools>', tools=TOOLS
     )

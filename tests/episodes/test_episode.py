@@ -42,12 +42,16 @@ class Talk:
     async def answer(self, rollout):
         await self.pause()
         n = len(rollout.steps)
-        return rollout, None if n == TURNS else [
-            {
-                "role": "user",
-                "content": "And then? " * (1 + len(rollout.steps[-1].response_ids) % 3),
-            }
-        ]
+        return rollout, (
+            None
+            if n == TURNS
+            else [
+                {
+                    "role": "user",
+                    "content": "And then? " * (1 + len(rollout.steps[-1].response_ids) % 3),
+                }
+            ]
+        )
 
     async def close(self):
         self.closed += 1

@@ -206,9 +206,11 @@ def assert_histories(loaded: list[Rollout], rollouts: list[Rollout]) -> None:
                 s.thinking for s in before.steps[:k]
             ]
             without = [
-                m
-                if m["role"] != "assistant"
-                else {n: v for n, v in m.items() if n != "reasoning_content"}
+                (
+                    m
+                    if m["role"] != "assistant"
+                    else {n: v for n, v in m.items() if n != "reasoning_content"}
+                )
                 for m in whole
             ]
             assert after.history(k, thinking=False) == without

@@ -132,8 +132,9 @@ BY_HAND = {
     "tools/calls": (1 + 3 + 1) / 8,
     "tools/failures": 3 / 8,
     "tools/turns": (2 + 1 + 1 + 0 + 2 + 1 + 1 + 1) / 8,
-    "rollout/empty_frac": 2
-    / 8,  # the one without steps, and the one whose single token says nothing
+    "rollout/empty_frac": (
+        2 / 8
+    ),  # the one without steps, and the one whose single token says nothing
 }
 
 

@@ -180,9 +180,11 @@ def gdpo(rewards, lengths, group_ids, *, weights=None, eps=1e-4):
         if w
     ]
     sums = [
-        NAN
-        if any(math.isnan(xs[i]) for _, xs, _ in used)
-        else math.fsum(w * z[i] for w, _, z in used)
+        (
+            NAN
+            if any(math.isnan(xs[i]) for _, xs, _ in used)
+            else math.fsum(w * z[i] for w, _, z in used)
+        )
         for i in range(len(rewards))
     ]
     return standardised(sums, [0] * len(sums))

@@ -88,9 +88,11 @@ def test_mean_interval_of_zeros_and_ones_is_wilsons_with_students_t():
 
 def test_mean_interval_of_one_value_is_the_whole_range():
     assert mean_interval([0.3]) == (0.3, 0.0, 1.0) and mean_interval([5.0]) == (5.0, 0.0, 5.0)
-    assert mean_interval([0.25] * 9) == (0.25, 0.25, 0.25), (
-        "equal values inside the range show no spread"
-    )
+    assert mean_interval([0.25] * 9) == (
+        0.25,
+        0.25,
+        0.25,
+    ), "equal values inside the range show no spread"
 
 
 def test_rows_of_one_value_weigh_as_one():

@@ -95,7 +95,8 @@ def test_continuation_is_what_the_template_writes_between_replies(renderer, kind
     reply = [
         *encode_scaffold(
             renderer,
-            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>',
+            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 +'
+            ' 1"}}\n</tool_call>',
         ),
         end,
     ]
@@ -159,7 +160,10 @@ def test_template_without_tools_is_refused(tiny):
 
 
 def test_template_without_tool_results_is_refused(tiny):
-    template = "{{ tools | tojson }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{%"
+        " endif %}{% endfor %}"
+    )
     with pytest.raises(TemplateError, match="does not write a tool's result"):
         check_template(make_renderer(broken(tiny, template)), TOOLS)
 

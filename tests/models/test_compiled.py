@@ -90,7 +90,10 @@ def test_a_lock_of_a_dead_process_is_free(source, tmp_path):
     for entry in folder.iterdir():
         if entry != lock:
             entry.unlink()
-    takes = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX); os.kill(os.getpid(), 9)"
+    takes = (
+        "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX);"
+        " os.kill(os.getpid(), 9)"
+    )
     holder = child(takes, lock)
     holder.communicate()
     assert holder.returncode == -9

@@ -66,11 +66,16 @@ def test_it_renders_the_same(policy, tiny):
 
 
 HOSTILE = {
-    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops in loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    ),
     "a product": "{{ messages[0].role * 10**11 }}",
     "a product at compilation": "{{ 'a' * 10**11 }}",
     "a power at compilation": "{{ 10 ** (10 ** 9) }}",
-    "doubling": "{% set n=namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubling": (
+        "{% set n=namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{%"
+        " endfor %}"
+    ),
     "white space": "{{ 'a'.ljust(10**11) }}",
     "a format": "{{ '%10000000000d' % 1 }}",
     "a new format": "{{ '{:>100000000000}'.format(1) }}",

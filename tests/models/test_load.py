@@ -112,7 +112,10 @@ def test_weights_that_are_not_finite_are_refused_with_their_name(tmp_path, tiny,
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[2, 3] = value
     model.save_pretrained(tmp_path / "model")
-    pattern = r"model\.path=.*model: 1 of the [\d,]+ numbers of the weight model\.layers\.1\.mlp\.up_proj\.weight are nan or infinite"
+    pattern = (
+        r"model\.path=.*model: 1 of the [\d,]+ numbers of the weight"
+        r" model\.layers\.1\.mlp\.up_proj\.weight are nan or infinite"
+    )
     with pytest.raises(ConfigError, match=pattern):
         load_policy(path=str(tmp_path / "model"))
 

@@ -43,7 +43,10 @@ from rlkit.notebook import (
 from rlkit.types import Generation
 
 CHAT = [{"role": "user", "content": "What is 15 + 27?"}]
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"location": "San Francisco, CA", "unit": "celsius"}}\n</tool_call>'
+CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"location": "San Francisco, CA", "unit":'
+    ' "celsius"}}\n</tool_call>'
+)
 TOOLS = [
     {
         "type": "function",

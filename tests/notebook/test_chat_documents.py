@@ -28,7 +28,8 @@ def cells(number: str) -> list[ast.Module]:
     files = sorted(PLACE.glob(f"{number}_*.txt")) if PLACE.is_dir() else []
     if not files:
         pytest.skip(
-            f"{PLACE} has no document {number}: the notebooks are not part of the project; set RLKIT_DOCUMENTS to their folder"
+            f"{PLACE} has no document {number}: the notebooks are not part of the project; set"
+            " RLKIT_DOCUMENTS to their folder"
         )
     return [code(text) for text in files[0].read_text().split("In [None]:\n")[1:]]
 

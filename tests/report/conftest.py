@@ -12,7 +12,10 @@ import yaml
 from rlkit.episodes import append_step
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 
-HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><!-- \u2028 & \ud800 {{7*7}} javascript:'
+HOSTILE = (
+    '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><!-- \u2028 &'
+    " \ud800 {{7*7}} javascript:"
+)
 ROW = {  # a healthy step
     "group/frac_zero_std": 0.5,
     "reward/std": 0.5,

@@ -14,7 +14,10 @@ import pytest
 
 from rlkit.runs.report import charts, write_report
 
-HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><svg onload=window.hacked=1> \u202e &amp; \ud800'
+HOSTILE = (
+    '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><svg'
+    " onload=window.hacked=1> \u202e &amp; \ud800"
+)
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 pytestmark = pytest.mark.slow
@@ -147,14 +150,17 @@ def test_the_policy_stops_a_script_that_got_into_the_page(page, browser, report)
     other = browser.new_context().new_page()
     other.goto(report.as_uri())
     other.evaluate(
-        "document.body.insertAdjacentHTML('beforeend', '<img src=data:x onerror=\"window.hacked=1\">')"
+        "document.body.insertAdjacentHTML('beforeend', '<img src=data:x"
+        ' onerror="window.hacked=1">\')'
     )
     other.evaluate(
-        "() => { const s = document.createElement('script'); s.textContent = 'window.hacked=1'; document.body.append(s) }"
+        "() => { const s = document.createElement('script'); s.textContent = 'window.hacked=1';"
+        " document.body.append(s) }"
     )
     assert (
         other.evaluate(
-            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(window.hacked))))"
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() =>"
+            " done(window.hacked))))"
         )
         is None
     )

@@ -32,9 +32,12 @@ def test_all_are_there_where_there_is_room(make_run):
         (s, i) for s in (1, 2) for i in range(4)
     ] and not shown.notes
     first = shown.entries[0]
-    assert [m["role"] for m in said(shown, first)] == ["user", "assistant", "tool", "assistant"], (
-        "a tool's result stands once"
-    )
+    assert [m["role"] for m in said(shown, first)] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ], "a tool's result stands once"
     assert (
         first["calls"] == 1
         and shown.entries[1]["failed"] == 1
@@ -83,9 +86,10 @@ def test_the_best_and_the_worst_come_first():
         Rollout(Task(f"row/{i}", ()), (), group=i, reward=[0.5, 0.1, 0.9, None, 0.5, 0.5][i])
         for i in range(6)
     ]
-    assert [r.group for r in best_worst_random(rollouts, 2, seed=0)] == [2, 3], (
-        "what cannot be scored is worst"
-    )
+    assert [r.group for r in best_worst_random(rollouts, 2, seed=0)] == [
+        2,
+        3,
+    ], "what cannot be scored is worst"
     assert {2, 3} < {r.group for r in best_worst_random(rollouts, 3, seed=0)}
 
 

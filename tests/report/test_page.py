@@ -16,7 +16,10 @@ from rlkit.errors import install
 from rlkit.runs.report import charts, drawing, write_report
 from rlkit.runs.report.conversations import compressed
 
-HOSTILE = "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script><!-- \u2028 \ud800 & \"'"
+HOSTILE = (
+    "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script><!-- \u2028 \ud800"
+    " & \"'"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,7 +58,8 @@ def test_the_policy_names_the_one_script_and_the_one_style_sheet(page):
     ):
         assert len(body) == 1
         assert (
-            f"{kind} 'sha256-{base64.b64encode(hashlib.sha256(body[0].encode()).digest()).decode()}'"
+            f"{kind}"
+            f" 'sha256-{base64.b64encode(hashlib.sha256(body[0].encode()).digest()).decode()}'"
             in policy
         )
     markup = re.sub(r"<script.*?</script>|<style>.*?</style>", "", text, flags=re.S)

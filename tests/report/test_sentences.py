@@ -118,7 +118,10 @@ WORDS = {
         "- …: … by … (… to …), …",
         "Nothing: … seeds, and fewer than … claim nothing (`seeds=…`).…",
         "… and …",
-        "… of … comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all of them.",
+        (
+            "… of … comparisons, at a false-discovery rate of 5 % (Benjamini and Hochberg) over all"
+            " of them."
+        ),
         "… pairs",
         "… to …",
     },

@@ -84,7 +84,8 @@ def test_what_cannot_be_told_apart_is_said_with_the_seeds_that_it_takes(arms):
 def test_fewer_than_ten_seeds_are_shown_and_claim_nothing(arms):
     (text,) = said(arms(BASE[:9], BETTER[:9]))
     assert text.startswith(
-        "dapo against grpo: no difference can be claimed (+0.024, +0.020 to +0.028), since 9 seeds claim nothing; "
+        "dapo against grpo: no difference can be claimed (+0.024, +0.020 to +0.028), since 9 seeds"
+        " claim nothing; "
     )
     assert text.endswith("to see 0.01 you need 10 seeds.")
 
@@ -110,7 +111,8 @@ def test_a_line_that_ends_below_its_start_is_named(arms):
     assert lost.claim and not chance.claim and chance.sentence.endswith("this may be chance.")
     assert (
         lost.sentence
-        == "grpo ends below its start: accuracy 0.500 before, 0.410 after (-0.090, -0.096 to -0.084), 12 seeds."
+        == "grpo ends below its start: accuracy 0.500 before, 0.410 after (-0.090, -0.096 to"
+        " -0.084), 12 seeds."
     )
     assert chance.sentence.startswith(
         "dapo ends below its start: accuracy 0.500 before, 0.497 after (-0.003, "
@@ -231,8 +233,10 @@ def test_the_commands_say_it(arms, tmp_path, capsys):
     )  # s = 0.0052, and it may be 0.0065: 7.849 · 1.71 + 1.92 = 15.3 → 16 seeds of 2 × 300 s
     assert lines[1:3] == [
         "  dapo against grpo: 16 seeds, 2:40:00 of runs, one at a time",
-        "    The pilot's spread is 0.0052 (12 seeds), and the true one may be 0.0065; "
-        "if it is no larger than the pilot's, 11 seeds are enough.",
+        (
+            "    The pilot's spread is 0.0052 (12 seeds), and the true one may be 0.0065; "
+            "if it is no larger than the pilot's, 11 seeds are enough."
+        ),
     ]
     assert lines[3] == "    With 12 seeds a difference of 0.0058 is found 4 times in 5."
     assert (

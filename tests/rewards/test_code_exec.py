@@ -145,8 +145,9 @@ def test_a_hostile_value_is_wrong_for_its_own_program_and_no_other():
 
 
 CHEATS = (
-    "all = any = allclose = isclose = zip = set = sorted = len = lambda *a, **k: True\nimport builtins, math\n"
-    "builtins.all = builtins.any = lambda *a: True\nbuiltins.zip = lambda *a: []\nmath.isclose = lambda *a, **k: True\n"
+    "all = any = allclose = isclose = zip = set = sorted = len = lambda *a, **k: True\nimport"
+    " builtins, math\nbuiltins.all = builtins.any = lambda *a: True\nbuiltins.zip = lambda *a:"
+    " []\nmath.isclose = lambda *a, **k: True\n"
 )
 
 
@@ -200,7 +201,10 @@ def test_a_test_that_cannot_be_judged_outside_is_refused_at_the_start_with_its_r
     rows[39] = rows[39]._replace(metadata={"tests": ("assert check(f(1), 2)",)})
     with pytest.raises(
         DataError,
-        match=r"row t/39: the test 'assert check\(f\(1\), 2\)' cannot be checked \(the expectation may stand inside",
+        match=(
+            r"row t/39: the test 'assert check\(f\(1\), 2\)' cannot be checked \(the expectation"
+            r" may stand inside"
+        ),
     ):
         check_verifier(rows, Reward("code", {"code": Term(1.0, code_exec)}, weighted_sum))
 

@@ -121,7 +121,10 @@ REPLIES = {
     ),
     "tags": (f"<answer>\n```python\n{P}\n```\n</answer>", P),
     "a fence in a docstring": (
-        '```python\ndef f(n):\n    """Adds.\n\n    ```python\n    f(1)\n    ```\n    """\n    return n + 1\n```',
+        (
+            '```python\ndef f(n):\n    """Adds.\n\n    ```python\n    f(1)\n    ```\n    """\n   '
+            " return n + 1\n```"
+        ),
         'def f(n):\n    """Adds.\n\n    ```python\n    f(1)\n    ```\n    """\n    return n + 1',
     ),
     "inline code in a comment": (

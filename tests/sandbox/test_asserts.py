@@ -239,7 +239,10 @@ def test_every_other_form_is_refused_with_a_reason(test):
 def test_the_setup_tells_values_from_judges():
     """A name that the setup gives is an input; a function of the setup runs beside the program, and
     its truth is no verdict."""
-    setup = "from datetime import date\nroot = Node(1)\ndef check(f): assert f(1) == 2\ndef to_list(x): return [*x]"
+    setup = (
+        "from datetime import date\nroot = Node(1)\ndef check(f): assert f(1) == 2\ndef to_list(x):"
+        " return [*x]"
+    )
     assert split("assert is_balanced(root) == False", setup).calls == ("is_balanced(root)",)
     assert split("assert is_weekend(date(2020, 1, 4))", setup).calls == (
         "is_weekend(date(2020, 1, 4))",

@@ -25,7 +25,10 @@ from rlkit.sandbox.process import folder as own_folder
 IMPORTS = "import os, struct, sys, time\nleak = None\n"
 PIPE = "import fcntl as F\nr, w = os.pipe()\n"
 # what is written sends it
-SEND = "F.fcntl(r, F.F_SETSIG, 9)\nF.fcntl(r, F.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\ntime.sleep(0.05)"
+SEND = (
+    "F.fcntl(r, F.F_SETSIG, 9)\nF.fcntl(r, F.F_SETFL, os.O_ASYNC)\nos.write(w,"
+    " b'x')\ntime.sleep(0.05)"
+)
 
 # The verdict: exits, patched equality, forged output
 FORGING = {
@@ -33,29 +36,51 @@ FORGING = {
     "os._exit": "os._exit(0)",
     "SystemExit in the function": "def f(): raise SystemExit(0)",
     "os._exit in the function": "def f(): os._exit(0)",
-    "always equal": "class A:\n  __eq__ = lambda s, o: True\n  __hash__ = lambda s: 42\n  __repr__ = lambda s: '42'\ndef f(): return A()",
-    "int that is always equal": "class A(int):\n  __eq__ = lambda s, o: True\n  __hash__ = int.__hash__\ndef f(): return A(7)",
-    "list that is always equal": "class A(list):\n  __eq__ = lambda s, o: True\ndef f(): return A([7])",
-    "patched builtins": "import builtins\nbuiltins.AssertionError = BaseException\nbuiltins.isinstance = lambda *a: True\n"
-    "builtins.all = builtins.any = lambda *a: True\ndef f(): return 7",
+    "always equal": (
+        "class A:\n  __eq__ = lambda s, o: True\n  __hash__ = lambda s: 42\n  __repr__ = lambda s:"
+        " '42'\ndef f(): return A()"
+    ),
+    "int that is always equal": (
+        "class A(int):\n  __eq__ = lambda s, o: True\n  __hash__ = int.__hash__\ndef f(): return"
+        " A(7)"
+    ),
+    "list that is always equal": (
+        "class A(list):\n  __eq__ = lambda s, o: True\ndef f(): return A([7])"
+    ),
+    "patched builtins": (
+        "import builtins\nbuiltins.AssertionError = BaseException\nbuiltins.isinstance = lambda *a:"
+        " True\nbuiltins.all = builtins.any = lambda *a: True\ndef f(): return 7"
+    ),
     "patched main": "import __main__\n__main__.encode = lambda *a: b'N'\ndef f(): return 7",
     "patched say": "import __main__\n__main__.say = lambda *a, **k: None\ndef f(): return 7",
     "true value in place of 42": "def f(): return True",
-    "records forged on every descriptor": "def f():\n  for fd in range(64):\n    try: os.write(fd, b'D0:V1:T')\n"
-    "    except OSError: pass\n  os._exit(0)",
-    "records of another length": "def f():\n  for fd in range(3, 64):\n    try: os.write(fd, b'V99999999:')\n"
-    "    except OSError: pass\n  os._exit(0)",
-    "records that claim many items": "def f():\n  for fd in range(3, 64):\n    try: os.write(fd, b'V10:l99999999:')\n"
-    "    except OSError: pass\n"
-    "  os._exit(0)",
+    "records forged on every descriptor": (
+        "def f():\n  for fd in range(64):\n    try: os.write(fd, b'D0:V1:T')\n"
+        "    except OSError: pass\n  os._exit(0)"
+    ),
+    "records of another length": (
+        "def f():\n  for fd in range(3, 64):\n    try: os.write(fd, b'V99999999:')\n"
+        "    except OSError: pass\n  os._exit(0)"
+    ),
+    "records that claim many items": (
+        "def f():\n  for fd in range(3, 64):\n    try: os.write(fd, b'V10:l99999999:')\n"
+        "    except OSError: pass\n"
+        "  os._exit(0)"
+    ),
     "printed answers": "print(42)\ndef f():\n  print(42)\n  sys.stdout.write('42')",
-    "frames of the caller": "def f():\n  g = sys._getframe()\n  while g:\n"
-    "    for v in list(g.f_locals.values()) + list(g.f_globals.values()):\n"
-    "      if isinstance(v, dict) and 'calls' in v:\n        globals()['leak'] = '42' in str(v['calls']) or None\n    g = g.f_back",
-    "objects of the interpreter": "import gc\ndef f():\n  for o in gc.get_objects():\n"
-    "    if isinstance(o, dict) and 'expected' in o: return o['expected']",
-    "signals as a way out": "import signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\n"
-    "signal.setitimer(signal.ITIMER_REAL, 0.01)\ntime.sleep(1)",
+    "frames of the caller": (
+        "def f():\n  g = sys._getframe()\n  while g:\n    for v in list(g.f_locals.values()) +"
+        " list(g.f_globals.values()):\n      if isinstance(v, dict) and 'calls' in v:\n       "
+        " globals()['leak'] = '42' in str(v['calls']) or None\n    g = g.f_back"
+    ),
+    "objects of the interpreter": (
+        "import gc\ndef f():\n  for o in gc.get_objects():\n"
+        "    if isinstance(o, dict) and 'expected' in o: return o['expected']"
+    ),
+    "signals as a way out": (
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.01)\ntime.sleep(1)"
+    ),
     "atexit": "import atexit\natexit.register(lambda: os.write(3, b'V1:T'))\ndef f(): sys.exit()",
     "excepthook": "sys.excepthook = lambda *a: os._exit(0)\nraise ValueError",
     "no function": "g = 1",
@@ -69,7 +94,10 @@ ESCAPING = {
     "home": "leak = os.listdir(os.path.expanduser('~root')) or True",
     "root folder": "leak = os.listdir('/')",
     "temp folder": "leak = os.listdir('/tmp') or True",
-    "own environment": "leak = dict(os.environ) or None\nleak = leak if leak and set(leak) - {'LC_CTYPE'} else None",
+    "own environment": (
+        "leak = dict(os.environ) or None\nleak = leak if leak and set(leak) - {'LC_CTYPE'} else"
+        " None"
+    ),
     "own proc": "leak = open('/proc/self/maps').read()",
     "parent's environment": "leak = open(f'/proc/{PARENT}/environ', 'rb').read()",
     "parent's memory": "leak = open(f'/proc/{PARENT}/mem', 'rb')",
@@ -87,7 +115,10 @@ ESCAPING = {
     "become another user": "os.setuid(12345)\nleak = True",
     "tcp": "import _socket\nleak = _socket.socket()",
     "unix socket": "import _socket\nleak = _socket.socket(1, 1)",
-    "metadata service": "import urllib.request\nleak = urllib.request.urlopen('http://169.254.169.254/', timeout=1).read()",
+    "metadata service": (
+        "import urllib.request\nleak = urllib.request.urlopen('http://169.254.169.254/',"
+        " timeout=1).read()"
+    ),
     "name look-up": "import socket\nleak = socket.gethostbyname('localhost')",
     "fork": "leak = os.fork()\nif leak == 0: os._exit(0)",
     "fork bomb": "while True:\n  os.fork()\n  leak = True",
@@ -95,85 +126,156 @@ ESCAPING = {
     "exec": "os.execv('/bin/sh', ['sh', '-c', 'sleep 30'])",
     "shell": "leak = os.system('true') == 0",
     "subprocess": "import subprocess\nleak = subprocess.run([sys.executable, '-c', ''])",
-    "multiprocessing": "import multiprocessing as m\np = m.get_context('fork').Process(target=print)\np.start()\nleak = True",
+    "multiprocessing": (
+        "import multiprocessing as m\np ="
+        " m.get_context('fork').Process(target=print)\np.start()\nleak = True"
+    ),
     "kill the parent": "os.kill(PARENT, 9)\nleak = True",
     "signal everything": "os.kill(-1, 15)\nleak = True",
     "pidfd": "leak = os.pidfd_open(PARENT)",
     "ptrace": "import ctypes\nleak = ctypes.CDLL(None).ptrace(16, PARENT, 0, 0) == 0",
     "fork through ctypes": "import ctypes\nleak = ctypes.CDLL(None).fork() >= 0",
-    "clone system call": "import ctypes\n"
-    "leak = ctypes.CDLL(None).syscall(56 if os.uname().machine == 'x86_64' else 220, 17, 0, 0, 0, 0) >= 0",
-    "socket system call": "import ctypes\nleak = ctypes.CDLL(None).syscall(41 if os.uname().machine == 'x86_64' else 198, 2, 1, 0) >= 0",
-    "read the parent's memory": "import ctypes\nl = ctypes.CDLL(None)\n"
-    "leak = l.syscall(310 if os.uname().machine == 'x86_64' else 270, PARENT, 0, 0, 0, 0, 0) >= 0",
-    "io_uring": "import ctypes\np = ctypes.create_string_buffer(256)\nleak = ctypes.CDLL(None).syscall(425, 4, p) >= 0",
+    "clone system call": (
+        "import ctypes\nleak = ctypes.CDLL(None).syscall(56 if os.uname().machine == 'x86_64' else"
+        " 220, 17, 0, 0, 0, 0) >= 0"
+    ),
+    "socket system call": (
+        "import ctypes\nleak = ctypes.CDLL(None).syscall(41 if os.uname().machine == 'x86_64' else"
+        " 198, 2, 1, 0) >= 0"
+    ),
+    "read the parent's memory": (
+        "import ctypes\nl = ctypes.CDLL(None)\nleak = l.syscall(310 if os.uname().machine =="
+        " 'x86_64' else 270, PARENT, 0, 0, 0, 0, 0) >= 0"
+    ),
+    "io_uring": (
+        "import ctypes\np = ctypes.create_string_buffer(256)\nleak = ctypes.CDLL(None).syscall(425,"
+        " 4, p) >= 0"
+    ),
     "another namespace": "import ctypes\nleak = ctypes.CDLL(None).unshare(0x10000000) == 0",
     "mount": "import ctypes\nleak = ctypes.CDLL(None).mount(b'none', b'.', b'tmpfs', 0, None) == 0",
-    "lift the limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nleak = True",
-    "lift the parent's limits": "import resource\nresource.prlimit(PARENT, resource.RLIMIT_CORE)\nleak = True",
-    "32-bit x32 call": "import ctypes\nleak = os.uname().machine == 'x86_64' and ctypes.CDLL(None).syscall(0x40000000 | 57) >= 0",
+    "lift the limits": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nleak = True"
+    ),
+    "lift the parent's limits": (
+        "import resource\nresource.prlimit(PARENT, resource.RLIMIT_CORE)\nleak = True"
+    ),
+    "32-bit x32 call": (
+        "import ctypes\nleak = os.uname().machine == 'x86_64' and"
+        " ctypes.CDLL(None).syscall(0x40000000 | 57) >= 0"
+    ),
     "a second filter": "import ctypes\nleak = ctypes.CDLL(None).prctl(22, 1, 0, 0, 0) == 0",
-    "links of the parent": "for n in ('exe', 'cwd', 'fd/0', 'fd/1', 'fd/2'):\n  try: leak = os.readlink(f'/proc/{PARENT}/{n}')\n"
-    "  except OSError: pass",
-    "installed packages, listed": "for p in INSTALLED:\n  try: leak = os.listdir(p) or True\n  except OSError: pass",
-    "installed packages, read": "for p in INSTALLED:\n  for n in INSTALLED[p]:\n    try: leak = open(os.path.join(p, n)).read()\n"
-    "    except OSError: pass",
-    "installed packages, imported": "sys.path += INSTALLED\nfor p in INSTALLED:\n  for n in INSTALLED[p]:\n"
-    "    try: leak = leak or p in (__import__(n.partition('.')[0]).__file__ or '')\n    except Exception: pass",
+    "links of the parent": (
+        "for n in ('exe', 'cwd', 'fd/0', 'fd/1', 'fd/2'):\n  try: leak ="
+        " os.readlink(f'/proc/{PARENT}/{n}')\n  except OSError: pass"
+    ),
+    "installed packages, listed": (
+        "for p in INSTALLED:\n  try: leak = os.listdir(p) or True\n  except OSError: pass"
+    ),
+    "installed packages, read": (
+        "for p in INSTALLED:\n  for n in INSTALLED[p]:\n    try: leak = open(os.path.join(p,"
+        " n)).read()\n    except OSError: pass"
+    ),
+    "installed packages, imported": (
+        "sys.path += INSTALLED\nfor p in INSTALLED:\n  for n in INSTALLED[p]:\n    try: leak = leak"
+        " or p in (__import__(n.partition('.')[0]).__file__ or '')\n    except Exception: pass"
+    ),
     "empty a file, opened to read": "os.open(SECRET_FILE, os.O_RDONLY | os.O_TRUNC)\nleak = True",
-    "empty a file, opened for nothing": "os.open(SECRET_FILE, os.O_ACCMODE | os.O_TRUNC)\nleak = True",
+    "empty a file, opened for nothing": (
+        "os.open(SECRET_FILE, os.O_ACCMODE | os.O_TRUNC)\nleak = True"
+    ),
     "empty a file that can be read": "os.open(LIBRARY, os.O_RDONLY | os.O_TRUNC)\nleak = True",
-    "empty it through the system call": "import ctypes\nl, x = ctypes.CDLL(None), os.uname().machine == 'x86_64'\n"
-    "leak = l.syscall(257 if x else 56, -100, LIBRARY.encode(), 0x200) >= 0 or x and l.syscall(2, LIBRARY.encode(), 0x203) >= 0"
-    " or x and l.syscall(85, LIBRARY.encode(), 0) >= 0 or l.syscall(76 if x else 45, LIBRARY.encode(), ctypes.c_long(0)) == 0",
+    "empty it through the system call": (
+        "import ctypes\nl, x = ctypes.CDLL(None), os.uname().machine == 'x86_64'\nleak ="
+        " l.syscall(257 if x else 56, -100, LIBRARY.encode(), 0x200) >= 0 or x and l.syscall(2,"
+        " LIBRARY.encode(), 0x203) >= 0 or x and l.syscall(85, LIBRARY.encode(), 0) >= 0 or"
+        " l.syscall(76 if x else 45, LIBRARY.encode(), ctypes.c_long(0)) == 0"
+    ),
     # the kernel as the sender: on a pipe, to VICTIM
     "signal on input": f"{PIPE}F.fcntl(r, F.F_SETOWN, VICTIM)\nleak = True\n{SEND}",
     "signal on input, to a group": f"{PIPE}F.fcntl(r, F.F_SETOWN, -VICTIM)\nleak = True\n{SEND}",
-    "signal on input, to a thread": f"{PIPE}F.fcntl(r, 15, struct.pack('ii', 0, VICTIM))\nleak = True\n{SEND}",
-    "signal on input, high word": f"{PIPE}import ctypes\nn = 72 if os.uname().machine == 'x86_64' else 25\n"
-    f"leak = ctypes.CDLL(None).syscall(n, r, ctypes.c_long(1 << 32 | 8), ctypes.c_long(VICTIM)) == 0 or None\n{SEND}",
+    "signal on input, to a thread": (
+        f"{PIPE}F.fcntl(r, 15, struct.pack('ii', 0, VICTIM))\nleak = True\n{SEND}"
+    ),
+    "signal on input, high word": (
+        f"{PIPE}import ctypes\nn = 72 if os.uname().machine == 'x86_64' else 25\nleak ="
+        " ctypes.CDLL(None).syscall(n, r, ctypes.c_long(1 << 32 | 8), ctypes.c_long(VICTIM)) == 0"
+        f" or None\n{SEND}"
+    ),
     "signal of one's choice": f"{PIPE}F.fcntl(r, F.F_SETSIG, 9)\nleak = True",
     "signal-driven input": f"{PIPE}F.fcntl(r, F.F_SETFL, os.O_ASYNC)\nleak = True",
     "signal-driven input by ioctl": f"{PIPE}F.ioctl(r, 0x5452, struct.pack('i', 1))\nleak = True",
     "owner by ioctl": f"{PIPE}F.ioctl(r, 0x8901, struct.pack('i', VICTIM))\nleak = True",
     "lease": f"{PIPE}f_ = open('mine', 'w')\nF.fcntl(f_, F.F_SETLEASE, F.F_WRLCK)\nleak = True",
-    "notice of changes": f"{PIPE}F.fcntl(os.open('.', os.O_RDONLY), F.F_NOTIFY, F.DN_CREATE)\nleak = True",
+    "notice of changes": (
+        f"{PIPE}F.fcntl(os.open('.', os.O_RDONLY), F.F_NOTIFY, F.DN_CREATE)\nleak = True"
+    ),
     "signal by name": "import signal\nsignal.pthread_kill(VICTIM, 9)\nleak = True",
-    "queued signal": "import ctypes\nb = struct.pack('iii', 9, 0, -1) + bytes(116)\n"
-    "leak = ctypes.CDLL(None).syscall(129 if os.uname().machine == 'x86_64' else 138, VICTIM, 9, b) == 0",
-    "signal to a thread": "import ctypes\nx = os.uname().machine == 'x86_64'\nl = ctypes.CDLL(None)\n"
-    "leak = l.syscall(200 if x else 130, VICTIM, 9) == 0 or l.syscall(234 if x else 131, VICTIM, VICTIM, 9) == 0",
-    "timer with a signal": "import ctypes\nb = struct.pack('qiii', 0, 9, 4, VICTIM) + bytes(44)\nt = ctypes.c_int()\n"
-    "leak = ctypes.CDLL(None).syscall(222 if os.uname().machine == 'x86_64' else 107, 1, b, ctypes.byref(t)) == 0",
-    "abstract unix socket": "import ctypes\n"
-    "leak = ctypes.CDLL(None).syscall(53 if os.uname().machine == 'x86_64' else 199, 1, 1, 0, bytes(8)) == 0",
-    "events of another process": "import ctypes\nb = struct.pack('II', 1, 128) + bytes(120)\n"
-    "leak = ctypes.CDLL(None).syscall(298 if os.uname().machine == 'x86_64' else 241, b, VICTIM, -1, -1, 0) >= 0",
-    "keys of the kernel": "import ctypes\nleak = ctypes.CDLL(None).syscall(250 if os.uname().machine == 'x86_64' else 219, 0, -3, 0) > 0",
+    "queued signal": (
+        "import ctypes\nb = struct.pack('iii', 9, 0, -1) + bytes(116)\nleak ="
+        " ctypes.CDLL(None).syscall(129 if os.uname().machine == 'x86_64' else 138, VICTIM, 9, b)"
+        " == 0"
+    ),
+    "signal to a thread": (
+        "import ctypes\nx = os.uname().machine == 'x86_64'\nl = ctypes.CDLL(None)\nleak ="
+        " l.syscall(200 if x else 130, VICTIM, 9) == 0 or l.syscall(234 if x else 131, VICTIM,"
+        " VICTIM, 9) == 0"
+    ),
+    "timer with a signal": (
+        "import ctypes\nb = struct.pack('qiii', 0, 9, 4, VICTIM) + bytes(44)\nt ="
+        " ctypes.c_int()\nleak = ctypes.CDLL(None).syscall(222 if os.uname().machine == 'x86_64'"
+        " else 107, 1, b, ctypes.byref(t)) == 0"
+    ),
+    "abstract unix socket": (
+        "import ctypes\nleak = ctypes.CDLL(None).syscall(53 if os.uname().machine == 'x86_64' else"
+        " 199, 1, 1, 0, bytes(8)) == 0"
+    ),
+    "events of another process": (
+        "import ctypes\nb = struct.pack('II', 1, 128) + bytes(120)\nleak ="
+        " ctypes.CDLL(None).syscall(298 if os.uname().machine == 'x86_64' else 241, b, VICTIM, -1,"
+        " -1, 0) >= 0"
+    ),
+    "keys of the kernel": (
+        "import ctypes\nleak = ctypes.CDLL(None).syscall(250 if os.uname().machine == 'x86_64' else"
+        " 219, 0, -3, 0) > 0"
+    ),
 }
 
 # Time, memory, output; ends well within the deadline or at it
 FLOODING = {
     "endless loop": "while True: pass",
     "sleep": "time.sleep(1000)",
-    "loop that catches all": "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
-    "ignored signals": "import signal\nfor s in range(1, 64):\n  try: signal.signal(s, signal.SIG_IGN)\n"
-    "  except (OSError, ValueError): pass\n"
-    "while True: pass",
+    "loop that catches all": (
+        "while True:\n  try:\n    while True: pass\n  except BaseException: pass"
+    ),
+    "ignored signals": (
+        "import signal\nfor s in range(1, 64):\n  try: signal.signal(s, signal.SIG_IGN)\n"
+        "  except (OSError, ValueError): pass\n"
+        "while True: pass"
+    ),
     "memory bomb": "x = []\nwhile True: x.append(bytearray(10**7))",
     "one huge list": "x = [0] * 10**10",
     "huge power": "x = 10**10**7",
     "huge text": "x = 'a' * 10**10",
     "output flood": "while True: print('x' * 1000)",
-    "flood of the channel": "def f():\n  b = b'V1:T' * 1000\n  while True:\n    for fd in range(3, 10):\n"
-    "      try: os.write(fd, b)\n      except OSError: pass",
+    "flood of the channel": (
+        "def f():\n  b = b'V1:T' * 1000\n  while True:\n    for fd in range(3, 10):\n"
+        "      try: os.write(fd, b)\n      except OSError: pass"
+    ),
     "file flood": "n = 0\nwhile n < 3000:\n  open(str(n), 'w').write('x' * 10**4)\n  n += 1",
-    "large file": "f_ = open('x', 'wb')\nfor _ in range(500): f_.write(bytes(10**6))\nf_.close()\nleak = os.path.getsize('x') > 2 * 10**6",
+    "large file": (
+        "f_ = open('x', 'wb')\nfor _ in range(500): f_.write(bytes(10**6))\nf_.close()\nleak ="
+        " os.path.getsize('x') > 2 * 10**6"
+    ),
     "sparse file": "f_ = open('x', 'wb')\nf_.truncate(10**12)\nleak = True",
     "many descriptors": "x = [open('/dev/null') for _ in range(10**5)]\nleak = True",
-    "threads": "import threading\nfor _ in range(10**4): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-    "leak = True",
-    "thread that goes on": "import threading\ndef g():\n  while True: pass\nthreading.Thread(target=g).start()\ndef f(): return 7",
+    "threads": (
+        "import threading\nfor _ in range(10**4): threading.Thread(target=time.sleep, args=(1000,),"
+        " daemon=True).start()\nleak = True"
+    ),
+    "thread that goes on": (
+        "import threading\ndef g():\n  while True: pass\nthreading.Thread(target=g).start()\ndef"
+        " f(): return 7"
+    ),
     "deep recursion": "def f(n=0): return f(n + 1)",
     "recursion without a limit": "sys.setrecursionlimit(10**9)\ndef f(n=0): return f(n + 1)",
     "deep folders": "while True:\n  os.mkdir('d')\n  os.chdir('d')",
@@ -181,7 +283,9 @@ FLOODING = {
     "value that holds itself": "x = []\nx.append(x)\ndef f(): return x",
     "huge value": "def f(): return list(range(10**6))",
     "huge number": "def f(): return 1 << 10**7",
-    "value without an end": "class A(list):\n  def __iter__(s):\n    while True: yield 7\ndef f(): return A()",
+    "value without an end": (
+        "class A(list):\n  def __iter__(s):\n    while True: yield 7\ndef f(): return A()"
+    ),
     "segmentation fault": "import ctypes\nctypes.string_at(0)",
     "abort": "os.abort()",
     "slow regular expression": "import re\nre.match(r'(a+)+$', 'a' * 50 + 'b')",
@@ -445,7 +549,10 @@ def test_the_weakest_level_still_keeps_time_memory_and_the_verdict(folder):
 def test_what_a_weak_level_started_is_killed_with_it(folder):
     """Without seccomp a child can fork (root always, others up to their limit); its group is
     killed, its folder removed."""
-    code = "import os, time\ntry: os.fork()\nexcept OSError: pass\nos.makedirs(f'{os.getpid()}/a/b')\ntime.sleep(60)"
+    code = (
+        "import os, time\ntry: os.fork()\nexcept OSError:"
+        " pass\nos.makedirs(f'{os.getpid()}/a/b')\ntime.sleep(60)"
+    )
     outcome = run_with(Job(code), SANDBOX, ())
     assert outcome.status == "timeout" and list(folder.iterdir()) == [] and strays(folder) == []
 

@@ -40,8 +40,10 @@ PROGRAMS = {
     ),
     "infinity": ("", "[float('inf'), -float('inf')]", [float("inf"), -float("inf")]),
     "class and recursion": (
-        "class N:\n  def __init__(s, n): s.n = n\n"
-        "def f(n): return N(1).n if n < 1 else n * f(n - 1)",
+        (
+            "class N:\n  def __init__(s, n): s.n = n\n"
+            "def f(n): return N(1).n if n < 1 else n * f(n - 1)"
+        ),
         "f(20)",
         2432902008176640000,
     ),
@@ -57,37 +59,50 @@ PROGRAMS = {
         "hello",
     ),
     "temporary file": (
-        "import tempfile\nwith tempfile.TemporaryFile('w+', dir='.') as f:\n  f.write('a')\n  f.seek(0)\n"
-        "  x = f.read()",
+        (
+            "import tempfile\nwith tempfile.TemporaryFile('w+', dir='.') as f:\n  f.write('a')\n "
+            " f.seek(0)\n  x = f.read()"
+        ),
         "x",
         "a",
     ),
     "a data base in a file": (
-        "import sqlite3\nc = sqlite3.connect('a.db')\nc.execute('create table t (x)')\n"
-        "c.execute('insert into t values (7)')\nc.commit()",
+        (
+            "import sqlite3\nc = sqlite3.connect('a.db')\nc.execute('create table t (x)')\n"
+            "c.execute('insert into t values (7)')\nc.commit()"
+        ),
         "c.execute('select x from t').fetchall()",
         [(7,)],
     ),
     "locks and flags of a file": (
-        "import fcntl, os\nf = open('a', 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\n"
-        "fcntl.fcntl(f, fcntl.F_SETFL, fcntl.fcntl(f, fcntl.F_GETFL) | os.O_APPEND)",
+        (
+            "import fcntl, os\nf = open('a', 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\n"
+            "fcntl.fcntl(f, fcntl.F_SETFL, fcntl.fcntl(f, fcntl.F_GETFL) | os.O_APPEND)"
+        ),
         "os.dup(f.fileno()) > 0",
         True,
     ),
     "files renamed and removed": (
-        "import os\nopen('a', 'w').close()\nos.rename('a', 'b')\nx = os.listdir('.')\n"
-        "os.remove('b')",
+        (
+            "import os\nopen('a', 'w').close()\nos.rename('a', 'b')\nx = os.listdir('.')\n"
+            "os.remove('b')"
+        ),
         "(x, os.listdir('.'))",
         (["b"], []),
     ),
     "threads": (
-        "import threading\nx = []\nt = threading.Thread(target=x.append, args=(1,))\nt.start()\nt.join()",
+        (
+            "import threading\nx = []\nt = threading.Thread(target=x.append,"
+            " args=(1,))\nt.start()\nt.join()"
+        ),
         "x",
         [1],
     ),
     "pool of threads": (
-        "from concurrent.futures import ThreadPoolExecutor as P\n"
-        "with P(2) as p: x = list(p.map(str, [1, 2]))",
+        (
+            "from concurrent.futures import ThreadPoolExecutor as P\n"
+            "with P(2) as p: x = list(p.map(str, [1, 2]))"
+        ),
         "x",
         ["1", "2"],
     ),
@@ -277,7 +292,10 @@ def test_a_kernel_without_a_feature_gives_a_weaker_level_that_needs_consent(
             assert found.open and "NOT blocked" in str(found)
             with pytest.raises(
                 ConfigError,
-                match=r"sandbox\.min_level is kernel.*gives basic.*not in this kernel.*allow_weak=true",
+                match=(
+                    r"sandbox\.min_level is kernel.*gives basic.*not in this"
+                    r" kernel.*allow_weak=true"
+                ),
             ):
                 require(Sandbox())
             assert (

@@ -17,10 +17,16 @@ import pytest
 from laws import cases
 from rlkit.system.parent import PARENT, end_with_parent, tied
 
-START = "import sys; from pathlib import Path; pipe = sys.argv[1]; words = ['train', '--config', pipe]\n"
+START = (
+    "import sys; from pathlib import Path; pipe = sys.argv[1]; words = ['train', '--config',"
+    " pipe]\n"
+)
 WAIT = "process.wait()\n"
 KINDS = {
-    "a rank": "from rlkit.distributed.launch import start_ranks\nstart_ranks([sys.executable, '-m', 'rlkit', *words], 1)\n",
+    "a rank": (
+        "from rlkit.distributed.launch import start_ranks\nstart_ranks([sys.executable, '-m',"
+        " 'rlkit', *words], 1)\n"
+    ),
     "a job of a sweep": (
         "from rlkit.runs.sweeps.runner import start_process\n"
         "process = start_process(words, open(pipe + '.log', 'wb'), {})\n" + WAIT
@@ -34,8 +40,8 @@ KINDS = {
         "process = subprocess.Popen(guarded(['cat', pipe]), start_new_session=True)\n" + WAIT
     ),
     "what a server of another package has started": (
-        "import subprocess; from rlkit.system.parent import guarded\n"
-        "process = subprocess.Popen(guarded(['sh', '-c', f'cat {pipe} & wait']), start_new_session=True)\n"
+        "import subprocess; from rlkit.system.parent import guarded\nprocess ="
+        " subprocess.Popen(guarded(['sh', '-c', f'cat {pipe} & wait']), start_new_session=True)\n"
         + WAIT
     ),
 }

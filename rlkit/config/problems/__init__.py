@@ -34,8 +34,9 @@ def run_problems(x: Experiment) -> list[str]:
     problems += asynchrony_problems(x, firsts) if firsts else []
     if firsts and not x.needs_reference and x.reference.name not in ("none", "frozen"):
         problems.append(
-            f"reference={x.reference.name}: it would be updated and never used, since no KL compares with it (kl={x.kl.name}, "
-            f"kl.coef={x.kl.coef}); choose a kl, or reference=frozen"
+            f"reference={x.reference.name}: it would be updated and never used, since no KL"
+            f" compares with it (kl={x.kl.name}, kl.coef={x.kl.coef}); choose a kl, or"
+            " reference=frozen"
         )
     critics = {
         name: first.algorithm.critic.model
@@ -45,7 +46,8 @@ def run_problems(x: Experiment) -> list[str]:
     if len(set(critics.values())) > 1:
         kinds = ", ".join(f"{name}: {model}" for name, model in critics.items())
         problems.append(
-            f"schedule.phases: a run has one critic, and its phases ask for several ({kinds}); choose one for all of them"
+            f"schedule.phases: a run has one critic, and its phases ask for several ({kinds});"
+            " choose one for all of them"
         )
     return problems + optimizer_problems(x)
 

@@ -21,7 +21,10 @@ OF_REWARDS = {
     f"{word}_rewards": word for word in GUARANTEES
 }  # assumption → the guarantee that it asks for
 NEEDED = {
-    "binary": "choose a reward of 0 and 1 (numeric, exact_match, contains, format, code_exec, math_verify)",
+    "binary": (
+        "choose a reward of 0 and 1 (numeric, exact_match, contains, format, code_exec,"
+        " math_verify)"
+    ),
     "non_negative": "choose a reward that is never negative",
     "raw": "choose a reward that looks at one rollout alone",
 }
@@ -59,7 +62,8 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
             word = OF_REWARDS.get(assumed, "")
             if word in words.lost:
                 problems.append(
-                    f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, but {words.lost[word]}"
+                    f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, but"
+                    f" {words.lost[word]}"
                 )
     return problems + _reply_budgets(x)
 
@@ -74,8 +78,9 @@ def assumption_warnings(x: Experiment) -> list[str]:
             if word in words.unsaid and word not in words.lost:
                 silent = words.unsaid[word]
                 out.append(
-                    f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, and {silent} does not say what it gives; where it "
-                    f"is so, mark the function @rlkit.types.{'gives' if 'terms' in silent else 'keeps'}('{word}')"
+                    f"{path} ({written(part)}) assumes {ASSUMPTIONS[assumed]}, and {silent} does"
+                    " not say what it gives; where it is so, mark the function"
+                    f" @rlkit.types.{'gives' if 'terms' in silent else 'keeps'}('{word}')"
                 )
     return out + _episode_budgets(x)
 
@@ -85,7 +90,10 @@ def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Word
     look at rewards, in order."""
     a, kl = x.algorithm, x.kl
     given = _of_reward(x, tasks)
-    why = f"algorithm.overlong ({written(a.overlong)}) changes them by length; choose algorithm/overlong=none"
+    why = (
+        f"algorithm.overlong ({written(a.overlong)}) changes them by length; choose"
+        " algorithm/overlong=none"
+    )
     shaped = given.through(a.overlong, "algorithm.overlong", why)
     if kl.in_reward and kl.in_baseline:
         shaped = shaped.without(
@@ -114,7 +122,10 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
                         [word], f"{path} ({written(fn)}) does not guarantee it; {NEEDED[word]}"
                     )
         if term.weight != 1:
-            scaled = f"{path}.weight={term.weight} scales them; set it to 1, or to 0, which only logs the term"
+            scaled = (
+                f"{path}.weight={term.weight} scales them; set it to 1, or to 0, which only logs"
+                " the term"
+            )
             positive = isinstance(term.weight, int | float) and term.weight > 0
             words = words.without(["binary"] if positive else ["binary", "non_negative"], scaled)
         if term.per_step:
@@ -125,7 +136,10 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
     if len(counted) > 1 or not declarations(
         aggregator, "keeps"
     ):  # of one component all of them give that component
-        why = f"reward.aggregator ({written(aggregator)}) joins {', '.join(counted)}; give one of them a weight, and the others 0"
+        why = (
+            f"reward.aggregator ({written(aggregator)}) joins {', '.join(counted)}; give one of"
+            " them a weight, and the others 0"
+        )
         words = words.through(aggregator, "reward.aggregator", why)
     if x.reward.normalize:
         words = words.without(
@@ -153,8 +167,9 @@ def _reply_budgets(x: Experiment) -> list[str]:
         begins = numbers.get("limit", 0) * (1 - numbers.get("buffer", 0))
         if "reply_budget" in (declarations(part, "assumes") or ()) and begins >= longest:
             out.append(
-                f"algorithm.{name}.limit={numbers['limit']}: is a limit of one reply, and none is longer than "
-                f"generation.max_new_tokens={longest}, so it never sets in; lower it, or for whole episodes add reward=soft_length"
+                f"algorithm.{name}.limit={numbers['limit']}: is a limit of one reply, and none is"
+                f" longer than generation.max_new_tokens={longest}, so it never sets in; lower it,"
+                " or for whole episodes add reward=soft_length"
             )
     return out
 
@@ -175,7 +190,9 @@ def _episode_budgets(x: Experiment) -> list[str]:
             continue
         if limit < x.generation.max_new_tokens:
             out.append(
-                f"reward.terms.{name}.fn.limit={limit}: is a limit of a whole episode, which has up to {turns} replies of up to "
-                f"generation.max_new_tokens={x.generation.max_new_tokens}; raise it, or choose algorithm/overlong=penalty, of a reply"
+                f"reward.terms.{name}.fn.limit={limit}: is a limit of a whole episode, which has up"
+                f" to {turns} replies of up to"
+                f" generation.max_new_tokens={x.generation.max_new_tokens}; raise it, or choose"
+                " algorithm/overlong=penalty, of a reply"
             )
     return out

@@ -32,7 +32,8 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
     said = f"asynchrony.staleness={staleness}"
     if mode == "none" and staleness:
         return [
-            f"{said}: with asynchrony=none a step samples with the weights that it trains; choose asynchrony=lag, or set it to 0"
+            f"{said}: with asynchrony=none a step samples with the weights that it trains; choose"
+            " asynchrony=lag, or set it to 0"
         ]
     problems = _second_process(x) if mode == "overlap" else []
     if not staleness:
@@ -41,11 +42,12 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
         where = f"schedule.phases.{name}: " if name else ""
         if phase.algorithm.episodes is not None:
             problems.append(
-                f"{where}{said}: algorithm={phase.algorithm.name} samples nothing, so nothing can be sampled ahead; choose asynchrony=none"
+                f"{where}{said}: algorithm={phase.algorithm.name} samples nothing, so nothing can"
+                " be sampled ahead; choose asynchrony=none"
             )
         problems += [
-            f"{where}{path}: follows what the run measures, so its value is not known {staleness} steps ahead ({said}); "
-            "give it a function of the step, or choose asynchrony=none"
+            f"{where}{path}: follows what the run measures, so its value is not known {staleness}"
+            f" steps ahead ({said}); give it a function of the step, or choose asynchrony=none"
             for path in controllers_of(phase)
             if path.startswith(DISPATCH)
         ]
@@ -57,15 +59,16 @@ def _second_process(x: Experiment) -> list[str]:
     said, problems = "asynchrony=overlap", []
     if (count := x.trainer.devices * x.trainer.nodes) > 1:
         problems.append(
-            f"{said}: there is one sampling process, and trainer={x.trainer.strategy} has {count} ranks; choose asynchrony=lag"
+            f"{said}: there is one sampling process, and trainer={x.trainer.strategy} has {count}"
+            " ranks; choose asynchrony=lag"
         )
     if any(
         getattr(phase.generation.engine, "addresses", None) in ([], ["start"])
         for phase in phases(x).values()
     ):
         problems.append(
-            f"{said}: two processes sample, and each would start a vLLM of its own; start `vllm serve` and name it in "
-            "generation.engine.addresses, or choose asynchrony=lag"
+            f"{said}: two processes sample, and each would start a vLLM of its own; start `vllm"
+            " serve` and name it in generation.engine.addresses, or choose asynchrony=lag"
         )
     if (
         any(phase.algorithm.episodes is not None for phase in phases(x).values())
@@ -98,8 +101,9 @@ def _stateful(x: Experiment) -> list[str]:
             marked = [function for function in users_functions(part) if is_stateful(function)]
             found |= {defined_at(function): path for function in marked}
     return [
-        f"asynchrony=overlap: {path} ({place}) keeps state between its calls (@stateful), and a second process would call it with a "
-        "state of its own, so its numbers would differ from asynchrony=lag; choose asynchrony=lag"
+        f"asynchrony=overlap: {path} ({place}) keeps state between its calls (@stateful), and a"
+        " second process would call it with a state of its own, so its numbers would differ from"
+        " asynchrony=lag; choose asynchrony=lag"
         for place, path in found.items()
     ]
 
@@ -114,8 +118,9 @@ def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[
     )
     alike = len({settings_of(first) for first in firsts.values()}) == 1 and not numbered
     return [
-        f"schedule.phases.{name}.until={phase.until}: groups are sampled ahead ({said}), while the end of this phase is not known, "
-        "and the phases sample or score differently; let it end after a number of steps, or choose asynchrony=none"
+        f"schedule.phases.{name}.until={phase.until}: groups are sampled ahead ({said}), while the"
+        " end of this phase is not known, and the phases sample or score differently; let it end"
+        " after a number of steps, or choose asynchrony=none"
         for name, phase in list(given.items())[:-1]
         if phase_steps(phase.until, x.trainer.steps) is None and not alike
     ]

@@ -32,21 +32,25 @@ def _check_evaluation(x: Experiment) -> list[str]:
     e, problems = x.evaluation, []
     if e.every > 0 and e.n == 0:
         problems.append(
-            f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or set evaluation.every=0"
+            f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or"
+            " set evaluation.every=0"
         )
     if e.stop_at is not None and (e.every == 0 or e.n == 0):
         problems.append(
-            f"evaluation.stop_at={e.stop_at}: nothing is evaluated during training; set evaluation.every and evaluation.n"
+            f"evaluation.stop_at={e.stop_at}: nothing is evaluated during training; set"
+            " evaluation.every and evaluation.n"
         )
     for name, callback in x.callbacks.items():
         best = getattr(callback, "keywords", {}).get("best")
         if isinstance(best, str) and best.startswith("test/"):
             problems.append(
-                f"callbacks.{name}.best={best}: test problems must not decide which checkpoint is kept; choose eval/{best[5:]} (validation)"
+                f"callbacks.{name}.best={best}: test problems must not decide which checkpoint is"
+                f" kept; choose eval/{best[5:]} (validation)"
             )
         if isinstance(best, str) and best.startswith("eval/") and (e.every == 0 or e.n == 0):
             problems.append(
-                f"callbacks.{name}.best={best}: no validation problem is played; set evaluation.every and evaluation.n"
+                f"callbacks.{name}.best={best}: no validation problem is played; set"
+                " evaluation.every and evaluation.n"
             )
     if any(k < 1 for k in e.k):
         problems.append(f"evaluation.k={list(e.k)}: pass@k needs k of at least 1")
@@ -59,13 +63,13 @@ def rank_problems(x: Experiment) -> list[str]:
     count = t.devices * t.nodes
     if count > 1 and t.strategy == "single":
         problems.append(
-            f"trainer.devices={t.devices}, trainer.nodes={t.nodes}: one process uses one device; choose trainer=ddp, or trainer=fsdp for a "
-            "model that one device does not hold"
+            f"trainer.devices={t.devices}, trainer.nodes={t.nodes}: one process uses one device;"
+            " choose trainer=ddp, or trainer=fsdp for a model that one device does not hold"
         )
     if count > 1 and x.batch.prompts < count:
         problems.append(
-            f"batch.prompts={x.batch.prompts}: the samples of a prompt stay on one rank, so {count} ranks need at least as many prompts; "
-            "raise it, or lower trainer.devices"
+            f"batch.prompts={x.batch.prompts}: the samples of a prompt stay on one rank, so {count}"
+            " ranks need at least as many prompts; raise it, or lower trainer.devices"
         )
     if t.strategy == "fsdp" and count > 1:
         lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
@@ -76,8 +80,9 @@ def rank_problems(x: Experiment) -> list[str]:
         ]
         if lora and lora.rank and own:
             problems.append(
-                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot add a reference of its own "
-                "to sharded adapters; choose trainer=ddp, or let the phases share the reference of the run"
+                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot"
+                " add a reference of its own to sharded adapters; choose trainer=ddp, or let the"
+                " phases share the reference of the run"
             )
     return problems
 
@@ -89,7 +94,8 @@ def _check_groups(x: Experiment) -> list[str]:
     problems = []
     if x.algorithm.episodes is not None and x.batch.group_size != 1:
         problems.append(
-            f"batch.group_size={x.batch.group_size}: algorithm={x.algorithm.name} samples nothing, so a row is one episode; set it to 1"
+            f"batch.group_size={x.batch.group_size}: algorithm={x.algorithm.name} samples nothing,"
+            " so a row is one episode; set it to 1"
         )
     numbers = inspect.signature(
         x.algorithm.advantage
@@ -98,22 +104,24 @@ def _check_groups(x: Experiment) -> list[str]:
         asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")
     ):
         problems.append(
-            f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt with one another and needs at "
-            "least 2; raise it, or choose algorithm=reinforce"
+            f"batch.group_size=1: algorithm={x.algorithm.name} compares the samples of a prompt"
+            " with one another and needs at least 2; raise it, or choose algorithm=reinforce"
         )
     k = numbers["k"].default if "k" in numbers else None
     if isinstance(k, int) and "group_ids" in numbers and k >= x.batch.group_size > 1:
         problems.append(
-            f"algorithm.advantage.k={k}: with batch.group_size={x.batch.group_size} there is one subset of that many samples and "
-            "nothing to compare it with, so every advantage is 0; lower it, or raise batch.group_size"
+            f"algorithm.advantage.k={k}: with batch.group_size={x.batch.group_size} there is one"
+            " subset of that many samples and nothing to compare it with, so every advantage is 0;"
+            " lower it, or raise batch.group_size"
         )
     if (
         x.algorithm.max_refills > 0
         and getattr(x.algorithm.group_filter, "func", x.algorithm.group_filter) is keep_all
     ):
         problems.append(
-            f"algorithm.max_refills={x.algorithm.max_refills}: the group filter accepts every prompt, so none is ever replaced; "
-            "choose algorithm/group_filter=mixed, or set it to 0"
+            f"algorithm.max_refills={x.algorithm.max_refills}: the group filter accepts every"
+            " prompt, so none is ever replaced; choose algorithm/group_filter=mixed, or set it"
+            " to 0"
         )
     return problems
 
@@ -124,15 +132,18 @@ def _check_choice(x: Experiment) -> list[str]:
     a, problems = x.algorithm, []
     if x.sampler.weigh is not None and a.episodes is not None:
         problems.append(
-            f"task/sampler={x.sampler.name}: algorithm={a.name} scores nothing to choose by; choose task/sampler=uniform"
+            f"task/sampler={x.sampler.name}: algorithm={a.name} scores nothing to choose by; choose"
+            " task/sampler=uniform"
         )
     if x.reuse.active and a.episodes is not None:
         problems.append(
-            f"task/reuse: algorithm={a.name} samples nothing, so there is nothing to correct for; choose task/reuse=none"
+            f"task/reuse: algorithm={a.name} samples nothing, so there is nothing to correct for;"
+            " choose task/reuse=none"
         )
     if x.reuse.active and a.streams.keys() - {"reward"}:
         problems.append(
-            "task/reuse: groups that are replaced would be lost to the streams beside the reward; choose task/reuse=none"
+            "task/reuse: groups that are replaced would be lost to the streams beside the reward;"
+            " choose task/reuse=none"
         )
     return problems
 
@@ -143,11 +154,13 @@ def _check_kl(x: Experiment) -> list[str]:
     kl, problems = x.kl, []
     if x.needs_reference and x.reference.name == "none":
         problems.append(
-            f"kl={kl.name} needs a reference to compare with, but reference=none; choose reference=frozen or kl=none"
+            f"kl={kl.name} needs a reference to compare with, but reference=none; choose"
+            " reference=frozen or kl=none"
         )
     if kl.importance_weight and kl.placement != "loss":
         problems.append(
-            f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement}); set it to false"
+            f"kl.importance_weight: there is no ratio in the reward (kl.placement={kl.placement});"
+            " set it to false"
         )
     if kl.importance_weight and asks(kl.estimator, "logprobs_old"):
         problems.append(
@@ -155,12 +168,14 @@ def _check_kl(x: Experiment) -> list[str]:
         )
     if kl.in_baseline and kl.placement == "loss":
         problems.append(
-            "kl.in_baseline: with kl.placement=loss nothing of the KL is in the reward; set it to false, or choose another placement"
+            "kl.in_baseline: with kl.placement=loss nothing of the KL is in the reward; set it to"
+            " false, or choose another placement"
         )
     if asks(kl.estimator, "full_kl") and kl.placement != "loss":
         problems.append(
-            f"kl={kl.name} kl.placement={kl.placement}: the exact KL of a position is the same whatever token was drawn there, so as a "
-            "reward it cannot teach that token; choose kl.placement=loss, or kl=k1"
+            f"kl={kl.name} kl.placement={kl.placement}: the exact KL of a position is the same"
+            " whatever token was drawn there, so as a reward it cannot teach that token; choose"
+            " kl.placement=loss, or kl=k1"
         )
     return problems
 
@@ -172,8 +187,8 @@ def _check_critic(x: Experiment) -> list[str]:
     for name, function in a.parts.items():
         if "values" in inspect.signature(function).parameters and not a.critic.active:
             problems.append(
-                f"algorithm.{name} asks for the values of a critic, but there is none; choose algorithm/critic=head (or separate), "
-                "or a part without values"
+                f"algorithm.{name} asks for the values of a critic, but there is none; choose"
+                " algorithm/critic=head (or separate), or a part without values"
             )
     return problems
 
@@ -195,7 +210,10 @@ def _check_corrections(x: Experiment) -> list[str]:
         for part, numbers in corrections_of(x.algorithm)
         if part in weighing and numbers.get("mode") != "keep"
     ]
-    said = f"algorithm.correction.parts: {' and '.join(weights)} both weigh, so the difference to the sampler would be corrected twice"
+    said = (
+        f"algorithm.correction.parts: {' and '.join(weights)} both weigh, so the difference to the"
+        " sampler would be corrected twice"
+    )
     return [f"{said}; set mode=keep in one of them, or choose a mask"] if len(weights) > 1 else []
 
 
@@ -212,13 +230,15 @@ def _check_old(x: Experiment) -> list[str]:
         part not in (no_correction, automatic_correction) for part, _ in parts
     ):
         problems.append(
-            "every factor of algorithm/correction is 1, since the old policy is the sampler; choose algorithm/correction=none"
+            "every factor of algorithm/correction is 1, since the old policy is the sampler; choose"
+            " algorithm/correction=none"
         )
     if a.old == "loglinear" and any(
         part is second_moment_mask or numbers.get("normalise") for part, numbers in parts
     ):
         problems.append(
-            "the old policy moves in every update, and algorithm/correction looks at the whole step; choose another correction"
+            "the old policy moves in every update, and algorithm/correction looks at the whole"
+            " step; choose another correction"
         )
     before = ("advantage", "normalization", "overlong", "token_filter")
     asking = [f"algorithm.{slot}" for slot in before if asks(getattr(a, slot), "logprobs_old")]
@@ -226,7 +246,8 @@ def _check_old(x: Experiment) -> list[str]:
     asking += ["algorithm.target_kl"] if a.target_kl is not None else []
     asking += [f"kl.placement={x.kl.placement}"] if x.kl.in_reward else []
     problems += [
-        f"{path} reads the policy before the update, which is not the old policy of the ratio; choose another"
+        f"{path} reads the policy before the update, which is not the old policy of the ratio;"
+        " choose another"
         for path in asking
     ]
     if a.episodes is not None:
@@ -249,11 +270,13 @@ def _check_streams(x: Experiment) -> list[str]:
         path = f"algorithm.streams.{name}"
         if name not in STREAMS:
             problems.append(
-                f"{path}: there is no such stream.{nearest(name, STREAMS)} There are: {', '.join(STREAMS)}"
+                f"{path}: there is no such stream.{nearest(name, STREAMS)} There are:"
+                f" {', '.join(STREAMS)}"
             )
         elif stream.mask not in masks[name]:
             problems.append(
-                f"{path}.mask={stream.mask}: must be {' or '.join(str(mask or 'null') for mask in masks[name])}"
+                f"{path}.mask={stream.mask}: must be"
+                f" {' or '.join(str(mask or 'null') for mask in masks[name])}"
             )
         if (stream.loss is None) == (name == "teacher"):
             said = (
@@ -264,17 +287,20 @@ def _check_streams(x: Experiment) -> list[str]:
             problems.append(f"{path}.loss: {said}")
         if name == "reward" and stream.aggregation is not None:
             problems.append(
-                f"{path}.aggregation: the reward's weights are those of algorithm/aggregation; set that instead"
+                f"{path}.aggregation: the reward's weights are those of algorithm/aggregation; set"
+                " that instead"
             )
     if "teacher" in a.streams and not x.teacher.models:
         problems.append(
-            "algorithm.streams.teacher needs a teacher, but teacher=none; choose teacher=path teacher.path=FOLDER, or teacher=context"
+            "algorithm.streams.teacher needs a teacher, but teacher=none; choose teacher=path"
+            " teacher.path=FOLDER, or teacher=context"
         )
     if "teacher" in a.streams and x.teacher.name == "vllm":
         problems += _check_served(x, a.streams["teacher"].loss)
     if a.streams.keys() - {"reward"} and a.max_refills:
         problems.append(
-            f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the streams beside the reward; set it to 0"
+            f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the"
+            " streams beside the reward; set it to 0"
         )
     lora = getattr(x.model, "keywords", {}).get("lora")
     moving = [
@@ -291,8 +317,8 @@ def _check_streams(x: Experiment) -> list[str]:
         and x.reference.name != "frozen"
     ):
         problems.append(
-            f"teacher={x.teacher.name} reference={x.reference.name}: under LoRA there is one second adapter, and both need it; choose "
-            "reference=frozen, or teacher=start"
+            f"teacher={x.teacher.name} reference={x.reference.name}: under LoRA there is one second"
+            " adapter, and both need it; choose reference=frozen, or teacher=start"
         )
     return problems
 
@@ -304,14 +330,15 @@ def _check_served(x: Experiment, loss: Any) -> list[str]:
     problems = []
     if loss is not None and named_tokens(loss) is None:
         problems.append(
-            f"algorithm.streams.teacher.loss={written(loss)}: it compares whole distributions, and teacher=vllm names only the "
-            "sampled token and the teacher's likeliest ones; choose rlkit.functional.sampled_divergence (algorithm=opd), "
-            "rlkit.functional.top_k_divergence with chosen_by: teacher, or teacher=path"
+            f"algorithm.streams.teacher.loss={written(loss)}: it compares whole distributions, and"
+            " teacher=vllm names only the sampled token and the teacher's likeliest ones; choose"
+            " rlkit.functional.sampled_divergence (algorithm=opd),"
+            " rlkit.functional.top_k_divergence with chosen_by: teacher, or teacher=path"
         )
     if x.generation.temperature not in (0, 1):
         problems.append(
-            f"generation.temperature={x.generation.temperature}: teacher=vllm gives log-probs at temperature 1; set it to 1, or choose "
-            "teacher=path"
+            f"generation.temperature={x.generation.temperature}: teacher=vllm gives log-probs at"
+            " temperature 1; set it to 1, or choose teacher=path"
         )
     return problems
 
@@ -324,7 +351,8 @@ def _check_quantities(x: Experiment) -> list[str]:
     if x.kl.estimator is not None:
         parts["kl.estimator"] = x.kl.estimator
     return [
-        f"{path}: asks for a quantity '{name}' that does not exist.{nearest(name, QUANTITIES)} There are: {', '.join(QUANTITIES)}"
+        f"{path}: asks for a quantity '{name}' that does not exist.{nearest(name, QUANTITIES)}"
+        f" There are: {', '.join(QUANTITIES)}"
         for path, function in parts.items()
         for name in inputs(function)
         if name not in QUANTITIES

@@ -36,18 +36,21 @@ def warnings(x: Experiment) -> list[str]:
     by_default = x.kl.name != "none" and x.reference.name == "frozen"
     if not x.needs_reference and x.reference.name != "none" and not by_default:
         out.append(
-            f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name}, kl.coef={x.kl.coef})"
+            f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name},"
+            f" kl.coef={x.kl.coef})"
         )
     if (
         getattr(x.model, "keywords", {}).get("interruption")
         and x.generation.max_thinking_tokens is None
     ):
         out.append(
-            "model.interruption does nothing: no thinking is interrupted; set generation.max_thinking_tokens"
+            "model.interruption does nothing: no thinking is interrupted; set"
+            " generation.max_thinking_tokens"
         )
     if x.teacher.models and not x.needs_teacher:
         out.append(
-            f"teacher={x.teacher.name} is not built: no algorithm.streams.teacher asks for it; choose algorithm=opd, or teacher=none"
+            f"teacher={x.teacher.name} is not built: no algorithm.streams.teacher asks for it;"
+            " choose algorithm=opd, or teacher=none"
         )
     lora = getattr(x.model, "keywords", {}).get("lora")
     if (
@@ -57,17 +60,19 @@ def warnings(x: Experiment) -> list[str]:
         and any(phase.reference.name == "ema" for phase in phases(x).values())
     ):
         out.append(
-            f"reference=ema model.lora.rank={lora.rank} averages the adapter's factors and not their product, so the reference is not "
-            "quite the average of the policy's weights (rlkit.training.references.ema says by how much); reference=periodic copies exactly"
+            f"reference=ema model.lora.rank={lora.rank} averages the adapter's factors and not"
+            " their product, so the reference is not quite the average of the policy's weights"
+            " (rlkit.training.references.ema says by how much); reference=periodic copies exactly"
         )
     if x.batch.group_size == 1 and not a.critic.active and a.episodes is None:
         out.append(
-            "batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the gradient will be noisy"
+            "batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the"
+            " gradient will be noisy"
         )
     if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
         out.append(
-            f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls towards the reference, or pushes away "
-            "(table in rlkit/functional/kl.py); kl=k1 does"
+            f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls"
+            " towards the reference, or pushes away (table in rlkit/functional/kl.py); kl=k1 does"
         )
     out += [
         f"{path}={steps}: {why} (trainer.steps={x.trainer.steps}); lower it, or train longer"
@@ -76,11 +81,13 @@ def warnings(x: Experiment) -> list[str]:
     ]
     if a.target_kl is not None and updates == 1:
         out.append(
-            f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has not moved when it is checked"
+            f"algorithm.target_kl={a.target_kl} does nothing: with one update a step the policy has"
+            " not moved when it is checked"
         )
     if "pair_selector" in inspect.signature(a.advantage).parameters and updates > 1:
         out.append(
-            f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are those of the policy before it"
+            f"algorithm={a.name}: with {updates} updates a step, pair weights after the first are"
+            " those of the policy before it"
         )
     return out + list(
         dict.fromkeys(text for phase in phases(x).values() for text in _correction_doubts(phase))
@@ -97,30 +104,35 @@ def _correction_doubts(x: Experiment) -> list[str]:
     to_sampler = asks(a.policy_loss, "logprobs_sampler")
     if to_sampler and any(part not in (no_correction, automatic_correction) for part, _ in given):
         out.append(
-            f"algorithm/correction: the ratio of algorithm.policy_loss ({written(a.policy_loss)}) is to the sampler already, so the "
-            "difference is corrected twice; choose algorithm/correction=none"
+            f"algorithm/correction: the ratio of algorithm.policy_loss ({written(a.policy_loss)})"
+            " is to the sampler already, so the difference is corrected twice; choose"
+            " algorithm/correction=none"
         )
     longest = x.generation.max_new_tokens
     if longest < 100 and any(
         part is geometric_mask and not numbers["scaled"] for part, numbers in given
     ):
         out.append(
-            f"algorithm/correction: a fixed band of the mean log-ratio is made for long replies and drops many of up to {longest} tokens "
-            "(generation.max_new_tokens) by chance; choose algorithm/correction=geometric_mask"
+            "algorithm/correction: a fixed band of the mean log-ratio is made for long replies and"
+            f" drops many of up to {longest} tokens (generation.max_new_tokens) by chance; choose"
+            " algorithm/correction=geometric_mask"
         )
     if (no_correction, {}) not in given or to_sampler or a.old != "trainer":
         return out
     if stale == 1 == a.epochs * a.minibatches:
         out.append(
-            f"{path}=1 algorithm/correction=none: with one update a step the ratio is 1, so nothing corrects or clips for the "
-            "age of the replies; choose algorithm/correction=token_truncate, or algorithm.old=sampler"
+            f"{path}=1 algorithm/correction=none: with one update a step the ratio is 1, so nothing"
+            " corrects or clips for the age of the replies; choose"
+            " algorithm/correction=token_truncate, or algorithm.old=sampler"
         )
     if stale >= 2:
         out.append(
-            f"{path}={stale} algorithm/correction=none: nothing corrects for the age of the replies, and "
-            "the clip is blind to it, since its old policy is the trainer's own. On the embedded task the effective share of the rollouts "
-            "was 0.83 (0.41 in the worst step) at a staleness of 2 and 0.70 (0.11) at 4, and the clip held 0.3 % of the tokens in both; "
-            "follow staleness/ess_seq, or choose algorithm/correction=token_truncate"
+            f"{path}={stale} algorithm/correction=none: nothing corrects for the age of the"
+            " replies, and the clip is blind to it, since its old policy is the trainer's own. On"
+            " the embedded task the effective share of the rollouts was 0.83 (0.41 in the worst"
+            " step) at a staleness of 2 and 0.70 (0.11) at 4, and the clip held 0.3 % of the"
+            " tokens in both; follow staleness/ess_seq, or choose"
+            " algorithm/correction=token_truncate"
         )
     return out
 
@@ -145,7 +157,8 @@ def embedded_numbers(
     model = f"model.path={path}" if path else "model: another than the embedded one"
     return (
         [
-            f"{model} runs with numbers for the tiny model: {', '.join(kept)}; choose model=pretrained, or set them"
+            f"{model} runs with numbers for the tiny model: {', '.join(kept)}; choose"
+            " model=pretrained, or set them"
         ]
         if kept
         else []
@@ -181,8 +194,10 @@ def _adapter_rate(x: Experiment) -> list[str]:
     ):
         return []
     return [
-        f"model.lora.rank={lora.rank} optimizer.lr={rate:g}: is the rate for all weights of this model, and adapters need about ten times "
-        f'more (Schulman et al. 2025, "LoRA Without Regret"); try optimizer.lr={own.get("lora_lr") or 10 * rate:g}'
+        f"model.lora.rank={lora.rank} optimizer.lr={rate:g}: is the rate for all weights of this"
+        " model, and adapters need about ten times "
+        'more (Schulman et al. 2025, "LoRA Without Regret"); try'
+        f" optimizer.lr={own.get('lora_lr') or 10 * rate:g}"
     ]
 
 

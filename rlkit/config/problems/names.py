@@ -33,7 +33,8 @@ def name_problems(config: Mapping[str, Any]) -> list[str]:
     key = f"{given[0]}.name" if given else "name"
     shown = "".join(c if c.isprintable() else "?" for c in name)
     return [
-        f"{key}={shown:.60}: {reason}. Runs are written to outputs/NAME; give a plain name, as in name=first_try"
+        f"{key}={shown:.60}: {reason}. Runs are written to outputs/NAME; give a plain name, as in"
+        " name=first_try"
     ]
 
 

@@ -40,25 +40,30 @@ def number_problems(x: Experiment) -> list[str]:
     problems = range_problems(x._replace(schedule=Schedule())) + thinking_problems(sampling)
     if a.target_kl is not None and not a.target_kl > 0:
         problems.append(
-            f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never ends a step's updates early"
+            f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never"
+            " ends a step's updates early"
         )
     if sampling.temperature == 0:
         problems.append(
-            "generation.temperature=0: greedy samples of a prompt are all equal, so nothing is learned; use 1.0"
+            "generation.temperature=0: greedy samples of a prompt are all equal, so nothing is"
+            " learned; use 1.0"
         )
     if sampling.top_p < 1 or sampling.top_k > 0:
         problems.append(
-            f"generation.top_p={sampling.top_p}, generation.top_k={sampling.top_k}: training samples from the full distribution, "
-            "since ratios and KL compare full distributions and are wrong on samples of a cut one; set top_p=1 and top_k=0"
+            f"generation.top_p={sampling.top_p}, generation.top_k={sampling.top_k}: training"
+            " samples from the full distribution, since ratios and KL compare full distributions"
+            " and are wrong on samples of a cut one; set top_p=1 and top_k=0"
         )
     if x.trainer.requeue and x.resume == "never":
         problems.append(
-            "trainer.requeue: with resume=never the job that is queued again would begin anew; set resume=auto, or name a run"
+            "trainer.requeue: with resume=never the job that is queued again would begin anew; set"
+            " resume=auto, or name a run"
         )
     if not problems and rollouts % a.minibatches:
         problems.append(
-            f"algorithm.minibatches={a.minibatches}: {x.batch.prompts} prompts × {x.batch.group_size} samples are "
-            f"{rollouts} rollouts, which do not divide into that many equal parts; change it, batch.prompts or batch.group_size"
+            f"algorithm.minibatches={a.minibatches}: {x.batch.prompts} prompts ×"
+            f" {x.batch.group_size} samples are {rollouts} rollouts, which do not divide into that"
+            " many equal parts; change it, batch.prompts or batch.group_size"
         )
     return problems
 
@@ -76,6 +81,6 @@ def thinking_problems(sampling: Sampling) -> list[str]:
     if budget is None or 0 <= budget < limit:
         return []
     return [
-        f"generation.max_thinking_tokens={budget}: must be at least 0 and below generation.max_new_tokens={limit}, where a reply ends "
-        "anyway; null sets no limit"
+        f"generation.max_thinking_tokens={budget}: must be at least 0 and below"
+        f" generation.max_new_tokens={limit}, where a reply ends anyway; null sets no limit"
     ]

@@ -15,9 +15,9 @@ def own_score_problems(config: Any, *, trusted: bool) -> list[str]:
     if trusted:
         return []
     return [
-        f"{path}.score=file: the program writes its own reward, and so does a policy that can write files in the program's folder, so "
-        "what is learned may be to cheat. Add trust=true to this command if you want that, or score with environment.score=exit or a "
-        "reward"
+        f"{path}.score=file: the program writes its own reward, and so does a policy that can write"
+        " files in the program's folder, so what is learned may be to cheat. Add trust=true to"
+        " this command if you want that, or score with environment.score=exit or a reward"
         for path in scored_by_file(config)
     ]
 

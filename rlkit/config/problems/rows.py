@@ -101,12 +101,14 @@ def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
         scores = [r.reward for r in score_rollouts([gold, empty], reward)]
         if scores[0] is None or scores[0] < 1:
             raise DataError(
-                f"row {task.id}: the gold answer '{task.answer[:80]}' scores {scores[0]} with reward '{task.reward}', not 1; "
-                "mend the row's answer, or name a reward that can score it"
+                f"row {task.id}: the gold answer '{task.answer[:80]}' scores {scores[0]} with"
+                f" reward '{task.reward}', not 1; mend the row's answer, or name a reward that can"
+                " score it"
             )
         if scores[1] is not None and scores[1] >= 1:
             raise DataError(
-                f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it must not count as right"
+                f"row {task.id}: an empty answer scores {scores[1]} with reward '{task.reward}'; it"
+                " must not count as right"
             )
 
 
@@ -124,7 +126,8 @@ def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
         task, problem = found[0]
         more = f" ({len(found) - 1} more rows are like it)" if len(found) > 1 else ""
         raise DataError(
-            f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}' {problem}{more}"
+            f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}'"
+            f" {problem}{more}"
         )
 
 
@@ -143,7 +146,8 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
         ):
             there = ", ".join(sorted(known - {""})) or "none, since task is no mixture"
             raise ConfigError(
-                f"algorithm.streams.{name}.parts: there is no part {odd[0]!r} of the task; there are: {there}"
+                f"algorithm.streams.{name}.parts: there is no part {odd[0]!r} of the task; there"
+                f" are: {there}"
             )
     demonstrates = "imitation" in streams and streams["imitation"].mask == "demonstrations"
     mine = [task for task in tasks if "imitation" in streams and streams["imitation"].of(task.part)]
@@ -151,7 +155,8 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
         task := next((task for task in mine if "messages" not in task.metadata), None)
     ):
         raise DataError(
-            f"row {task.id}: holds no conversation, and algorithm.streams.imitation.mask=demonstrations learns from them"
+            f"row {task.id}: holds no conversation, and"
+            " algorithm.streams.imitation.mask=demonstrations learns from them"
         )
     if "teacher" not in streams:
         return
@@ -163,8 +168,8 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
             ("parts", "[http://HOST:8000]") if teacher.name == "vllm" else ("paths", "FOLDER")
         )
         raise DataError(
-            f"row {task.id}: its part {task.part!r} has no teacher; teacher.{key} has those of {', '.join(teacher.models)}, so set "
-            f"+teacher.{key}.{task.part or 'PART'}={value}"
+            f"row {task.id}: its part {task.part!r} has no teacher; teacher.{key} has those of"
+            f" {', '.join(teacher.models)}, so set +teacher.{key}.{task.part or 'PART'}={value}"
         )
     reads = {demonstration.__name__: "a conversation", answer.__name__: "an answer"}.get(
         getattr(teacher.show, "__name__", "")
@@ -175,7 +180,8 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
         and not any(teacher.show(Rollout(copied(task), ()), ()) for task in tasks)
     ):
         raise DataError(
-            f"row {tasks[0].id}: no row holds {reads}, which teacher.show={teacher.show.__name__} shows to the teacher"
+            f"row {tasks[0].id}: no row holds {reads}, which teacher.show={teacher.show.__name__}"
+            " shows to the teacher"
         )
 
 
@@ -213,8 +219,8 @@ def check_reward(
     for own in (by_part(scored) or {"": scored}).values():
         if all(r.reward is None for r in own):
             raise ConfigError(
-                f"reward={reward.name}: it can score none of the first {len(own)} rows (the first is {own[0].task.id}); "
-                "choose a reward that fits the task, or reward=by_task"
+                f"reward={reward.name}: it can score none of the first {len(own)} rows (the first"
+                f" is {own[0].task.id}); choose a reward that fits the task, or reward=by_task"
             )
 
 

@@ -34,11 +34,13 @@ def schedule_problems(experiment: Any) -> list[str]:
         where = f"schedule.phases.{name}"
         if not isinstance(phase, Phase):
             problems.append(
-                f"{where}: is no phase; give it the _target_ rlkit.training.schedules.Phase, or take it out with ~{where}"
+                f"{where}: is no phase; give it the _target_ rlkit.training.schedules.Phase, or"
+                f" take it out with ~{where}"
             )
             continue
         problems += [
-            f"{where}.{group}: must be whole, since a phase shares no part of a group; choose +{group}@{where}.{group}=OPTION first"
+            f"{where}.{group}: must be whole, since a phase shares no part of a group; choose"
+            f" +{group}@{where}.{group}=OPTION first"
             for group in PHASED
             if isinstance(getattr(phase, group), Mapping)
         ]
@@ -62,13 +64,15 @@ def schedule_problems(experiment: Any) -> list[str]:
         where = f"schedule.phases.{name}"
         if phase.until is None and name != list(given)[-1]:
             problems.append(
-                f"{where}: has no end, so no later phase begins; set {where}.until to RL steps or to a condition"
+                f"{where}: has no end, so no later phase begins; set {where}.until to RL steps or"
+                " to a condition"
             )
         if isinstance(phase.until, int) and phase.until < 1:
             problems.append(f"{where}.until={phase.until}: must be at least 1 RL step")
         if isinstance(phase.until, float) and not 0 < phase.until < 1:
             problems.append(
-                f"{where}.until={phase.until}: a share of the run's steps lies between 0 and 1; RL steps are a whole number"
+                f"{where}.until={phase.until}: a share of the run's steps lies between 0 and 1; RL"
+                " steps are a whole number"
             )
         if isinstance(phase.until, str):
             try:
@@ -94,17 +98,20 @@ def schedule_problems(experiment: Any) -> list[str]:
         if metric.startswith("test/"):
             instead = f"wait for 'eval/{metric[5:]}' (validation)"
             problems.append(
-                f"{path}: waits for '{metric}', but test problems must not decide what a run does; {instead}"
+                f"{path}: waits for '{metric}', but test problems must not decide what a run does;"
+                f" {instead}"
             )
         if metric.startswith("eval/") and not evaluated:
             problems.append(
-                f"{path}: waits for '{metric}', which is measured of validation problems only; set evaluation.every and evaluation.n"
+                f"{path}: waits for '{metric}', which is measured of validation problems only; set"
+                " evaluation.every and evaluation.n"
             )
     for name, x in phases(experiment).items():
         where = f"schedule.phases.{name}: " if name else ""
         twice = x.schedule.paths.keys() & dict(inline_controllers(x._replace(schedule=None))).keys()
         problems += [
-            f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of the two"
+            f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of"
+            " the two"
             for path in sorted(twice)
         ]
     return problems
@@ -130,7 +137,8 @@ def schedule_warnings(experiment: Any) -> list[str]:
         steps += until or 1
         if steps >= experiment.trainer.steps:
             out.append(
-                f"{where}: ends at step {steps} or later, and trainer.steps={experiment.trainer.steps}: no later phase begins"
+                f"{where}: ends at step {steps} or later, and"
+                f" trainer.steps={experiment.trainer.steps}: no later phase begins"
             )
             break
     return out
@@ -159,7 +167,8 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
         )  # an option is chosen at its new place, group@place=option
         meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
         out.append(
-            f"{text}: changes nothing, every phase of the schedule has its own {group}; write {' or '.join(meant)}"
+            f"{text}: changes nothing, every phase of the schedule has its own {group}; write"
+            f" {' or '.join(meant)}"
         )
     return out
 

@@ -95,7 +95,8 @@ def dry_run(x: Experiment) -> None:
         )
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
         raise ConfigError(
-            f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error} (at {place(error)})"
+            f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error}"
+            f" (at {place(error)})"
         ) from error
     if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
         made = {
@@ -110,7 +111,8 @@ def dry_run(x: Experiment) -> None:
         ]
         why = f": {bad[0]} gave nan or inf" if bad else ""
         raise ConfigError(
-            f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite{why}; check its numbers"
+            f"algorithm={x.algorithm.name}: the dry run's gradient is zero or not finite{why};"
+            " check its numbers"
         )
     _check_vanishing(x, batch, scores)
 
@@ -152,7 +154,8 @@ def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None
         found = torch.autograd.grad(value, scores.logprobs, retain_graph=True, allow_unused=True)
         if found[0] is not None and found[0].any():
             raise ConfigError(
-                f'{path} ({written(part)}): declares @vanishes("{word}"), and has a gradient there; remove the declaration'
+                f'{path} ({written(part)}): declares @vanishes("{word}"), and has a gradient there;'
+                " remove the declaration"
             )
 
 
@@ -175,6 +178,7 @@ def optimizer_problems(x: Experiment) -> list[str]:
             make([torch.nn.Parameter(torch.zeros(1))])
         except (TypeError, ValueError, RuntimeError) as error:
             problems.append(
-                f"{path}: {error}; its numbers are {', '.join(f'{k}={v}' for k, v in getattr(make, 'keywords', {}).items())}"
+                f"{path}: {error}; its numbers are"
+                f" {', '.join(f'{k}={v}' for k, v in getattr(make, 'keywords', {}).items())}"
             )
     return problems

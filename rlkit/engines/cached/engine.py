@@ -60,7 +60,7 @@ class Cached(Service):
         super().__init__()
         if min(max_rows, max_cached_tokens) < 1 or (check_every is not None and check_every < 1):
             raise ValueError(
-                f"generation.engine: max_rows, max_cached_tokens and check_every must be >= 1 "
+                "generation.engine: max_rows, max_cached_tokens and check_every must be >= 1 "
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
         self.max_rows, self.keep_cache, self.kernel = max_rows, keep_cache, kernel
@@ -84,7 +84,8 @@ class Cached(Service):
         if not full_attention(causal.config, policy.context_length):
             if self.kernel == "fused":
                 raise EngineError(
-                    "generation.kernel=fused: some layers do not see the whole context; use auto or eager"
+                    "generation.kernel=fused: some layers do not see the whole context; use auto or"
+                    " eager"
                 )
             self.why_eager = "some layers do not see the whole context"
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
@@ -96,7 +97,8 @@ class Cached(Service):
                 compiled()
             except NoKernel as error:
                 raise NoKernel(
-                    f"generation.kernel: the run decodes with compiled code, which is impossible here: {error}"
+                    "generation.kernel: the run decodes with compiled code, which is impossible"
+                    f" here: {error}"
                 ) from None
             kernel = "auto"
         if (
@@ -148,7 +150,10 @@ class Cached(Service):
         if fused == (kernel == "fused"):
             return ""
         now = "fused" if fused else "eager"
-        return f"decoding steps were {kernel} and are {now} (generation.kernel), so log-probs differ in their last bits"
+        return (
+            f"decoding steps were {kernel} and are {now} (generation.kernel), so log-probs differ"
+            " in their last bits"
+        )
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -63,8 +63,9 @@ class Graphs:
                 self.refused.add(self.model)
                 reason = str(error).strip().partition("\n")[0]
                 warnings.warn(
-                    f"the decoding step of {type(self.model).__name__} cannot be captured as a CUDA graph and runs without, more slowly "
-                    f"(generation.engine.cuda_graphs=false does not try): {reason}",
+                    f"the decoding step of {type(self.model).__name__} cannot be captured as a CUDA"
+                    " graph and runs without, more slowly (generation.engine.cuda_graphs=false"
+                    f" does not try): {reason}",
                     stacklevel=2,
                 )
         self.replays.get(shape, step)()

@@ -167,7 +167,10 @@ def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None
 def unfit(trunk: Trunk | None, head: Head) -> str:
     """Why the kernel cannot decode this model; empty where it can."""
     if trunk is None:
-        return f"a model of type {getattr(head.causal.config, 'model_type', '')!r} has a forward of its own"
+        return (
+            f"a model of type {getattr(head.causal.config, 'model_type', '')!r} has a forward of"
+            " its own"
+        )
     causal, config, first = head.causal, trunk.trunk.config, trunk.layers[0].module
     attns, mlps = (
         [layer.module.self_attn for layer in trunk.layers],
@@ -203,11 +206,11 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
         "the gate is not silu": config.hidden_act not in ("silu", "swish"),
         "norms differ in eps": len({m.variance_epsilon for m in norms}) > 1,
         "the angles depend on the length": rotary.rope_type in ("dynamic", "longrope"),
-        "head size and hidden size must be multiples of 32, the intermediate size of 16": first.self_attn.head_dim
-        % 32
-        != 0
-        or config.hidden_size % TILE != 0
-        or config.intermediate_size % 16 != 0,
+        "head size and hidden size must be multiples of 32, the intermediate size of 16": (
+            first.self_attn.head_dim % 32 != 0
+            or config.hidden_size % TILE != 0
+            or config.intermediate_size % 16 != 0
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -26,7 +26,10 @@ from rlkit.engines.vllm.weights import lora_rank, saved_model
 from rlkit.errors import ConfigError, EngineError
 from rlkit.types import Generation, Policy, SamplingParams, reaches
 
-INSTALL = "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/vllm_env.sh FOLDER makes an environment with it"
+INSTALL = (
+    "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/vllm_env.sh FOLDER makes an"
+    " environment with it"
+)
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 
 
@@ -81,7 +84,8 @@ class VLLM:
         self.addresses = _addresses(addresses)
         if self.addresses in ([], ["start"]) and find_spec("vllm") is None:
             raise ConfigError(
-                f"vLLM is not installed: {INSTALL}; or name servers with generation.engine.addresses=[http://HOST:8000]"
+                f"vLLM is not installed: {INSTALL}; or name servers with"
+                " generation.engine.addresses=[http://HOST:8000]"
             )
         self.max_rows, self.share, self.sleeps, self.merge = (
             max_rows,
@@ -139,7 +143,8 @@ class VLLM:
             )
         if params.admission != "free" and not self.told:
             print(
-                f"rlkit: generation.admission={params.admission}: vLLM lets answers join as they come, as with free",
+                f"rlkit: generation.admission={params.admission}: vLLM lets answers join as they"
+                " come, as with free",
                 file=sys.stderr,
             )
             self.told = True
@@ -170,7 +175,8 @@ class VLLM:
             ):
                 refused = "generation=vllm in this process takes the first GPU on every rank"
                 raise ConfigError(
-                    f"{refused}; start servers and name them in generation.engine.addresses, or use generation=cached"
+                    f"{refused}; start servers and name them in generation.engine.addresses, or use"
+                    " generation=cached"
                 )
             return InProcess(policy, self._arguments(policy), merge=self.merge, sleeps=self.sleeps)
         if self.addresses == ["start"]:
@@ -222,7 +228,8 @@ def _addresses(addresses: Sequence[str]) -> list[str]:
         len({*given}) < len(given) or not all(a.startswith(("http://", "https://")) for a in given)
     ):
         raise ValueError(
-            f"addresses={given}: must be [], [start], or different URLs of running `vllm serve`, as [http://localhost:8000]"
+            f"addresses={given}: must be [], [start], or different URLs of running `vllm serve`, as"
+            " [http://localhost:8000]"
         )
     return given
 

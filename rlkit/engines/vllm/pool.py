@@ -68,9 +68,11 @@ class ServerPool:
         self.adapted = not self.merge and lora_rank(policy.model) is not None
         self.due = (
             self.adapted,
-            adapter_mark(policy.model)
-            if self.adapted
-            else base_mark(policy.model, merge=self.merge),
+            (
+                adapter_mark(policy.model)
+                if self.adapted
+                else base_mark(policy.model, merge=self.merge)
+            ),
         )
         self.bringing = asyncio.create_task(self._bring())
         await self.bringing
@@ -123,8 +125,9 @@ class ServerPool:
         if server.losses == losses:
             server.forget()
             print(
-                f"rlkit: warning: the vLLM server {server.url} no longer answers ({why}); what it was sampling is sampled again, from the "
-                "same seeds, and it is left out until it answers when weights are loaded",
+                f"rlkit: warning: the vLLM server {server.url} no longer answers ({why}); what it"
+                " was sampling is sampled again, from the same seeds, and it is left out until it"
+                " answers when weights are loaded",
                 file=sys.stderr,
             )
 
@@ -147,10 +150,14 @@ class ServerPool:
             for server in self.servers:
                 if server.process is not None and (status := server.process.poll()) is not None:
                     raise EngineError(
-                        f"the vLLM server that rlkit started ended with status {status}{server.obituary()}"
+                        "the vLLM server that rlkit started ended with status"
+                        f" {status}{server.obituary()}"
                     )
             if time.monotonic() >= until:
-                waited = f"{where}: no answer for {self.restart_wait:g} s (generation.engine.restart_wait)"
+                waited = (
+                    f"{where}: no answer for {self.restart_wait:g} s"
+                    " (generation.engine.restart_wait)"
+                )
                 raise EngineError(waited + self.servers[0].obituary())
             await asyncio.sleep(POLL)
             await self._push()
@@ -171,13 +178,16 @@ class ServerPool:
         )  # a name that no other run has: an adapter is called so
         try:
             try:
-                save_adapter(model, folder) if adapted else save_weights(
-                    model, folder, merge=self.merge
+                (
+                    save_adapter(model, folder)
+                    if adapted
+                    else save_weights(model, folder, merge=self.merge)
                 )
             except Exception as error:  # safetensors has an error of its own
                 raise EngineError(
-                    f"generation.engine.folder={self.folder}: the weights of version {self.version} cannot be written there ({error}); "
-                    "make room, or name another folder that all servers see"
+                    f"generation.engine.folder={self.folder}: the weights of version {self.version}"
+                    f" cannot be written there ({error}); make room, or name another folder that"
+                    " all servers see"
                 ) from error
             await asyncio.gather(
                 *(self._give(server, folder, due, adapted=adapted) for server in lacking)
@@ -193,8 +203,8 @@ class ServerPool:
         if len(named) > 1:
             (one, first), (other, second) = list(named.items())[:2]
             raise EngineError(
-                f"generation.engine.addresses: {first.url} serves {one!r} and {second.url} serves {other!r}; start all with the same "
-                "model, under the same --served-model-name"
+                f"generation.engine.addresses: {first.url} serves {one!r} and {second.url} serves"
+                f" {other!r}; start all with the same model, under the same --served-model-name"
             )
 
     async def _met(self, server: Server) -> bool:
@@ -206,8 +216,9 @@ class ServerPool:
         except Lost as error:
             if not server.losses and server.process is None:
                 raise EngineError(
-                    f"generation.engine.addresses={server.url}: nothing answers there ({error}); start it with `vllm serve`, or have one "
-                    "started with generation.engine.addresses=[start]"
+                    f"generation.engine.addresses={server.url}: nothing answers there ({error});"
+                    " start it with `vllm serve`, or have one started with"
+                    " generation.engine.addresses=[start]"
                 ) from error
         return bool(server.name)
 
@@ -219,8 +230,9 @@ class ServerPool:
             server.has = due
         except TimeoutError as error:
             raise EngineError(
-                f"the vLLM server {server.url} has not taken the weights of version {self.version} in {PUSH:g} s; look into its log, and "
-                "whether it can read generation.engine.folder"
+                f"the vLLM server {server.url} has not taken the weights of version {self.version}"
+                f" in {PUSH:g} s; look into its log, and whether it can read"
+                " generation.engine.folder"
             ) from error
         except Lost as error:
             self._lose(server, losses, error)

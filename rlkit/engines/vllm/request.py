@@ -22,11 +22,13 @@ def check_reply(params: SamplingParams) -> None:
     """Raises ConfigError for what vLLM cannot sample."""
     if params.temperature and not COLDEST <= params.temperature <= HOTTEST:
         raise ConfigError(
-            f"generation.temperature={params.temperature}: vLLM takes 0 or from {COLDEST} to {HOTTEST}"
+            f"generation.temperature={params.temperature}: vLLM takes 0 or from {COLDEST} to"
+            f" {HOTTEST}"
         )
     if params.max_thinking_tokens is not None:
         raise ConfigError(
-            "generation.max_thinking_tokens: vLLM keeps no such budget; use generation=cached, or set it to null"
+            "generation.max_thinking_tokens: vLLM keeps no such budget; use generation=cached, or"
+            " set it to null"
         )
 
 
@@ -43,8 +45,8 @@ def request(
     left = min(policy.context_length, max_length) - len(prompt_ids)
     if left < 1:
         raise ConfigError(
-            f"generation=vllm: a context has {len(prompt_ids)} tokens, and vLLM was started for {max_length} with the reply; "
-            "raise its max_model_len"
+            f"generation=vllm: a context has {len(prompt_ids)} tokens, and vLLM was started for"
+            f" {max_length} with the reply; raise its max_model_len"
         )
     given = {
         "temperature": float(params.temperature),

@@ -76,7 +76,10 @@ class Server:
 
     async def push_weights(self, folder: Path) -> None:
         """Have it read whole weights. Raises: Lost; EngineError where it refuses."""
-        hint = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and let it see generation.engine.folder"
+        hint = (
+            "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and let it see"
+            " generation.engine.folder"
+        )
         await self.ask(
             "/collective_rpc",
             {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
@@ -89,8 +92,9 @@ class Server:
         """Have it read an adapter, whose name is that of the folder, and forget the one before.
         Raises: as `push_weights`."""
         hint = (
-            "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it see "
-            "generation.engine.folder; or push whole weights with generation.engine.merge=true"
+            "start it with --enable-lora --max-lora-rank RANK and"
+            " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it see generation.engine.folder; or push"
+            " whole weights with generation.engine.merge=true"
         )
         await self.ask(
             "/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)}, hint=hint
@@ -129,7 +133,8 @@ class Server:
         """
         if len(ids) >= self.max_length:  # it samples one token more
             raise EngineError(
-                f"{self.url}: a row has {len(ids)} of its {self.max_length} tokens; raise its --max-model-len"
+                f"{self.url}: a row has {len(ids)} of its {self.max_length} tokens; raise its"
+                " --max-model-len"
             )
         body = {
             "model": self.name,
@@ -209,7 +214,10 @@ async def fetch(url: str, body: Mapping[str, Any] | None = None) -> tuple[int, b
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     data = b"" if body is None else json.dumps(body).encode()
-    head = f"{'GET' if body is None else 'POST'} {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
+    head = (
+        f"{'GET' if body is None else 'POST'} {parts.path} HTTP/1.1\r\nHost:"
+        f" {parts.netloc}\r\nConnection: close\r\n"
+    )
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(
         parts.hostname, parts.port or (443 if secure else 80), ssl=secure or None

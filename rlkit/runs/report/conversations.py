@@ -82,7 +82,8 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
                 size, page = size + page.close(shown), _Page()
             if size > TOTAL:
                 warnings.warn(
-                    f"conversations beyond {TOTAL:,} bytes are left out, from step {step} of {run.folder} on",
+                    f"conversations beyond {TOTAL:,} bytes are left out, from step {step} of"
+                    f" {run.folder} on",
                     stacklevel=2,
                 )
                 shown.played.append(played)
@@ -91,7 +92,8 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
         shown.played.append(played)
         if left:
             shown.notes.append(
-                f"{left:,} more conversations are in {run.folder}; limit=NUMBER shows more of them (now {limit:,})."
+                f"{left:,} more conversations are in {run.folder}; limit=NUMBER shows more of them"
+                f" (now {limit:,})."
             )
     return shown
 
@@ -239,9 +241,9 @@ def entry_of(rollout: Rollout) -> dict[str, Any]:
         "sample": rollout.sample,
         "reward": rollout.total_reward,
         "rewards": dict(rollout.rewards) if len(rollout.rewards) > 1 else {},
-        "status": rollout.status
-        if rollout.status == "terminated"
-        else f"truncated: {rollout.truncation}",
+        "status": (
+            rollout.status if rollout.status == "terminated" else f"truncated: {rollout.truncation}"
+        ),
         "tokens": rollout.response_length,
         "turns": len(rollout.steps),
         "versions": [

@@ -30,8 +30,14 @@ from rlkit.runs.report.verdicts import UNITS, basis, budgets, falls, notes, shar
 from rlkit.tasks.splits import count_in_words
 
 SCRIPTS = ("charts.js", "report.js")
-NOSCRIPT = "<noscript><p class=note>The charts need JavaScript; they are in the folder beside this file as SVG and PDF too.</p></noscript>"
-SOLVED = "<p class=note>How many of a step's problems have which share of samples with a reward above 0: pale over the first fifth of the "
+NOSCRIPT = (
+    "<noscript><p class=note>The charts need JavaScript; they are in the folder beside this file as"
+    " SVG and PDF too.</p></noscript>"
+)
+SOLVED = (
+    "<p class=note>How many of a step's problems have which share of samples with a reward above 0:"
+    " pale over the first fifth of the "
+)
 SOLVED += (
     "steps, full over the last. Problems at 0 and at 1 teach nothing to a group algorithm.</p>"
 )
@@ -53,7 +59,10 @@ def render(
         files(__package__).joinpath(name).read_text() for name in ("report.css", *SCRIPTS)
     )
     script = "".join(scripts)
-    policy = f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)};"
+        " base-uri 'none'; form-action 'none'"
+    )
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     every = [*told, *others(groups, told)]
     curves = [section(name, charts_of(name, every, groups)) for name in SECTIONS]
@@ -67,9 +76,11 @@ def render(
         *curves,
         section(
             "Solve rates",
-            '<div class=charts id="solved"></div>' + SOLVED
-            if any(p.solved for p in shown.played)
-            else "",
+            (
+                '<div class=charts id="solved"></div>' + SOLVED
+                if any(p.solved for p in shown.played)
+                else ""
+            ),
         ),
         section("Rewards", rewards_table(groups)),
         section("Turns", turns_table(shown)),
@@ -99,9 +110,11 @@ def render(
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width,'
+        f' initial-scale=1">\n<title>{escape(title)}</title>\n'
         f"<style>{css}</style>\n</head>\n<body>\n"
-        f"<header><h1>{escape(title)}</h1><button id=theme type=button>Light or dark</button></header>\n<nav>{links}</nav>\n"
+        f"<header><h1>{escape(title)}</h1><button id=theme type=button>Light or"
+        f" dark</button></header>\n<nav>{links}</nav>\n"
         f"<main>\n{''.join(f'<p class=note>{escape(note)}</p>' for note in notes)}"
         f"{_with_controls(sections, [ident for ident, _, text in curves if text])}<footer>{_footer(beside)}</footer>\n</main>\n"
         + "".join(
@@ -125,11 +138,15 @@ def _with_controls(sections: Sequence[tuple[str, str, str]], curves: Sequence[st
 def _footer(beside: str) -> str:
     """Where the same can be found as files."""
     pictures = (
-        f"The charts as SVG and PDF are in the folder <code>{escape(beside)}/</code> beside this file; "
+        f"The charts as SVG and PDF are in the folder <code>{escape(beside)}/</code> beside this"
+        " file; "
         if beside
         else ""
     )
-    said = f"{pictures}the numbers are in metrics.csv and the conversations in completions/ and rollouts/ of each run."
+    said = (
+        f"{pictures}the numbers are in metrics.csv and the conversations in completions/ and"
+        " rollouts/ of each run."
+    )
     return said[0].upper() + said[1:]
 
 
@@ -155,7 +172,10 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are HTML; on a narrow screen the table scrolls in its own box."""
     head = "".join(f"<th>{name}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class=scroll tabindex=0><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return (
+        "<div class=scroll"
+        f" tabindex=0><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def held_out_table(rows: Sequence[HeldOutRow]) -> str:
@@ -174,7 +194,10 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
         for row in rows
     ]
     several = any(row.seeds > 1 for row in rows)
-    note = "In brackets 95 % intervals: of one seed over problems, that of the change as of two independent samples (Newcombe)"
+    note = (
+        "In brackets 95 % intervals: of one seed over problems, that of the change as of two"
+        " independent samples (Newcombe)"
+    )
     note += (
         "; of three seeds and more Student's t over seeds, of these problems; two seeds have none"
         if several
@@ -269,7 +292,8 @@ def health_list(groups: Sequence[Group]) -> str:
             out.append(f"<li class=bad><span class=mark>!</span> {name}:<ul>{items}</ul></li>")
         else:
             out.append(
-                f"<li class=good><span class=mark>✓</span> {name}: the checks found nothing in {steps} steps</li>"
+                f"<li class=good><span class=mark>✓</span> {name}: the checks found nothing in"
+                f" {steps} steps</li>"
             )
     return f"<ul class=health>{''.join(out)}</ul>" if out else ""
 
@@ -374,7 +398,10 @@ def rewards_table(groups: Sequence[Group]) -> str:
         )
         for row in rows
     ]
-    note = "Means over the first and the last tenth of the steps. Explains: the share of the reward's variance within groups that the "
+    note = (
+        "Means over the first and the last tenth of the steps. Explains: the share of the reward's"
+        " variance within groups that the "
+    )
     note += "component alone explains. A shadow is scored and not trained on."
     return (
         html_table(("line", "reward", "start", "end", "explains", "scores at the end"), cells)
@@ -432,17 +459,22 @@ def charts_of(name: str, told: Sequence[Chart], groups: Sequence[Group]) -> str:
         return ""
     boxes = f'<div class=charts data-section="{escape(name)}"></div>'
     if name == OTHER:
-        return f"<details><summary>{len(own)} more, metrics of your own among them</summary>{boxes}</details>"
+        return (
+            f"<details><summary>{len(own)} more, metrics of your own among"
+            f" them</summary>{boxes}</details>"
+        )
     return boxes + (NOSCRIPT + reading(groups) if name == SECTIONS[0] else "")
 
 
 def reading(groups: Sequence[Group]) -> str:
     """How to read the charts."""
     said = [
-        "Lines are smoothed over a twelfth of the run unless smooth= says otherwise, with the unsmoothed values faint behind them."
+        "Lines are smoothed over a twelfth of the run unless smooth= says otherwise, with the"
+        " unsmoothed values faint behind them."
     ]
     said.append(
-        "An axis has a least range, so noise stays small. A green band is where a figure needs no attention."
+        "An axis has a least range, so noise stays small. A green band is where a figure needs no"
+        " attention."
     )
     if any(len(group.runs) > 1 for group in groups):
         said.append(

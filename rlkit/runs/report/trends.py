@@ -67,7 +67,10 @@ def entropy_collapse(run: ReadRun) -> str | None:
     remedy = (
         "raise algorithm.policy_loss.clip_high or algorithm.entropy_coef, or lower optimizer.lr"
     )
-    return f"entropy fell from {entropy.first:.3g} to {entropy.last:.3g} nats a token before the problems were solved: {remedy}"
+    return (
+        f"entropy fell from {entropy.first:.3g} to {entropy.last:.3g} nats a token before the"
+        f" problems were solved: {remedy}"
+    )
 
 
 def kl_growth(run: ReadRun) -> str | None:
@@ -85,8 +88,8 @@ def kl_growth(run: ReadRun) -> str | None:
     if reward.rose(reward.middle):
         return None
     return (
-        f"KL grew from {kl.middle:.3g} to {kl.last:.3g} nats a token in the last third while the reward did not rise: stop earlier, raise "
-        "kl.coef, or lower optimizer.lr"
+        f"KL grew from {kl.middle:.3g} to {kl.last:.3g} nats a token in the last third while the"
+        " reward did not rise: stop earlier, raise kl.coef, or lower optimizer.lr"
     )
 
 
@@ -102,8 +105,9 @@ def length_growth(run: ReadRun) -> str | None:
     if reward.rose(reward.first):
         return None
     return (
-        f"episodes grew from {length.first:.0f} to {length.last:.0f} tokens while the reward did not rise: look for padding in the "
-        "conversations, or use algorithm/overlong=penalty or algorithm/aggregation=token_mean"
+        f"episodes grew from {length.first:.0f} to {length.last:.0f} tokens while the reward did"
+        " not rise: look for padding in the conversations, or use algorithm/overlong=penalty or"
+        " algorithm/aggregation=token_mean"
     )
 
 
@@ -125,9 +129,9 @@ def training_up_validation_down(run: ReadRun) -> str | None:
     if means[best] - means[-1] <= fmean(curve[step] - low[step] for step in low if step in curve):
         return None
     return (
-        f"the training reward rose from {reward.first:.2f} to {reward.last:.2f} while validation accuracy fell from {means[best]:.3f} "
-        f"(about step {steps[best]}) to {means[-1]:.3f}: keep the best checkpoint (callbacks.checkpoint.best=eval/accuracy), or train on "
-        "more problems"
+        f"the training reward rose from {reward.first:.2f} to {reward.last:.2f} while validation"
+        f" accuracy fell from {means[best]:.3f} (about step {steps[best]}) to {means[-1]:.3f}: keep"
+        " the best checkpoint (callbacks.checkpoint.best=eval/accuracy), or train on more problems"
     )
 
 
@@ -144,8 +148,9 @@ def reward_hacking(run: ReadRun) -> str | None:
             and shadow.first - shadow.last > 0.05 * abs(shadow.first)
         ):
             return (
-                f"the reward rose from {reward.first:.2f} to {reward.last:.2f} while the shadow reward {name} fell from "
-                f"{shadow.first:.2f} to {shadow.last:.2f}: read the best conversations; the policy may be gaming the reward"
+                f"the reward rose from {reward.first:.2f} to {reward.last:.2f} while the shadow"
+                f" reward {name} fell from {shadow.first:.2f} to {shadow.last:.2f}: read the best"
+                " conversations; the policy may be gaming the reward"
             )
     return None
 

@@ -144,7 +144,8 @@ def _at_budget(groups: Sequence[Group], at: str) -> Figure:
             values[-1] |= {run.seed or 0: curve[max(within)]} if within else {}
     if sum(map(bool, values)) < 2:
         raise ConfigError(
-            f"at={at}: needs validation on the way, which these runs lack; train with evaluation.every=N"
+            f"at={at}: needs validation on the way, which these runs lack; train with"
+            " evaluation.every=N"
         )
     name = f"validation accuracy after {shared:,.0f} {UNITS[at]}"
     return Figure(name, values, _resolution(groups, values, accuracy=True))
@@ -229,7 +230,8 @@ def notes(groups: Sequence[Group]) -> list[str]:
                 f"{group.label} {value:,.0f}" for group, value in zip(groups, values, strict=True)
             )
             out.append(
-                f"The lines had unequal budgets, in {UNITS[unit]}: {said}. at={unit} compares them where each has spent as much."
+                f"The lines had unequal budgets, in {UNITS[unit]}: {said}. at={unit} compares them"
+                " where each has spent as much."
             )
     changed = [
         key
@@ -238,7 +240,8 @@ def notes(groups: Sequence[Group]) -> list[str]:
     ]
     if changed:
         out.append(
-            f"The lines differ in {', '.join(changed[:4])}: their figures may not be of the same problems."
+            f"The lines differ in {', '.join(changed[:4])}: their figures may not be of the same"
+            " problems."
         )
     return out
 
@@ -298,10 +301,16 @@ def sentence(
     """A verdict as a person would say it."""
     if claim != "open":
         low, high = sorted((abs(d.low), abs(d.high)))
-        return f"{second} is {claim} than {first} by {abs(d.mean):.3f} ({low:.3f} to {high:.3f}), {d.n} seeds."
+        return (
+            f"{second} is {claim} than {first} by {abs(d.mean):.3f} ({low:.3f} to {high:.3f}),"
+            f" {d.n} seeds."
+        )
     head = f"{second} against {first}: no difference can be claimed"
     if d.n < FEWEST:
-        return f"{head}; they share {d.n or 'no'} seed{'s' * (d.n != 1)}, and fewer than {TO_CLAIM} claim nothing."
+        return (
+            f"{head}; they share {d.n or 'no'} seed{'s' * (d.n != 1)}, and fewer than {TO_CLAIM}"
+            " claim nothing."
+        )
     bound = spread_bound(d.spread, d.n)
     needed = seeds_needed(bound, effect, comparisons=comparisons)
     head += f" ({d.mean:+.3f}, {d.low:+.3f} to {d.high:+.3f})"

@@ -42,8 +42,8 @@ def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool
         text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text
     ]:
         raise ConfigError(
-            f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it from the environment, as "
-            f"{secret[0]}='${{oc.env:NAME}}'"
+            f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it"
+            f" from the environment, as {secret[0]}='${{oc.env:NAME}}'"
         )
     config = compose_sweep(given, config_dir)
     root, search = Path(config.hydra.sweep.dir), is_search(config)
@@ -55,7 +55,8 @@ def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool
     )[-1]
     if resume not in ("never", "auto"):
         raise ConfigError(
-            f"resume={resume}: a sweep takes resume=auto, which goes on where {root} ended; a single run is resumed without -m"
+            f"resume={resume}: a sweep takes resume=auto, which goes on where {root} ended; a"
+            " single run is resumed without -m"
         )
     own = [text for text in given if not text.lstrip("+~").startswith("hydra")]
     every = [
@@ -83,7 +84,8 @@ def refuse_running(root: Path) -> None:
     for job in read_jobs(root / "jobs"):
         if alive(job):
             raise ConfigError(
-                f"{root}: job {job.folder.name} still runs there as process {job.process['pid']}; wait for it, or end it"
+                f"{root}: job {job.folder.name} still runs there as process {job.process['pid']};"
+                " wait for it, or end it"
             )
 
 
@@ -164,11 +166,13 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
         assert hydra is not None
         # A key that only a signature knows is added; the check of the jobs decides about it.
         texts = [
-            text
-            if text[0] in "+~"
-            or read_override(text)[0].is_sweep_override()
-            or is_group(text, search)
-            else f"++{text}"
+            (
+                text
+                if text[0] in "+~"
+                or read_override(text)[0].is_sweep_override()
+                or is_group(text, search)
+                else f"++{text}"
+            )
             for text in given
         ]
         try:
@@ -300,7 +304,8 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
     other = f"another sweep needs a folder of its own, as in hydra.sweep.dir={root}_2"
     if not resume:
         return [
-            f"{root} holds runs of these jobs already, which are never overwritten; resume=auto goes on with them, {other}"
+            f"{root} holds runs of these jobs already, which are never overwritten; resume=auto"
+            f" goes on with them, {other}"
         ]
     if not config.get("takeover") and (living := owner.occupied(folder)):
         return [living]

@@ -134,7 +134,10 @@ def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
         if len(received) == 1:
             elsewhere = any(job.status == "running" for job in known) and not mine
             more = "; what runs elsewhere goes on" if elsewhere else ""
-            said = f"\nstopping: {len(mine)} running jobs save and end{more}; once more ends them at once\n"
+            said = (
+                f"\nstopping: {len(mine)} running jobs save and end{more}; once more ends them at"
+                " once\n"
+            )
             with contextlib.suppress(OSError):  # after SIGHUP there may be no terminal
                 os.write(2, said.encode())
         if last or (len(received) > 1 and not mine):

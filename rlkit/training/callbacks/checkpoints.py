@@ -42,8 +42,8 @@ from rlkit.training.callbacks.metrics import still_owned
 PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
-CHECKPOINT = (
-    "the newest checkpoint"  # what is lost where a save failed and none has succeeded since
+CHECKPOINT = (  # what is lost where a save failed and none has succeeded since
+    "the newest checkpoint"
 )
 RESULT = (
     CHECKPOINT,
@@ -67,7 +67,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if free < need:
             raise OSError(
                 errno.ENOSPC,
-                f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB free",
+                f"No space left on device: {need / 2**20:,.0f} MiB needed, {free / 2**20:,.0f} MiB"
+                " free",
             )
         with as_oserror(), atomic(path) as file:
             seal(file, lambda out: torch.save(checkpoint, out))
@@ -322,7 +323,10 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         "; ".join(
             [
                 *damaged,
-                f"{source}: no checkpoint that can be read; start a new run without resume, or name an older run",
+                (
+                    f"{source}: no checkpoint that can be read; start a new run without resume, or"
+                    " name an older run"
+                ),
             ]
         )
     )
@@ -358,14 +362,17 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
     if own != identity:
         config = state["run"].get("config", {})
         raise DataError(
-            f"{path} is a checkpoint of run {own} (name={config.get('name')}, seed={config.get('seed')}), and {folder} is the folder of "
-            f"run {identity}. Put the right file back, or move this one away so that the run goes on from an older checkpoint"
+            f"{path} is a checkpoint of run {own} (name={config.get('name')},"
+            f" seed={config.get('seed')}), and {folder} is the folder of run {identity}. Put the"
+            " right file back, or move this one away so that the run goes on from an older"
+            " checkpoint"
         )
     named = step_of(path.resolve())
     step = state["rlkit"]["rl_step"]
     if named not in (-1, step):
         raise DataError(
-            f"{path} holds RL step {step}, so it is not the file that the run saved under this name. Move it away"
+            f"{path} holds RL step {step}, so it is not the file that the run saved under this"
+            " name. Move it away"
         )
 
 
@@ -391,7 +398,8 @@ def set_foreign_aside(run: Path, identity: str) -> None:
             if own != identity:
                 kept = set_aside(run, path.relative_to(run).as_posix())
                 print(
-                    f"resume: {path.name} is a checkpoint of run {own}, not of run {identity}, and is kept as {kept}",
+                    f"resume: {path.name} is a checkpoint of run {own}, not of run {identity}, and"
+                    f" is kept as {kept}",
                     flush=True,
                 )
 
@@ -409,7 +417,8 @@ def supersede(folder: Path, step: int) -> None:
         if damage(path):
             kept = put_aside(path, DAMAGED).name
             print(
-                f"resume: {path.name} is damaged and kept as {kept}; delete it when you have looked at it",
+                f"resume: {path.name} is damaged and kept as {kept}; delete it when you have looked"
+                " at it",
                 flush=True,
             )
         else:

@@ -32,15 +32,24 @@ def all_rewards_equal(row: Row) -> str | None:
         else "choose harder problems (task)"
     )
     return (
-        f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is nothing to learn from; raise "
-        f"batch.group_size, {remedy}"
+        f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is"
+        f" nothing to learn from; raise batch.group_size, {remedy}"
     )
 
 
 REMEDIES = {  # what cut most episodes → the key to turn
-    "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false, generation.max_thinking_tokens)",
-    "context": "lower generation.max_new_tokens or the environment's max_turns, or set its overflow=drop_oldest",
-    "steps": "raise the environment's max_turns (environment.max_turns; with environment=by_task environment.environments.NAME.max_turns)",
+    "length": (
+        "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
+        " generation.max_thinking_tokens)"
+    ),
+    "context": (
+        "lower generation.max_new_tokens or the environment's max_turns, or set its"
+        " overflow=drop_oldest"
+    ),
+    "steps": (
+        "raise the environment's max_turns (environment.max_turns; with environment=by_task"
+        " environment.environments.NAME.max_turns)"
+    ),
     "deadline": "raise environment.deadline",
     "environment": "raise the environment's own limit",
     "error": "look at the error in samples/",
@@ -52,7 +61,10 @@ def nearly_all_truncated(row: Row) -> str | None:
     if not row["len/truncated_frac"] > 0.9:
         return None
     why = max(REMEDIES, key=lambda why: row.get(f"stop_reason/{why}", 0))
-    return f"{row['len/truncated_frac']:.0%} of the episodes were truncated, most of them by {why}: {REMEDIES[why]}"
+    return (
+        f"{row['len/truncated_frac']:.0%} of the episodes were truncated, most of them by {why}:"
+        f" {REMEDIES[why]}"
+    )
 
 
 def length_inflation(row: Row) -> str | None:
@@ -64,7 +76,10 @@ def length_inflation(row: Row) -> str | None:
     )
     if not (looping > 0.02 or cut > 0.15):
         return None
-    remedy = "add a demonstration (algorithm.streams.imitation), hold on to the start (kl=k3), or lower algorithm.streams.teacher.coef"
+    remedy = (
+        "add a demonstration (algorithm.streams.imitation), hold on to the start (kl=k3), or lower"
+        " algorithm.streams.teacher.coef"
+    )
     what = (
         f"{looping:.0%} of the episodes repeat themselves"
         if looping > 0.02
@@ -76,7 +91,10 @@ def length_inflation(row: Row) -> str | None:
 def parse_failures(row: Row) -> str | None:
     """More than a fifth of the episodes have a tool call that cannot be read."""
     share = row["parse_fail_frac"]
-    remedy = "look at samples/, and choose the format that the model writes with environment/parse_calls (hermes, xml)"
+    remedy = (
+        "look at samples/, and choose the format that the model writes with environment/parse_calls"
+        " (hermes, xml)"
+    )
     return (
         f"{share:.0%} of the episodes have a tool call that cannot be read: {remedy}"
         if share > 0.2
@@ -99,8 +117,8 @@ def reward_failures(row: Row) -> str | None:
         return None
     worst = max(rates, key=lambda name: rates[name])
     return (
-        f"the reward term {worst} failed on {rates[worst]:.1%} of the episodes, which are not trained on; "
-        f"reward/{worst}/error_frac and timeout_frac follow it"
+        f"the reward term {worst} failed on {rates[worst]:.1%} of the episodes, which are not"
+        f" trained on; reward/{worst}/error_frac and timeout_frac follow it"
     )
 
 
@@ -108,7 +126,8 @@ def ratio_off(row: Row) -> str | None:
     """The first minibatch is on-policy, so its ratio is 1."""
     ratio = row["ratio/first_mean"]  # nan is not compared
     return (
-        f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs disagree"
+        f"the ratio of the first minibatch is {ratio:.3f}, not 1: trainer and old log-probs"
+        " disagree"
         if abs(ratio - 1) > 0.01
         else None
     )
@@ -140,7 +159,8 @@ def no_gradient(row: Row) -> str | None:
         return None
     taught = "streams/teacher" in row and row["streams/teacher"] == 0
     why = (
-        "the teacher equals the policy; choose another one (teacher), or keep a reward (algorithm.streams.reward)"
+        "the teacher equals the policy; choose another one (teacher), or keep a reward"
+        " (algorithm.streams.reward)"
         if taught
         else ("look at loss/total, adv/abs_mean and the weights of your own parts")
     )
@@ -164,8 +184,8 @@ def waits_for_cores(row: Row) -> str | None:
     if not (took >= 2 * worked and took - worked >= 1):  # nan: it was not measured
         return None
     return (
-        f"the update took {took:.1f} s, of which the processor worked {worked:.1f} s: other processes take this machine's cores, and "
-        "the times of this run say little"
+        f"the update took {took:.1f} s, of which the processor worked {worked:.1f} s: other"
+        " processes take this machine's cores, and the times of this run say little"
     )
 
 

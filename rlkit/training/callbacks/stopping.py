@@ -56,7 +56,10 @@ class StopOnSignal(L.Callback):
             self.module.droppable and ranks.size() == 1
         )  # several ranks end together, between steps
         doing = "the rollouts of this step are dropped" if drop else "this step is finished"
-        line = f"rlkit: {signal.Signals(signum).name}: {doing}, then the run is saved and ends; a second signal ends it now"
+        line = (
+            f"rlkit: {signal.Signals(signum).name}: {doing}, then the run is saved and ends; a"
+            " second signal ends it now"
+        )
         with suppress(OSError):  # after SIGHUP there may be no terminal
             os.write(2, f"\n{line}\n".encode())  # a print could meet another one half done
         if drop:
@@ -74,7 +77,8 @@ def requeue() -> None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if job is None or not re.fullmatch(r"[0-9_]+", job):
         print(
-            "warning: trainer.requeue: this is no SLURM job (SLURM_JOB_ID is not set); start it again by hand",
+            "warning: trainer.requeue: this is no SLURM job (SLURM_JOB_ID is not set); start it"
+            " again by hand",
             file=sys.stderr,
         )
         return

@@ -179,7 +179,8 @@ def held_out(row: dict[str, Any]) -> str:
         if f"{prefix}accuracy" in row:
             accuracy, reward = row[f"{prefix}accuracy"], row[f"{prefix}reward"]
             said.append(
-                f"{split} accuracy {accuracy:.3f}{f', reward {reward:.3f}' if reward != accuracy else ''}"
+                f"{split} accuracy"
+                f" {accuracy:.3f}{f', reward {reward:.3f}' if reward != accuracy else ''}"
             )
     return ", ".join(said)
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 from rlkit.types import Controller, safe
 
-GRAMMAR = "METRIC > NUMBER or METRIC > NUMBER for N, with >, >=, < or <=, N at least 1; for example 'reward/mean > 0.8 for 5'"
+GRAMMAR = (
+    "METRIC > NUMBER or METRIC > NUMBER for N, with >, >=, < or <=, N at least 1; for example"
+    " 'reward/mean > 0.8 for 5'"
+)
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
@@ -97,7 +100,8 @@ def adaptive(
             raise ValueError(f"{name}={value}: must be greater than 0")
     if not 0 < horizon <= 1:
         raise ValueError(
-            f"horizon={horizon}: is a share of the run's steps, greater than 0 and at most 1; 0.1 is a tenth of the run"
+            f"horizon={horizon}: is a share of the run's steps, greater than 0 and at most 1; 0.1"
+            " is a tenth of the run"
         )
     if not 0 < limit < 1:
         raise ValueError(f"limit={limit}: must be greater than 0 and less than 1")
@@ -119,7 +123,8 @@ def _adaptive(
 ) -> dict[str, float]:
     if steps is None:
         raise ValueError(
-            "steps=None: outside a schedule, which knows the run's length, give adaptive the number of steps"
+            "steps=None: outside a schedule, which knows the run's length, give adaptive the number"
+            " of steps"
         )
     divergence = metrics.get(metric, math.nan)
     if not math.isfinite(divergence):

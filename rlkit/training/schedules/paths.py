@@ -54,7 +54,8 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
     key, rest, known = keys[0], keys[1:], settable(node)
     if key not in known:
         raise KeyError(
-            f"'{path}' binds nothing: there is no '{key}'; here are: {', '.join(map(str, known)) or 'no numbers'}"
+            f"'{path}' binds nothing: there is no '{key}'; here are:"
+            f" {', '.join(map(str, known)) or 'no numbers'}"
         )
     old = known[key]
     if not rest and (isinstance(old, bool) or not isinstance(old, int | float | Controller)):

@@ -298,7 +298,8 @@ def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]
     """Sentences on what waits for a metric that a step has not measured. Those of validation
     problems (eval/…) are not of every step."""
     return [
-        f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step measures: {', '.join(sorted(metrics))}"
+        f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step"
+        f" measures: {', '.join(sorted(metrics))}"
         for path, metric in watched(experiment, progress).items()
         if metric not in metrics and not metric.startswith("eval/")
     ]

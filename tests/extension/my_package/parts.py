@@ -167,9 +167,12 @@ class Nim:
             step._replace(reward=1.0 if i % 2 == winner else -1.0)
             for i, step in enumerate(rollout.steps)
         )
-        return rollout._replace(
-            steps=steps, metadata={**rollout.metadata, "winner": self.players[winner]}
-        ), None
+        return (
+            rollout._replace(
+                steps=steps, metadata={**rollout.metadata, "winner": self.players[winner]}
+            ),
+            None,
+        )
 
     def state(self) -> dict[str, Any]:
         return {"stones": self.stones}
