@@ -198,7 +198,8 @@ def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: i
     """
     faults: dict[tuple[str, str], list[str]] = {}
     for name, (size, digest) in files.items():
-        if why := _fault(folder / name, size, digest, step):
+        why = _fault(folder / name, size, digest, step)
+        if why:
             faults.setdefault((Path(name).parts[0], why), []).append(name)
     for path in _appended(folder):
         name = path.relative_to(folder).as_posix()

@@ -158,7 +158,8 @@ def ended_by(end: Callable[[], None]) -> Iterator[None]:
     That is called from another thread, and may kill a child process; the block is not left
     meanwhile.
     """
-    if (work := WORK.get()) is None:
+    work = WORK.get()
+    if work is None:
         yield
         return
     with work.lock:
@@ -226,7 +227,8 @@ class Countdown:
 
     def __init__(self, seconds: float | None):
         self.seconds = seconds
-        self.left, self.spent = math.inf if seconds is None else seconds, 0.0
+        self.left = math.inf if seconds is None else seconds
+        self.spent = 0.0
         self.tick = min(0.25, self.left / 8)
 
     @asynccontextmanager
@@ -262,7 +264,8 @@ class Countdown:
         def count() -> None:
             nonlocal begun, handle
             now = loop.time()
-            self.left, begun = self.left - min(now - begun, self.tick), now
+            self.left = self.left - min(now - begun, self.tick)
+            begun = now
             if self.left > 0:
                 handle = wait()
             else:

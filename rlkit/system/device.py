@@ -79,10 +79,9 @@ def keep_freed_memory() -> None:
     system is filled with zeros first: about an eighth of the processor time of an update over
     10,000 tokens. The peak stays, since larger blocks go back at once.
     """
-    trim_threshold, mmap_threshold = (
-        -1,
-        -3,
-    )  # names of malloc.h; 32 MiB is the most that glibc takes
+    # names of malloc.h; 32 MiB is the most that glibc takes
+    trim_threshold = -1
+    mmap_threshold = -3
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

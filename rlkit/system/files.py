@@ -177,7 +177,8 @@ def unwritable(error: BaseException) -> str | None:
     else."""
     if isinstance(error, OSError):
         return reason(error)
-    if found := RUST.search(str(error)):
+    found = RUST.search(str(error))
+    if found:
         return os.strerror(int(found[1]))
     if isinstance(error, RuntimeError) and TORCH.search(str(error)):
         behind = error.__cause__ or error.__context__
@@ -232,8 +233,10 @@ def finite(value: Any) -> Any:
 def put_aside(path: Path, suffix: str) -> Path:
     """Renames a file to its name with a suffix, and a number where that is taken: nothing is
     overwritten. Returns the new path."""
-    target, number = path.with_name(path.name + suffix), 2
+    target = path.with_name(path.name + suffix)
+    number = 2
     while target.exists():
-        target, number = path.with_name(f"{path.name}{suffix}_{number}"), number + 1
+        target = path.with_name(f"{path.name}{suffix}_{number}")
+        number = number + 1
     path.rename(target)
     return target

@@ -75,7 +75,8 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
     record = identity() | {"token": secrets.token_hex(8)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if said := claim(folder, record, takeover=takeover):
+        said = claim(folder, record, takeover=takeover)
+        if said:
             print(f"resume: {said}", flush=True)
     except OSError as error:
         why = error.strerror or error
@@ -163,7 +164,8 @@ def lives(found: Mapping[str, Any]) -> bool:
     """Whether the process of a record may still work in its folder."""
     if is_here(found):
         return runs_here(found)
-    mine, theirs = identity()["slurm"], found.get("slurm")
+    mine = identity()["slurm"]
+    theirs = found.get("slurm")
     again = (
         mine is not None and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine
     )  # the same job, queued again
@@ -229,7 +231,8 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
         except OSError:
             (folder / NAME).unlink(missing_ok=True)  # created, and not written
             raise
-        found, living = _read(folder), occupied(folder)
+        found = _read(folder)
+        living = occupied(folder)
         if living and not takeover:
             raise Occupied(living)
         _write(folder, record)
@@ -256,7 +259,8 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
 def check_owner(folder: Path) -> None:
     """Raises TakenOver if this process owned a run folder and another one does now; nothing if it
     never did."""
-    if said := lost(folder):
+    said = lost(folder)
+    if said:
         raise TakenOver(said)
 
 

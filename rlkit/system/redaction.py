@@ -34,10 +34,8 @@ PARAMETER = re.compile(
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
 # characters that the value of a variable needs to be covered in any text: found by its name, or by
 # its origin
-NAMED, TAKEN = (
-    8,
-    6,
-)
+NAMED = 8
+TAKEN = 6
 PLAIN = re.compile(
     r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE
 )  # values that say nothing

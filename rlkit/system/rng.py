@@ -99,7 +99,8 @@ def drawing(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any
     coroutine waits, shared state that it has changed is put back (`rlkit.system.shared_state`).
     """
     _seed_on_host(value)
-    resume, given = coroutine.send, None
+    resume = coroutine.send
+    given = None
     watch = current()
     while True:
         try:
@@ -110,7 +111,9 @@ def drawing(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any
             watch.look()
         own = state()
         try:
-            resume, given = coroutine.send, (yield waits_for)
+            resume = coroutine.send
+            given = yield waits_for
         except BaseException as error:  # cancelled, or closed
-            resume, given = coroutine.throw, error
+            resume = coroutine.throw
+            given = error
         restore(own)

@@ -24,7 +24,9 @@ from rlkit.system.files import (
     write_atomic,
 )
 
-DISCARDED, UNREADABLE = "metrics.discarded.jsonl", "metrics.unreadable"  # beside metrics.jsonl
+# beside metrics.jsonl
+DISCARDED = "metrics.discarded.jsonl"
+UNREADABLE = "metrics.unreadable"
 WAITING: dict[
     Path, bytes
 ] = {}  # file → rows that found no room; a checkpoint is not written before they are
@@ -75,7 +77,10 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
     missing = Counter(own or ()) - Counter(digest_line(line) for line, _ in lines)
     foreign = bool(own) and missing.total() == len(own or ())
     mine = set(own or ())
-    unreadable, discarded, kept, others = [], [], [], []
+    unreadable = []
+    discarded = []
+    kept = []
+    others = []
     for line, row in lines:
         if foreign or (
             missing and digest_line(line) not in mine and row is not None and row["step"] <= step
@@ -160,7 +165,8 @@ def export_csv(path: Path) -> Path:
     """metrics.csv beside metrics.jsonl, all columns of all rows, blank where a row has none."""
     rows = read_rows(path)
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    target, text = path.with_suffix(".csv"), io.StringIO(newline="")
+    target = path.with_suffix(".csv")
+    text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
     writer.writerows(rows)

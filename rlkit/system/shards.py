@@ -102,9 +102,11 @@ def cut_steps(folder: Path, step: int) -> None:
 
     Raises: DataError, with everything in its place, where that fails.
     """
-    target, moved = folder.with_name(f"{folder.name}.discarded.jsonl.gz"), 0
+    target = folder.with_name(f"{folder.name}.discarded.jsonl.gz")
+    moved = 0
     for path in files(folder):
-        held, size = dict(members(path)), path.stat().st_size
+        held = dict(members(path))
+        size = path.stat().st_size
         end = max(
             (
                 stop

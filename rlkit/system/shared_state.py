@@ -134,7 +134,9 @@ def all_kinds() -> Mapping[str, Kind]:
     """Those of Python and of torch, which is imported for them."""
     import torch
 
-    cuda, cudnn, onednn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    cuda = torch.backends.cuda
+    cudnn = torch.backends.cudnn
+    onednn = torch.backends.mkldnn
 
     def autocast() -> dict[str, bool]:
         return {device: torch.is_autocast_enabled(device) for device in DEVICES}
