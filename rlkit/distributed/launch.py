@@ -85,12 +85,15 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and
     after GRACE seconds more SIGKILL.
     """
-    first, failed_at, told = 0, 0.0, False
+    first = 0
+    failed_at = 0.0
+    told = False
     while any(rank.poll() is None for rank in ranks):
         time.sleep(0.1)
         failed = [i for i, rank in enumerate(ranks) if rank.poll()]
         if failed and not first:
-            first, failed_at = ranks[failed[0]].returncode, time.monotonic()
+            first = ranks[failed[0]].returncode
+            failed_at = time.monotonic()
             print(
                 f"rlkit: rank {failed[0]} of {len(ranks)} {ending(first)}; the others are stopped",
                 file=sys.stderr,

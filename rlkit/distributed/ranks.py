@@ -107,7 +107,9 @@ def gather(make: Callable[[], T]) -> list[T]:
         said = None
     except Exception as raised:
         kind = next((kind for kind in (Refusal, OSError) if isinstance(raised, kind)), Exception)
-        error, mine, said = raised, None, (f"{type(raised).__name__}: {raised}", kind)
+        error = raised
+        mine = None
+        said = (f"{type(raised).__name__}: {raised}", kind)
     parts: list[Any] = [None] * size()
     with _reaching("the results of the others"):
         torch.distributed.all_gather_object(parts, (said, mine))
