@@ -256,7 +256,8 @@ def pass_at_k_advantage(
     require(k >= 1, "k", k, "≥ 1")
     require(-float("inf") < correct_above < float("inf"), "correct_above", correct_above, "finite")
     groups, group = group_ids.unique(return_inverse=True)
-    scored, correct = ~rewards.isnan(), rewards > correct_above
+    scored = ~rewards.isnan()
+    correct = rewards > correct_above
     zeros = torch.zeros(groups.numel(), dtype=torch.float64, device=rewards.device)
     n = zeros.index_add(0, group, scored.double())
     wrong = zeros.index_add(0, group, (scored & ~correct).double())
@@ -559,10 +560,8 @@ def turn_group_mean(
 def _turns(step_ids: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Which turn of its rollout a token is in, whether it is the first of one, and whether the
     rollout has a k-th turn; [N, L] each."""
-    steps, places = (
-        to_episodes(step_ids, positions, mask),
-        torch.arange(mask.shape[1], device=mask.device),
-    )
+    steps = to_episodes(step_ids, positions, mask)
+    places = torch.arange(mask.shape[1], device=mask.device)
     first = mask & (places == 0)
     first[:, 1:] |= mask[:, 1:] & (steps[:, 1:] != steps[:, :-1])
     return (first.cumsum(1) - 1).clamp_min(0), first, places < first.sum(1, keepdim=True)

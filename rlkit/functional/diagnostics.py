@@ -185,7 +185,8 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
     ... )
     tensor(0.)
     """
-    value, target = values[response_mask].double(), returns[response_mask].double()
+    value = values[response_mask].double()
+    target = returns[response_mask].double()
     spread = _deviations(target).square().sum()
     return (
         1 - _deviations(target - value).square().sum() / spread.where(spread > 0, torch.nan)

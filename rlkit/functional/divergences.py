@@ -79,7 +79,8 @@ def kl_teacher_student(logq: Tensor, logp: Tensor, ids: Tensor, ratio: Tensor) -
     >>> kl_teacher_student(q, torch.tensor([[0.25, 0.75]]).log(), torch.tensor([0]), torch.ones(1))
     tensor([0.1308])
     """
-    q, p = logq.exp(), logp.exp()
+    q = logq.exp()
+    p = logp.exp()
     return (p * fill_masked(logp - logq, p > 0, 0.0) + q - q.detach()).sum(-1)
 
 
@@ -106,7 +107,8 @@ def jensen_shannon(
         beta,
         "0 < beta < 1; kl_teacher_student and kl_student_teacher are its limits",
     )
-    q, p = logq.exp(), logp.exp()
+    q = logq.exp()
+    p = logp.exp()
     middle = (beta * p + (1 - beta) * q).detach().log()
     own = fill_masked(logq - middle, q > 0, 0.0).detach()
     value = beta * (p * fill_masked(logp - middle, p > 0, 0.0)) + (1 - beta) * q.detach() * own

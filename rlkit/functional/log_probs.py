@@ -92,7 +92,8 @@ def chunked_log_probs(
     ([0.25, 0.25, 0.25], [4.0, 4.0, 4.0])
     """
     require(chunk_size >= 1, "chunk_size", chunk_size, "≥ 1")
-    columns, head_ref = [hidden, ids], None
+    columns = [hidden, ids]
+    head_ref = None
     if reference is not None:
         require(
             len(reference[0]) == len(hidden),
@@ -100,7 +101,8 @@ def chunked_log_probs(
             len(reference[0]),
             f"{len(hidden)}, one a token",
         )
-        columns, head_ref = [hidden, ids, reference[0].detach()], reference[1]
+        columns = [hidden, ids, reference[0].detach()]
+        head_ref = reference[1]
     score = partial(
         _score,
         lm_head=lm_head,

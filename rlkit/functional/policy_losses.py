@@ -36,7 +36,8 @@ def _held_by_interval(
 ) -> Tensor:
     """Beyond the interval on the side that the advantage asks for, or beyond a cap against it."""
     cap = min([c for c in (dual_clip, delta) if c is not None], default=float("inf"))
-    high, low = ratio > 1 + clip_high, (ratio < 1 - clip_low) | (ratio > cap)
+    high = ratio > 1 + clip_high
+    low = (ratio < 1 - clip_low) | (ratio > cap)
     return ((advantages > 0) & high) | ((advantages < 0) & low)
 
 
@@ -71,7 +72,8 @@ def _held_by_divergence(
 ) -> Tensor:
     """Further than delta from the sampler, and (unless on both sides) on the side that the
     advantage asks for."""
-    now, sampler = full_precision(logprobs.detach()), full_precision(logprobs_sampler)
+    now = full_precision(logprobs.detach())
+    sampler = full_precision(logprobs_sampler)
     moved = now.exp() - sampler.exp()
     far = (moved.abs() if divergence == "tv" else binary_kl(sampler, now)) > delta
     return far & ((advantages != 0) if two_sided else (advantages * moved > 0))
@@ -347,7 +349,8 @@ def vespo(
         require(0 < number < float("inf"), name, number, "> 0 and finite")
     total = segment_sum(log_ratio(logprobs.detach(), logprobs_sampler, response_mask), rollout_ids)
     log_w = total.clamp(math.log(1e-8), LOG_RATIO_BOUND)[rollout_ids].unsqueeze(-1)
-    sign, advantages = (advantages < 0).long(), advantages.detach()
+    sign = (advantages < 0).long()
+    advantages = advantages.detach()
     k, lam = (
         log_w.new_tensor([numbers[f"{name}_positive"], numbers[f"{name}_negative"]])[sign]
         for name in ("k", "lam")
@@ -406,7 +409,8 @@ def dppo(
     require(divergence in ("tv", "kl"), "divergence", divergence, "tv or kl")
     require(0 < delta < float("inf"), "delta", delta, "> 0 and finite")
     require(0 <= penalty < float("inf"), "penalty", penalty, "≥ 0 and finite")
-    advantages, ratio = advantages.detach(), token_ratio(logprobs, logprobs_sampler, response_mask)
+    advantages = advantages.detach()
+    ratio = token_ratio(logprobs, logprobs_sampler, response_mask)
     rule = partial(
         _held_by_divergence,
         divergence=divergence,

@@ -56,6 +56,7 @@ def clipped_squared_error(
     tensor([[0.1250]])
     """
     require(0 < clip < float("inf"), "clip", clip, "> 0 and finite")
-    values_old, returns = values_old.detach(), returns.detach()
+    values_old = values_old.detach()
+    returns = returns.detach()
     held = torch.clamp(values, values_old - clip, values_old + clip)
     return 0.5 * torch.maximum((values - returns).square(), (held - returns).square())
