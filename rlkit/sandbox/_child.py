@@ -150,26 +150,31 @@ FCNTL = {
     "F_SETLKW": 7,
     "F_DUPFD_CLOEXEC": 1030,
 }
-F_SETFL, O_ASYNC, O_TRUNC, O_ACCMODE = 4, 0x2000, 0x200, 3
+F_SETFL = 4
+O_ASYNC = 0x2000
+O_TRUNC = 0x200
+O_ACCMODE = 3
 # name of the machine: (index into the pairs, audit architecture, clone, ioctl, prlimit64, fcntl);
 # clone3 is 435 on both
 MACHINES = {
     "x86_64": (0, 0xC000003E, 56, 16, 302, 72),
     "aarch64": (1, 0xC00000B7, 220, 29, 261, 25),
 }
-ALLOW, KILL, EPERM, ENOTTY, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50019, 0x50026
-LOAD, AND, EQUAL, ABOVE, BITS, GIVE = (
-    0x20,
-    0x54,
-    0x15,
-    0x35,
-    0x45,
-    0x06,
-)  # instructions of the filter
-READ, CWD = (
-    0x4 | 0x8,
-    0x2 | 0x4 | 0x8 | 0x20 | 0x100 | 0x4000,
-)  # Landlock: read file and folder; also write, remove, make, truncate files
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+EPERM = 0x50001
+ENOTTY = 0x50019
+ENOSYS = 0x50026
+# instructions of the filter
+LOAD = 0x20
+AND = 0x54
+EQUAL = 0x15
+ABOVE = 0x35
+BITS = 0x45
+GIVE = 0x06
+# Landlock: read file and folder; also write, remove, make, truncate files
+READ = 0x4 | 0x8
+CWD = 0x2 | 0x4 | 0x8 | 0x20 | 0x100 | 0x4000
 
 
 def checked(result: int, what: str) -> int:
@@ -249,7 +254,8 @@ def bpf(machine: str) -> list[Instruction]:
         (GIVE, 0, 0, ENOTTY),
     ]
     for pair, index in OPEN.values():
-        if (number := pair[column]) is not None:
+        number = pair[column]
+        if number is not None:
             program += only(number, open_rules(index))
     program += only(fcntl, fcntl_rules())
     program += only(clone, [argument(0), (BITS, 0, 1, 0x10000), (GIVE, 0, 0, ALLOW)])
@@ -331,7 +337,8 @@ def namespaces(libc: Any, size: int) -> None:
     import ctypes
     import os
 
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     checked(libc.unshare(0x10000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000000), "unshare")
     for name, text in (
         ("setgroups", "deny"),
@@ -414,7 +421,9 @@ def powerless(libc: Any) -> None:
 # and to signals of its own. This filter closes what goes past it: sockets that are not TCP (MPTCP
 # and UDP are, and unix sockets by path), data in a TCP handshake, a port by `listen` alone,
 # io_uring, and other processes' memory, limits and priorities. The rest is allowed.
-RUN, OWN = 0x1 | 0x4 | 0x8, 0x77BF  # Landlock: execute and read; all but the making of devices
+# Landlock: execute and read; all but the making of devices
+RUN = 0x1 | 0x4 | 0x8
+OWN = 0x77BF
 FORBIDDEN = {
     "listen": (50, 201),
     "ptrace": (101, 117),
@@ -452,7 +461,8 @@ FORBIDDEN = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
-NEW_NAMESPACE, FASTOPEN = 0x7E020000, 0x20000000
+NEW_NAMESPACE = 0x7E020000
+FASTOPEN = 0x20000000
 
 
 def bpf_of_programs(machine: str) -> list[Instruction]:
@@ -521,15 +531,20 @@ def encode(value: Any, room: int, depth: int = 0) -> bytes:
     if isinstance(value, int):
         if int.bit_length(value) > 4 * room:
             raise ValueError("the value is too large")
-        tag, payload = b"i", int.__format__(value, "x").encode()
+        tag = b"i"
+        payload = int.__format__(value, "x").encode()
     elif isinstance(value, float):
-        tag, payload = b"f", float.hex(value).encode()
+        tag = b"f"
+        payload = float.hex(value).encode()
     elif isinstance(value, complex):
-        tag, payload = b"c", f"{value.real.hex()},{value.imag.hex()}".encode()
+        tag = b"c"
+        payload = f"{value.real.hex()},{value.imag.hex()}".encode()
     elif isinstance(value, str):
-        tag, payload = b"s", str.encode(value, "utf-8", "surrogatepass")
+        tag = b"s"
+        payload = str.encode(value, "utf-8", "surrogatepass")
     elif isinstance(value, bytes):
-        tag, payload = b"b", bytes(value)
+        tag = b"b"
+        payload = bytes(value)
     else:
         return collection(value, room, depth)
     if len(payload) > room:
@@ -572,7 +587,8 @@ def reason(error: BaseException) -> bytes:
         text = " ".join(str(error).split())[:300]
     except BaseException:
         text = ""
-    line, trace = 0, error.__traceback__
+    line = 0
+    trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<program>":
             line = trace.tb_lineno
@@ -635,13 +651,16 @@ def given(source: int) -> bytes:
     the process where there are no more."""
     import os
 
-    size, data = 0, b""
+    size = 0
+    data = b""
     while len(data) < (size or 8):
-        if not (chunk := os.read(source, (size or 8) - len(data))):
+        chunk = os.read(source, (size or 8) - len(data))
+        if not chunk:
             os._exit(0)
         data += chunk
         if not size and len(data) == 8:
-            size, data = int.from_bytes(data, "big"), b""
+            size = int.from_bytes(data, "big")
+            data = b""
             if not size:
                 return b""
     return data
@@ -661,7 +680,8 @@ def main() -> None:
 
     session = sys.argv[1:] == ["session"]
     job = marshal.loads(given(0) if session else sys.stdin.buffer.read())
-    source, out = os.dup(0) if session else -1, os.dup(1)
+    source = os.dup(0) if session else -1
+    out = os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)

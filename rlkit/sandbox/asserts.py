@@ -125,7 +125,8 @@ def _parsed(verdict: str) -> ast.expr:
 @functools.lru_cache(4096)
 def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
     """The names that code binds at its top level, and those of its functions."""
-    given, defined = set(), set()
+    given = set()
+    defined = set()
     for node in ast.parse(setup).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             defined.add(node.name)
@@ -286,7 +287,8 @@ def _is_program(node: ast.expr, s: _Split) -> bool:
             case ast.Call() if ast.unparse(node.func) in s.functions:
                 return False
             case ast.Call():
-                called, node = True, node.func
+                called = True
+                node = node.func
             case ast.Attribute() | ast.Subscript():
                 node = node.value
             case _:

@@ -47,7 +47,8 @@ def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
         return len(a) == len(b) and all(
             allclose(x, y, rtol, atol) for x, y in zip(a, b, strict=True)
         )
-    a, b = _real(a), _real(b)
+    a = _real(a)
+    b = _real(b)
     return a == b or (math.isfinite(b) and abs(a - b) <= atol + rtol * abs(b))
 
 

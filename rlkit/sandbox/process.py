@@ -216,10 +216,10 @@ def _job(
 def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     """What the child says until it ends, its time is up, or it has said too much; and the seconds
     since it was ready."""
-    data, start = bytearray(), monotonic()
-    if (
-        how := heard(fd, data, START_LIMIT, sandbox, "RX")
-    ) == "said":  # the first record is ours: the program runs after it
+    data = bytearray()
+    start = monotonic()
+    how = heard(fd, data, START_LIMIT, sandbox, "RX")
+    if (how) == "said":  # the first record is ours: the program runs after it
         start = monotonic()
         how = heard(fd, data, sandbox.time_limit, sandbox)
     return (
@@ -244,10 +244,12 @@ def heard(
             return "said"
         if len(data) > sandbox.output_kb << 10:
             return "flood"
-        if (left := end - monotonic()) <= 0:
+        left = end - monotonic()
+        if left <= 0:
             return "timeout"
         if poller.poll(left * 1000):
-            if not (chunk := os.read(fd, 65536)):
+            chunk = os.read(fd, 65536)
+            if not chunk:
                 return "end"
             data += chunk
 

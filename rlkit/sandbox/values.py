@@ -43,7 +43,8 @@ class Malformed(ValueError):
 
 def records(data: bytes) -> list[tuple[str, bytes]]:
     """The whole records of a child's output: (tag, payload). Reading stops at what is no record."""
-    out, position = [], 0
+    out = []
+    position = 0
     while position < len(data):
         colon = data.find(b":", position + 1, position + 9)
         if colon < 0 or not data[position + 1 : colon].isdigit():
@@ -83,7 +84,8 @@ def _decode(data: bytes, position: int, depth: int) -> tuple[Any, int]:
     if tag in (b"N", b"T", b"F"):
         return {b"N": None, b"T": True, b"F": False}[tag], position + 1
     colon = data.index(b":", position + 1, position + 9)
-    size, start = int(data[position + 1 : colon]), colon + 1
+    size = int(data[position + 1 : colon])
+    start = colon + 1
     if size < 0 or size > len(data):
         raise ValueError("impossible size")
     if tag in COLLECTIONS:
