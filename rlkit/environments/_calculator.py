@@ -88,7 +88,8 @@ def _normalise(expression: str) -> str:
 def _check_words(source: str) -> None:
     """Refuse every character and every name that arithmetic does not need, before Python's parser
     sees them."""
-    if strange := re.search(r"[^\w\s.,+\-*/%()]", source, re.ASCII):
+    strange = re.search(r"[^\w\s.,+\-*/%()]", source, re.ASCII)
+    if strange:
         raise ValueError(f"the character {strange.group()!r} is not part of arithmetic")
     for word in re.findall(r"[A-Za-z_]\w*", re.sub(NUMBER, " ", source)):
         if word not in FUNCTIONS:

@@ -117,12 +117,10 @@ class Game:
         parse_action: Callable[[str], Any],
         render: Callable[[Any], str],
     ):
-        self.instance, self.messages, self.parse_action, self.render = (
-            instance,
-            messages,
-            parse_action,
-            render,
-        )
+        self.instance = instance
+        self.messages = messages
+        self.parse_action = parse_action
+        self.render = render
 
     def first_prompt(self) -> Messages:
         """The task's messages and the first observation."""

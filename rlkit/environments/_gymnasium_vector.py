@@ -48,7 +48,10 @@ class Vector:
     def __init__(
         self, task: Task, count: int, make: Callable[..., Any], settings: Mapping[str, Any]
     ):
-        self.task, self.count, self.make, self.settings = task, count, make, settings
+        self.task = task
+        self.count = count
+        self.make = make
+        self.settings = settings
         self.starting, self.changed = False, asyncio.Event()
         self.instance: Any = None
         self.first: Any = None
@@ -95,7 +98,8 @@ class Vector:
         """Steps the instance, if no episode that goes on is without an action."""
         if not self.waiting or self.live - self.waiting.keys():
             return
-        waiting, self.waiting = self.waiting, {}
+        waiting = self.waiting
+        self.waiting = {}
         self.stepping = waiting
         filler = next(iter(self.actions.values()))
         try:
@@ -125,7 +129,8 @@ class Lane:
     """A sub-environment, as an environment of its own."""
 
     def __init__(self, vector: Vector, number: int):
-        self.vector, self.number = vector, number
+        self.vector = vector
+        self.number = number
 
     async def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
         """The first observation; the first one who asks makes and resets the instance."""

@@ -231,7 +231,8 @@ def plain_schema(schema: Any) -> Any:
 def signature_of(schema: Mapping[str, Any]) -> inspect.Signature:
     """The signature of a tool by its schema, so that a call that does not fit is answered as that
     of any other tool."""
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or ()
     anything = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)])
     if not all(name.isidentifier() for name in properties):
         return anything

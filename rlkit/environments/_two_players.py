@@ -74,20 +74,20 @@ class Table:
         render: Callable[[Any], str],
         prompt: str | None,
     ):
-        self.task, self.make, self.parse_action, self.render, self.system_prompt = (
-            task,
-            make,
-            parse_action,
-            render,
-            prompt,
-        )
+        self.task = task
+        self.make = make
+        self.parse_action = parse_action
+        self.render = render
+        self.system_prompt = prompt
         self.game: Any = None
         self.starting, self.changed, self.called = (
             False,
             asyncio.Event(),
             (asyncio.Event(), asyncio.Event()),
         )
-        self.observation, self.rewards, self.here = "", [0.0, 0.0], 0
+        self.observation = ""
+        self.rewards = [0.0, 0.0]
+        self.here = 0
         self.over: str | None = None  # once it is over: "", or why it was cut short
         self.error = ""
 
@@ -187,13 +187,15 @@ class Player:
     tools: dict[str, Tool] = {}  # noqa: RUF012
 
     def __init__(self, table: Table, number: int):
-        self.table, self.number = table, number
+        self.table = table
+        self.number = number
 
     async def first_prompt(self) -> Messages:
         """The task's messages and what the player sees at its first turn. Raises: EpisodeOver where
         it has none."""
         await self.table.start()
-        if (text := await self.table.turn(self.number)) is None:
+        text = await self.table.turn(self.number)
+        if text is None:
             raise EpisodeOver("the game ended before this player's first turn")
         return with_system_prompt(
             (*self.table.task.messages, {"role": "user", "content": text}), self.table.system_prompt
@@ -210,7 +212,8 @@ class Player:
             ]
         await table.act(self.number, action)
         text = await table.turn(self.number)
-        rollout, table.rewards[self.number] = rewarded(rollout, table.rewards[self.number]), 0.0
+        rollout = rewarded(rollout, table.rewards[self.number])
+        table.rewards[self.number] = 0.0
         if text is not None:
             return rollout, [{"role": "user", "content": text}]
         if table.error:

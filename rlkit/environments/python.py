@@ -63,7 +63,8 @@ def _said(outcome: Outcome, more: str = "") -> str:
     """What a call gives. Raises: ValueError with a sentence for the policy where the code
     failed."""
     text = outcome.printed.strip("\n")
-    if problem := _problem(outcome):
+    problem = _problem(outcome)
+    if problem:
         problem += more
         raise ValueError(
             f"{problem}; before that it printed:\n{text}" if text else problem

@@ -27,7 +27,9 @@ from typing import Any, NamedTuple, TypeVar
 from rlkit.errors import ConfigError, RLKitError, install
 
 T = TypeVar("T")
-CALL_TIMED_OUT, CLOSED = -32001, -32000  # codes of errors that the package makes itself
+# codes of errors that the package makes itself
+CALL_TIMED_OUT = -32001
+CLOSED = -32000
 GRACE = 2.0  # seconds more than the client's own limit until a call is given up here
 ENDING = 10.0  # seconds in which a connection has to end, and then once more after it was cancelled
 THREAD = "tool servers"
@@ -83,11 +85,13 @@ def read_server(name: str, given: Any) -> ToolServer:
             f"{where} is {given!r:.200}; give a command as a list, [python, my_server.py], or a"
             " URL, http://127.0.0.1:8000/mcp"
         )
-    if unknown := given.keys() - KEYS:
+    unknown = given.keys() - KEYS
+    if unknown:
         raise ConfigError(
             f"{where}.{min(unknown)} is no key of a server; the keys are {', '.join(sorted(KEYS))}"
         )
-    command, url = tuple(map(str, given.get("command") or ())), str(given.get("url") or "")
+    command = tuple(map(str, given.get("command") or ()))
+    url = str(given.get("url") or "")
     if url and not url.startswith(("http://", "https://")):
         raise ConfigError(f"{where}.url is {url!r}; it begins with http:// or https://")
     if not url and (
@@ -102,7 +106,8 @@ def read_server(name: str, given: Any) -> ToolServer:
             f"{where}.shared=false: the episodes of a server over HTTP share it; give its command"
             " for a process each"
         )
-    tools, env = given.get("tools"), {str(k): str(v) for k, v in (given.get("env") or {}).items()}
+    tools = given.get("tools")
+    env = {str(k): str(v) for k, v in (given.get("env") or {}).items()}
     shared = bool(url or given.get("shared"))
     return ToolServer(
         name, command, url, env, given.get("cwd"), shared, None if tools is None else tuple(tools)
@@ -123,7 +128,9 @@ class Connection:
     beside it."""
 
     def __init__(self, server: ToolServer, start_timeout: float, env: Mapping[str, str]):
-        self.server, self.failure, self.start_timeout = server, "", start_timeout
+        self.server = server
+        self.failure = ""
+        self.start_timeout = start_timeout
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  what the server writes to standard error
         self.over = asyncio.Event()
         self.client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -259,7 +266,8 @@ class Pool:
     """
 
     def __init__(self, servers: Mapping[str, ToolServer], start_timeout: float):
-        self.servers, self.start_timeout = servers, start_timeout
+        self.servers = servers
+        self.start_timeout = start_timeout
         self.connections: dict[tuple[str, int | None], Connection] = {}
         self.listed: dict[str, list[ListedTool]] = {}
         self.listing = asyncio.Lock()
@@ -284,7 +292,8 @@ class Pool:
 
     async def _listed(self, server: ToolServer) -> list[ListedTool]:
         connection = self._connection(server, None, {})
-        client, cursor = await connection.ready(), None
+        client = await connection.ready()
+        cursor = None
         found: list[ListedTool] = []
         while True:
             page = await connection.answer(client.list_tools(cursor=cursor), self.start_timeout)
@@ -292,12 +301,14 @@ class Pool:
                 ListedTool(tool.name, tool.description or "", tool.input_schema)
                 for tool in page.tools
             ]
-            if not (cursor := page.next_cursor):
+            cursor = page.next_cursor
+            if not cursor:
                 break
         if not server.shared:
             await self._close(server, None)
         names = {tool.name for tool in found}
-        if missing := [name for name in server.tools or () if name not in names]:
+        missing = [name for name in server.tools or () if name not in names]
+        if missing:
             raise ValueError(
                 f"it has no tool {missing[0]!r}; it has {', '.join(sorted(names)) or 'none'}"
             )
@@ -339,7 +350,8 @@ class Pool:
         return there
 
     async def _close(self, server: ToolServer, episode: int | None) -> None:
-        if connection := self.connections.pop((server.name, episode), None):
+        connection = self.connections.pop((server.name, episode), None)
+        if connection:
             await connection.close()
 
     async def leave(self, episode: int) -> None:

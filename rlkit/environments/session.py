@@ -121,7 +121,9 @@ class FunctionSession:
     """A session made of an environment's functions. What its tools keep is the episode's own."""
 
     def __init__(self, environment: Environment, task: Task, tools: Mapping[str, Tool]):
-        self.environment, self.task, self.tools = environment, task, tools
+        self.environment = environment
+        self.task = task
+        self.tools = tools
 
     async def first_prompt(self) -> Messages:
         """The environment's, else the task's messages."""
@@ -136,7 +138,8 @@ class FunctionSession:
     async def answer(self, rollout: Rollout) -> tuple[Rollout, Messages | None]:
         """`stop` ends the episode; tool calls are answered; else the next prompt is asked for, and
         where there is none it ends."""
-        environment, index = self.environment, len(rollout.steps) - 1
+        environment = self.environment
+        index = len(rollout.steps) - 1
         with blamed("stop", self.task):
             if environment.stop is not None and await call_user(
                 "the environment's stop", environment.stop, rollout, index

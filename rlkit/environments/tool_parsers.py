@@ -18,9 +18,11 @@ from typing import Any
 from rlkit.environments.tools import text_arguments
 from rlkit.types import ToolCall, reaches
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 FORM = f'{OPEN}\n{{"name": "tool", "arguments": {{"parameter": "value"}}}}\n{CLOSE}'
-XML_START, XML_CLOSE = re.compile(r"<tool(?=[\s/>])"), "</tool>"
+XML_START = re.compile(r"<tool(?=[\s/>])")
+XML_CLOSE = "</tool>"
 XML_OPEN = re.compile(r"<tool\s+name\s*=\s*(?:\"([^\"<>]*)\"|'([^'<>]*)')\s*>")
 XML_FORM = f'<tool name="tool">text{XML_CLOSE}'
 MAX_DEPTH = (
@@ -182,7 +184,8 @@ def _refuse_constant(name: str) -> float:
 
 
 def _finite(text: str) -> float:
-    if math.isinf(number := float(text)):
+    number = float(text)
+    if math.isinf(number):
         raise ValueError(f"the number {text[:20]}… is too large")
     return number
 

@@ -65,7 +65,8 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
       public method, and two tools of one name.
     """
     names = [found for name, tool in tools.items() for found in names_of(name, tool)]
-    if doubled := {name for name in names if names.count(name) > 1}:
+    doubled = {name for name in names if names.count(name) > 1}
+    if doubled:
         raise ConfigError(
             f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the"
             " functions or methods"
@@ -100,7 +101,8 @@ def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
     instance."""
     out: dict[str, Tool] = {}
     for name, tool in tools.items():
-        if (cls := tool_class(tool)) is None:
+        cls = tool_class(tool)
+        if cls is None:
             out[name] = tool
         else:
             methods = {
@@ -122,7 +124,8 @@ def tool_class(tool: Any) -> type | None:
 def names_of(name: str, tool: Any) -> list[str]:
     """Names of the tools that an entry gives: its own, or those of a class's public documented
     methods, a base class's first."""
-    if (cls := tool_class(tool)) is None:
+    cls = tool_class(tool)
+    if cls is None:
         if callable(tool) and name == tool_name(tool):
             return [name]
         raise ConfigError(
@@ -135,7 +138,8 @@ def names_of(name: str, tool: Any) -> list[str]:
         for n in vars(base)
         if n[0] != "_" and n not in NOT_TOOLS
     )
-    if names := [n for n in seen if inspect.isroutine(getattr(cls, n)) and getattr(cls, n).__doc__]:
+    names = [n for n in seen if inspect.isroutine(getattr(cls, n)) and getattr(cls, n).__doc__]
+    if names:
         return names
     raise ConfigError(
         f"environment.tools.{name} is the class {cls.__name__}, which has no public method with a"

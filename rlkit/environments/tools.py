@@ -69,7 +69,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
     if hasattr(tool, "schema"):
         return dict(tool.schema)
-    function, bound = _function(tool), tool.keywords if isinstance(tool, partial) else {}
+    function = _function(tool)
+    bound = tool.keywords if isinstance(tool, partial) else {}
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
@@ -183,7 +184,8 @@ async def _attempt(
             known = ", ".join(sorted(tools)) or "none"
             return f"Error: there is no tool {call.name!r}. The tools are: {known}.", False
         tool = tools[call.name]
-        if problem := _misfit(tool, call.arguments):
+        problem = _misfit(tool, call.arguments)
+        if problem:
             return f"Error: {problem}. Call it as {call.name}{_signature(tool)}.", False
         with waiting("the tool", tool):
             return await _text_of(tool, call, timeout), True
@@ -198,7 +200,8 @@ async def _attempt(
         )
         return f"Error: {call.name} tried to end the process and was stopped ({error}).", False
     except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) is None or task.cancelling():
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
             raise
         return f"Error: {_reason(error)}.", False  # the tool's own
     except Exception as error:  # a tool may do anything, and the episode goes on
@@ -209,7 +212,8 @@ async def _text_of(tool: Tool, call: ToolCall, timeout: float | None) -> str:
     """What a tool gives, as text: a lazy result does its work here, within the deadline. Without an
     await where the tool is bounded."""
 
-    bounded, watch = marked(tool, "bounded"), current()
+    bounded = marked(tool, "bounded")
+    watch = current()
     here = bounded or inspect.iscoroutinefunction(tool)
 
     def run() -> Any:
@@ -277,18 +281,19 @@ def text_arguments(
 
 def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Why the arguments do not fit the tool's signature, or '' where they do."""
-    if (signature := _signature(tool)) is None:  # a builtin without a signature checks for itself
+    signature = _signature(tool)
+    if signature is None:  # a builtin without a signature checks for itself
         return ""
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {
         n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
-    if unexpected := [name for name in arguments if name not in named and not takes_any]:
+    unexpected = [name for name in arguments if name not in named and not takes_any]
+    if unexpected:
         return f"unexpected argument {', '.join(map(repr, unexpected))}"
-    if missing := [
-        name for name, p in named.items() if p.default is p.empty and name not in arguments
-    ]:
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
+    if missing:
         return f"missing argument {', '.join(map(repr, missing))}"
     for name, value in arguments.items():
         if name in named and not _fits(value, named[name].annotation):
@@ -302,7 +307,8 @@ def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
 def _fits(value: Any, annotation: Any) -> bool:
     """Whether a JSON value fits a parameter of this type. An annotation unknown to JSON fits
     everything."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    inner = typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(_fits(value, option) for option in inner)
     if origin is Literal:
