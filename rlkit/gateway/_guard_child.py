@@ -17,7 +17,9 @@ import select
 import signal
 import tempfile
 
-SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl, linux/prctl.h
+# of prctl, linux/prctl.h
+SUBREAPER = 36
+DEATH_SIGNAL = 1
 POLL_MS = 1000  # between two looks at whether the parent lives
 
 
@@ -64,7 +66,8 @@ def begin(command: list[str], task: str, memory_mb: int | None, confine: dict | 
 
 def children() -> list[int]:
     """Process ids of what this process has to end."""
-    own, found = str(os.getpid()), []
+    own = str(os.getpid())
+    found = []
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
             with contextlib.suppress(OSError, IndexError):
@@ -96,7 +99,8 @@ def wait(main: int) -> int:
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write)
-    parent, poller = os.getppid(), select.poll()
+    parent = os.getppid()
+    poller = select.poll()
     for descriptor in (0, read):
         poller.register(descriptor, select.POLLIN | select.POLLHUP)
     while True:

@@ -182,7 +182,8 @@ def program(
             f" aarch64, and this machine has {version or 'none'}; set it to false for programs that"
             " you trust"
         )
-    if lost := [path for path in readable if not os.path.exists(path)]:
+    lost = [path for path in readable if not os.path.exists(path)]
+    if lost:
         raise ConfigError(f"environment.readable: there is no {lost[0]!r}")
     if "tools" in inspect.signature(parse_calls).parameters:
         raise ConfigError(
@@ -192,7 +193,8 @@ def program(
     if function is not None:
         play: Callable[..., Awaitable[Ended]] = partial(_called, function)
     else:
-        words, own = _found(command), dict(variables or {})
+        words = _found(command)
+        own = dict(variables or {})
         paths = _readable(words, own.get("PYTHONPATH", ""), readable) if confined else None
         play = partial(_executed, words, output_kb << 10, memory_mb, paths, score, own)
     return Environment(
@@ -301,9 +303,11 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
 
     if inspect.iscoroutinefunction(inner):
         try:
-            value, failed = await function(task, client), None
+            value = await function(task, client)
+            failed = None
         except Exception as error:
-            value, failed = None, error
+            value = None
+            failed = error
     else:
         threading.Thread(target=work, daemon=True, name="rlkit-program").start()
         value, failed = await done
@@ -405,9 +409,11 @@ async def _printed(guard: asyncio.subprocess.Process, limit: int) -> tuple[str, 
     """The end of what the program prints until it has ended; and whether it was more than
     allowed."""
     assert guard.stdout is not None
-    last, count = b"", 0
+    last = b""
+    count = 0
     while chunk := await guard.stdout.read(1 << 16):
-        last, count = (last + chunk)[-KEPT:], count + len(chunk)
+        last = (last + chunk)[-KEPT:]
+        count = count + len(chunk)
         if count > limit:
             return "", True
     return last.decode(errors="replace").strip(), False

@@ -115,7 +115,8 @@ class Endpoint:
     async def stop(self) -> None:
         """Close the socket and all connections, also those whose answer is not read."""
         if self.runner is not None:
-            runner, self.runner = self.runner, None
+            runner = self.runner
+            self.runner = None
             lines = [c.transport for c in runner.server.connections] if runner.server else []
             await runner.cleanup()
             for line in lines:
@@ -127,7 +128,8 @@ class Endpoint:
         """One request, answered whatever it is. A client that does not read its answer in time
         loses the connection."""
         response = await self._response(request)
-        if (line := request.transport) is not None:
+        line = request.transport
+        if line is not None:
             line.set_write_buffer_limits(0)  # so that a write ends when the kernel has all of it
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):

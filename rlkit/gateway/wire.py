@@ -116,7 +116,8 @@ def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
 
 def _limit(body: Body, *names: str) -> int | None:
     for name in names:
-        if (value := body.get(name)) is not None:
+        value = body.get(name)
+        if value is not None:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1")
             return value
@@ -168,9 +169,8 @@ def read_chat(body: Body) -> ChatRequest:
             "content": _text(given.get("content"), f"messages[{i}].content"),
         }
         if role == "assistant":
-            if thinking := _text(
-                given.get("reasoning_content"), f"messages[{i}].reasoning_content"
-            ):
+            thinking = _text(given.get("reasoning_content"), f"messages[{i}].reasoning_content")
+            if thinking:
                 message["reasoning_content"] = thinking
             calls = [
                 c.get("function") or {}
@@ -218,7 +218,8 @@ def read_responses(body: Body) -> ChatRequest:
         messages.append({"role": "system", "content": _text(body["instructions"], "instructions")})
     opened = False  # whether the last message is a reply that may still grow
     for i, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input[{i}]"
+        kind = item.get("type", "message")
+        where = f"input[{i}]"
         role = {"developer": "system"}.get(item.get("role", ""), item.get("role", ""))
         grows = kind in ("function_call", "reasoning") or role == "assistant"
         spoken = opened and bool(messages[-1]["content"] or messages[-1].get("tool_calls"))
@@ -266,7 +267,8 @@ def read_messages(body: Body) -> ChatRequest:
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"], "system")})
     for i, given in enumerate(_items(body.get("messages"), "messages")):
-        role, content = given.get("role"), given.get("content")
+        role = given.get("role")
+        content = given.get("content")
         if role not in ("user", "assistant"):
             raise ValueError(f"messages[{i}].role is {role!r:.60}; it must be user or assistant")
         blocks = (
@@ -275,7 +277,8 @@ def read_messages(body: Body) -> ChatRequest:
             else _items(content, f"messages[{i}].content")
         )
         known = {"text", "tool_result", "tool_use", "thinking", "redacted_thinking"}
-        if strange := [b.get("type") for b in blocks if b.get("type") not in known]:
+        strange = [b.get("type") for b in blocks if b.get("type") not in known]
+        if strange:
             raise ValueError(
                 f"messages[{i}].content has a block of type {strange[0]!r:.60}; the policy reads"
                 " text alone"
@@ -289,7 +292,8 @@ def read_messages(body: Body) -> ChatRequest:
         text = _text(of["text"], f"messages[{i}].content")
         if role == "assistant":
             message: Message = {"role": role, "content": text}
-            if thinking := "".join(str(b.get("thinking", "")) for b in of["thinking"]):
+            thinking = "".join(str(b.get("thinking", "")) for b in of["thinking"])
+            if thinking:
                 message["reasoning_content"] = thinking
             if of["tool_use"]:
                 message["tool_calls"] = [
@@ -325,7 +329,8 @@ def _checked(request: ChatRequest) -> ChatRequest:
 
 
 def _usage(reply: Reply, before: str, after: str) -> dict[str, Any]:
-    read, said = reply.step.prompt_length, len(reply.step.response_ids)
+    read = reply.step.prompt_length
+    said = len(reply.step.response_ids)
     return {before: read, after: said}
 
 
@@ -471,7 +476,8 @@ def responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
                 )
             )
         if item["type"] == "message":
-            part, at = item["content"][0], at | {"content_index": 0}
+            part = item["content"][0]
+            at = at | {"content_index": 0}
             events.append(("response.content_part.added", at | {"part": {**part, "text": ""}}))
             events.append(
                 ("response.output_text.delta", at | {"delta": part["text"], "logprobs": []})
