@@ -140,11 +140,14 @@ def _draw(rng: random.Random) -> Problem | None:
     words = {"name": name, "other": other, "item": item}
     count = rng.randint(1, 3)
     start = rng.randint(2, 20)
-    sentences, operations, kinds = [f"{name} has {start} {item}."], [], []
+    sentences = [f"{name} has {start} {item}."]
+    operations = []
+    kinds = []
     if rng.random() < 0.3:
         x = rng.randint(2, 9)
         sentences = [f"{name} has {start} boxes of {x} {item}."]
-        operations, kinds = [("*", x)], ["boxes"]
+        operations = [("*", x)]
+        kinds = ["boxes"]
     share = len(operations) < count and rng.random() < 0.3
     while len(operations) < count - share:
         sign, choices, top = rng.choice((("+", ADD, 20), ("-", SUB, 12)))

@@ -116,7 +116,8 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
         if kept["role"] == "assistant" and not kept.get("reasoning_content"):
             thinking, content, _ = split_thinking(kept["content"])
             kept |= {"content": content} | ({"reasoning_content": thinking} if thinking else {})
-        if calls := kept.get("tool_calls"):
+        calls = kept.get("tool_calls")
+        if calls:
             kept["tool_calls"] = [_call(where, call, i) for i, call in enumerate(calls)]
         out.append(kept)
     roles = [m["role"] for m in out]

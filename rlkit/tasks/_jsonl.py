@@ -80,7 +80,8 @@ def jsonl(
 
 
 def _check(fields: Mapping[str, str]) -> None:
-    if unknown := [name for name in fields if name not in FIELDS]:
+    unknown = [name for name in fields if name not in FIELDS]
+    if unknown:
         raise ConfigError(f"task.fields.{unknown[0]} is unknown; the names are {', '.join(FIELDS)}")
     if "prompt" not in fields:
         raise ConfigError("task.fields.prompt is missing; name the field that holds the prompt")

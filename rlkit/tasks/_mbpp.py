@@ -78,7 +78,9 @@ def _problem(_: str, row: Row) -> Any:
 
 
 def _task(id: str, where: str, row: Row, environment: str) -> Task:
-    text, code, tests = _problem(where, row), row.get("code"), row.get("test_list")
+    text = _problem(where, row)
+    code = row.get("code")
+    tests = row.get("test_list")
     if not isinstance(text, str) or not isinstance(code, str) or not isinstance(tests, list):
         raise DataError(
             f"{where}: task=mbpp needs `text` (or `prompt`) and `code` as text, and `test_list` as"

@@ -36,7 +36,8 @@ def mixture(
     Raises: ConfigError for no parts, a weight that is no such number or belongs to no part, or
       max_samples below 1; DataError, when called, naming a part without rows.
     """
-    if unknown := [name for name in weights if name not in parts]:
+    unknown = [name for name in weights if name not in parts]
+    if unknown:
         raise ConfigError(
             f"task.weights.{unknown[0]}: there is no such part; the parts are"
             f" {', '.join(parts) or 'none'}"
@@ -63,7 +64,8 @@ def mixture(
 
     def tasks(*, split: str) -> list[Task]:
         rows = {name: [_of_part(task, name) for task in parts[name](split=split)] for name in used}
-        if empty := [name for name in rows if not rows[name]]:
+        empty = [name for name in rows if not rows[name]]
+        if empty:
             raise DataError(
                 f"task.parts.{empty[0]} has no rows in split={split}; give it some, or set"
                 f" task.weights.{empty[0]}=0"
@@ -104,7 +106,8 @@ def turns(weights: Mapping[str, float]) -> Iterator[str]:
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     scale = math.lcm(*(w.denominator for w in exact.values()))
     whole = {name: int(w * scale) for name, w in exact.items()}
-    total, common = sum(whole.values()), math.lcm(*whole.values())
+    total = sum(whole.values())
+    common = math.lcm(*whole.values())
     counts = dict.fromkeys(whole, 0)
     for k in itertools.count(1):
         behind = [name for name, w in whole.items() if k * w > counts[name] * total]

@@ -103,7 +103,8 @@ def _content(row: Any) -> Any:
 
 def _task(id: str, config: Mapping[str, Any], split: str, environment: str, row: Any) -> Task:
     where = f"task.id={id}, row {row.data.idx}"
-    if needs := _beyond(row):
+    needs = _beyond(row)
+    if needs:
         raise DataError(
             f"{where}: it needs {', '.join(needs)}, which only a harness of verifiers gives; choose"
             " another task set"

@@ -91,7 +91,8 @@ def dealt(
 def in_turn(problems: Sequence[Task], split: Split, seed: int, count: int) -> list[Task]:
     """Problems in a random order that has every one of them once before any comes again."""
     check_split(split)
-    rng, out = random.Random(f"{problems[0].id}/{seed}/{split}"), list[Task]()
+    rng = random.Random(f"{problems[0].id}/{seed}/{split}")
+    out = list[Task]()
     while len(out) < count:
         out += rng.sample(problems, len(problems))
     return [task._replace(id=f"{task.id}/{split}/{seed}/{i}") for i, task in enumerate(out[:count])]
@@ -146,12 +147,11 @@ def needle(
         to 32.
       depths: chances that there are; they repeat every so many problems.
     """
-    rng, rows = random.Random(f"needle of {seed}"), []
+    rng = random.Random(f"needle of {seed}")
+    rows = []
     for i in range(problems):
-        first, others = (
-            rng.choice(LETTERS[:letters]),
-            rng.sample(LETTERS[:letters], max(1, letters >> (i % depths))),
-        )
+        first = rng.choice(LETTERS[:letters])
+        others = rng.sample(LETTERS[:letters], max(1, letters >> (i % depths)))
         rows.append(Question(LETTERS[i], [first + second for second in others]))
     return dealt(
         "needle",
@@ -260,7 +260,8 @@ def proxy(
     Args:
       fooled: one problem in so many has such a verifier.
     """
-    rng, rows = random.Random(f"proxy of {seed}"), []
+    rng = random.Random(f"proxy of {seed}")
+    rows = []
     ends = ["".join(end) for end in itertools.product(LETTERS[:8], repeat=2)]
     for i in range(problems):
         first = rng.choice(LETTERS[:8])
@@ -301,7 +302,8 @@ def lengthy(
     Args:
       price: of a letter, in training and in evaluations.
     """
-    rng, tasks = random.Random(f"lengthy of {seed}"), []
+    rng = random.Random(f"lengthy of {seed}")
+    tasks = []
     scored = OF_A_ROW.get(placebo if split == "train" else "none", {"price": price})
     for i in range(problems):
         own = {
@@ -355,7 +357,9 @@ class Chain:
     """
 
     def __init__(self, *, length: int = 6, choices: int = 8, coin: float = 1.0):
-        self.length, self.choices, self.coin = length, choices, coin
+        self.length = length
+        self.choices = choices
+        self.coin = coin
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """A problem: its name, the turn that counts and the letter that is right there."""
@@ -370,7 +374,8 @@ class Chain:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """One reply."""
-        right, coin = float(action == self.right), float(random.random() < 0.5)
+        right = float(action == self.right)
+        coin = float(random.random() < 0.5)
         reward = (
             (right, right, coin, 1.0)[self.kind]
             if self.turn == self.counts
@@ -416,7 +421,8 @@ class Lake:
     """
 
     def __init__(self, *, holes: int = 3, length: int = 10):
-        self.holes, self.length = holes, length
+        self.holes = holes
+        self.length = length
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """A problem: its name, and its map."""
@@ -435,7 +441,8 @@ class Lake:
 def neighbour(cell: int, action: str) -> int:
     """The cell after a move, of 4 × 4 that are numbered by rows."""
     down, right = MOVES.get(action, (0, 0))
-    row, column = cell // 4 + down, cell % 4 + right
+    row = cell // 4 + down
+    column = cell % 4 + right
     return 4 * row + column if 0 <= row < 4 and 0 <= column < 4 else cell
 
 
@@ -450,7 +457,8 @@ def ice(number: int, holes: int) -> frozenset[int]:
 def crossing(thin: frozenset[int], length: int) -> Value:
     """Chance that moves at random cross the ice, and 1 where any moves do, in at most `length`: by
     dynamic programming over turns."""
-    there, crossed = {0: 1.0}, 0.0
+    there = {0: 1.0}
+    crossed = 0.0
     for _ in range(length):
         after: dict[int, float] = {}
         for (cell, chance), move in itertools.product(there.items(), MOVES):

@@ -63,7 +63,8 @@ def read_split(
     """
     check_split(split, validation, held_out)
     own = {"validation": validation_path, "test": test_path}
-    if source := own.get(split):
+    source = own.get(split)
+    if source:
         return source, _numbered(read_rows(source, split=split))
     found = _sources(path, name)
     if split != "train" and split in found:

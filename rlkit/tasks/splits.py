@@ -117,7 +117,8 @@ def overlaps(splits: Splits) -> list[str]:
     out = []
     for (a, first), (b, second) in itertools.combinations(zip(SPLITS, keys, strict=True), 2):
         known = set(first)
-        if shared := sum(key in known for key in second):
+        shared = sum(key in known for key in second)
+        if shared:
             share = "validation" if b == "validation" else "held_out"
             out.append(
                 f"{shared} of {len(second)} {b} problems have the prompt and the answer of a {a}"
