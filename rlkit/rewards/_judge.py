@@ -133,7 +133,8 @@ async def judge(
 
     async def points(key: str, body: Mapping[str, Any]) -> Mapping[str, int] | Exception:
         file = None if cache is None else Path(cache).expanduser() / key[:2] / f"{key}.json"
-        if (known := _kept(file, settings)) is not None:
+        known = _kept(file, settings)
+        if known is not None:
             return known
         async with places:
             if down:
@@ -185,7 +186,8 @@ def _score(
 
 def _shares(rubric: Mapping[str, str], weights: Mapping[str, float]) -> dict[str, float]:
     """Criterion → its share of the score. Raises ConfigError."""
-    if unknown := [name for name in weights if name not in rubric]:
+    unknown = [name for name in weights if name not in rubric]
+    if unknown:
         raise ConfigError(
             f"judge: weights.{unknown[0]}: there is no such criterion; the rubric has"
             f" {', '.join(rubric) or 'none'}"

@@ -112,7 +112,8 @@ def marked(reply: str) -> str | None:
     Marked is the last \boxed{…}; else what follows the last "answer is", "Answer:" or #### on its
     line, unless it goes on as a sentence.
     """
-    if (inside := boxed(reply)) is not None:
+    inside = boxed(reply)
+    if inside is not None:
         return inside
     ends = [found.end() for found in MARKER.finditer(reply)]
     segments = [reply[end:].partition("\n")[0] for end in reversed(ends[-10:])]
@@ -186,7 +187,8 @@ class Judge:
     def _truth(self, truth: str) -> tuple[list[Any], str, str]:
         r"""What a truth is read as, its text without \boxed{}, and the reason why it cannot be
         read."""
-        if reason := unreadable(truth):
+        reason = unreadable(truth)
+        if reason:
             return [], truth, reason
         inside = boxed(truth)
         bare = truth if inside is None else inside
@@ -211,7 +213,8 @@ class Judge:
 
 
 def main() -> None:
-    search_path, memory = json.loads(sys.argv[1]), int(sys.argv[2])
+    search_path = json.loads(sys.argv[1])
+    memory = int(sys.argv[2])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdout = sys.stderr  # which can write any character

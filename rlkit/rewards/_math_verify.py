@@ -209,7 +209,8 @@ def _end(child: subprocess.Popen[str]) -> int:
 def stop() -> None:
     """End the idle children; the next call starts others."""
     with _LOCK:
-        ended, _idle[:] = list(_idle), []
+        ended = list(_idle)
+        _idle[:] = []
     for child in ended:
         _end(child)
 

@@ -34,8 +34,10 @@ def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
     totals = [total for r in rollouts if (total := r.total_reward) is not None]
     if not totals:
         return moments
-    n, mean = len(totals), math.fsum(totals) / len(totals)
-    count, shift = moments.n + n, mean - moments.mean
+    n = len(totals)
+    mean = math.fsum(totals) / len(totals)
+    count = moments.n + n
+    shift = mean - moments.mean
     squares = (
         moments.squares
         + math.fsum((t - mean) ** 2 for t in totals)

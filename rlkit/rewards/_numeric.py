@@ -229,11 +229,13 @@ def extract_answer(text: str) -> Fraction | None:
     Without a marker it is the last number of the text, or in a sentence with "=" the one behind the
     last "=". A text that is a number as a whole is that number.
     """
-    if (number := parse_number(text)) is not None:
+    number = parse_number(text)
+    if number is not None:
         return number
     for kind, segment in _segments(text):
         plain = _plain(segment)
-        if (number := _whole(plain)) is not None:
+        number = _whole(plain)
+        if number is not None:
             return number
         if _is_followed_by_number(kind, plain):
             return _of_delimited(plain) if kind in ("box", "tag") else _first(plain)
@@ -243,7 +245,8 @@ def extract_answer(text: str) -> Fraction | None:
 def _truth(text: str) -> Fraction | None:
     """The number of a truth: of the whole text, or of what follows its last marker, as in a
     solution of GSM8K."""
-    if (number := parse_number(text)) is not None:
+    number = parse_number(text)
+    if number is not None:
         return number
     last = next(
         (

@@ -40,13 +40,12 @@ def reasoning_gym(rollout: Rollout) -> float:
             f"task {rollout.task.id!r} has no row of reasoning-gym; use task=reasoning_gym, or"
             " another reward"
         )
-    if (said := final_answer(rollout)) is None:
+    said = final_answer(rollout)
+    if said is None:
         return 0.0
     tagged = TAGGED.findall(said)
-    answer, source = (
-        (tagged[-1] if tagged else said).strip(),
-        generated(row["dataset"], row["options"]),
-    )
+    answer = (tagged[-1] if tagged else said).strip()
+    source = generated(row["dataset"], row["options"])
     if source.evaluates and (len(answer) > MOST or UNSAFE.search(answer)):
         return 0.0
     return source.score(answer, row["number"])

@@ -251,7 +251,8 @@ def _require(reward: Reward) -> None:
                 f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not"
                 f" {term.timeout}"
             )
-        if wrong := _uncallable(term.fn):
+        wrong = _uncallable(term.fn)
+        if wrong:
             what = "the list of rollouts" if term.batched or is_batched(term.fn) else "a rollout"
             raise ConfigError(
                 f"reward term {name!r}: {written(term.fn)} is called with {what} alone, which it"
@@ -487,11 +488,12 @@ def _cell(term: Term, rollout: Rollout, value: Any) -> Cell:
                 notes=notes,
                 paid=value.amount if isinstance(value, Paid) else None,
             )
-        if wrong := _misshapen(
+        wrong = _misshapen(
             value,
             len(rollout.steps),
             "steps; a term per step returns a list, one number or None a step",
-        ):
+        )
+        if wrong:
             raise wrong
         steps = tuple(_number(entry) or 0.0 for entry in value)
         return Cell(sum(steps), _status(None, sum(steps)), steps, notes=notes)
@@ -602,7 +604,8 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     known = [all(rollout.rewards[name] is not None for name in weighted) for rollout in rollouts]
     places = [i for i, rollout in enumerate(rollouts) if known[i] and rollout.truncation != "error"]
     chosen = [rollouts[i] for i in places]
-    term, watch = Term(1.0, reward.aggregator), current()
+    term = Term(1.0, reward.aggregator)
+    watch = current()
     if not weights or not chosen:
         given: list[tuple[Any, Metrics]] = [(0.0, {})] * len(chosen)
     elif is_batched(reward.aggregator):
@@ -625,7 +628,8 @@ def _aggregated(rollouts: list[Rollout], reward: Reward) -> list[Rollout]:
     for i, rollout, (value, metrics) in zip(places, chosen, given, strict=True):
         cell = _cell(term, rollout, value)
         notes = {name: _cell(term, rollout, number) for name, number in metrics.items()}
-        if failed := next((c for c in (cell, *notes.values()) if c.failure), None):
+        failed = next((c for c in (cell, *notes.values()) if c.failure), None)
+        if failed:
             raise _refused(
                 f"aggregator ({written(reward.aggregator)})", rollout, failed, 1, len(chosen), 0.0
             )

@@ -91,7 +91,8 @@ def code_blocks(text: str) -> list[Block]:
 
 
 def _opening(line: str) -> _Open | None:
-    if found := OPENING.fullmatch(line):
+    found = OPENING.fullmatch(line)
+    if found:
         indent = _columns(re.sub(r"[^ \t]", " ", found["indent"]))
         return _Open(
             found["fence"], found["info"].strip(" \t"), indent, found["quotes"].count(">"), []

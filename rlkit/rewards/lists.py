@@ -40,7 +40,8 @@ def paid(rollout: Rollout) -> float | None:
 def priced(rollout: Rollout) -> float | None:
     """`listed` - `task.metadata["price"]` · (characters of the last reply beyond those of the
     shortest right one)."""
-    score, row = listed(rollout), rollout.task.metadata
+    score = listed(rollout)
+    row = rollout.task.metadata
     if score is None:
         return None
     return score - row.get("price", 0.0) * max(
