@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 from rlkit.errors import TemplateError
 from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 
-_OPEN, _CLOSE = (
-    "\u27e6rlkit:",
-    "\u27e7",
-)  # around a placeholder's number; a content that holds these is encoded like any other
+# around a placeholder's number; a content that holds these is encoded like any other
+_OPEN = "\u27e6rlkit:"
+_CLOSE = "\u27e7"
 
 
 class Renderer(NamedTuple):
@@ -200,7 +199,8 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
             " say it"
         )
     text = after[len(before) : -len(end)]
-    if lost := [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]:
+    lost = [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]
+    if lost:
         raise TemplateError(
             f"the chat template of '{name}' does not write a part of a reply: '{lost[0][:80]}'"
         )
@@ -259,7 +259,8 @@ def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], l
         for key in ("reasoning_content", "content"):
             if copy.get(key):
                 copy[key] = placeholder(copy[key])
-        if calls := message.get("tool_calls"):
+        calls = message.get("tool_calls")
+        if calls:
             copy["tool_calls"] = [_mask_call(call, placeholder) for call in calls]
         masked.append(copy)
     return masked, contents

@@ -347,7 +347,8 @@ def find(folders: Sequence[int], name: str) -> bytes | None:
     for folder in folders:
         with suppress(OSError):
             content = read_plain_file(name, most=LARGEST, folder=folder)
-            digest, data = content[:DIGEST], content[DIGEST:]
+            digest = content[:DIGEST]
+            data = content[DIGEST:]
             if data and hashlib.sha256(data).digest() == digest:
                 return data
     return None
@@ -418,7 +419,8 @@ def wait_for(descriptor: int) -> None:
     result."""
     import fcntl
 
-    began, said = time.monotonic(), False
+    began = time.monotonic()
+    said = False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -134,7 +134,8 @@ def kept_start(**given: Any) -> Mapping[str, torch.Tensor]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if found := read_weights(path):
+            found = read_weights(path)
+            if found:
                 return found
             data = save(dict(taught(**given)))
             write_atomic(path, hashlib.sha256(data).digest() + data)
@@ -170,16 +171,15 @@ def taught(
 ) -> Mapping[str, torch.Tensor]:
     """The weights after the lessons. The arguments are those of `fresh_policy`. Callers copy the
     tensors and do not change them."""
-    tokenizer, own = character_tokenizer(alphabet), Opinions(seed, opinions)
+    tokenizer = character_tokenizer(alphabet)
+    own = Opinions(seed, opinions)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = small_model(
             len(CONTROL) + len(alphabet), width=width, layers=layers, init_std=init_std
         )
-        rng, optimizer = (
-            random.Random(f"fresh {seed}"),
-            torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0),
-        )
+        rng = random.Random(f"fresh {seed}")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate * (1 - step / steps)
@@ -252,7 +252,8 @@ class Opinions:
     characters that may stand there."""
 
     def __init__(self, seed: int, strength: float):
-        self.seed, self.strength = seed, strength
+        self.seed = seed
+        self.strength = strength
         self.known: dict[tuple[str, int, str], list[float]] = {}
 
     def weights(self, prompts: Sequence[str], place: int, characters: str) -> list[float]:
@@ -283,7 +284,8 @@ def lesson(
 ) -> str:
     """A conversation of random prompts and random well-formed replies, as the template writes
     it."""
-    out, first = "", ""
+    out = ""
+    first = ""
     for _ in range(rng.randint(1, turns)):
         asked = "".join(rng.choices(alphabet, k=rng.randint(1, prompt)))
         prompts = [first, asked] if first else [asked]
@@ -298,7 +300,8 @@ def random_reply(
     """One reply of the form, to the first prompt and the latest one."""
     out = ""
     for i, place in enumerate(replies):
-        characters, count = place.removesuffix("*"), 1
+        characters = place.removesuffix("*")
+        count = 1
         if place.endswith("*"):
             count = 0
             while rng.random() < 0.5:
@@ -312,7 +315,8 @@ def as_tensors(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tenso
     -100."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-    speaks, own = torch.zeros(len(rows), dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+    speaks = torch.zeros(len(rows), dtype=torch.bool)
+    own = torch.zeros_like(ids, dtype=torch.bool)
     for t in range(width):
         own[:, t] = speaks
         speaks = torch.where(ids[:, t] == 3, True, torch.where(ids[:, t] <= 1, False, speaks))

@@ -25,7 +25,9 @@ from rlkit.models.head import PLAIN, trunk_and_head
 SOURCE = Path(__file__).with_name("_update.c")
 FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 BLOCK = 64  # rows whose sums are added up by themselves, as in the C file
-INTEGER, FLOAT, ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+INTEGER = ctypes.c_int64
+FLOAT = ctypes.c_double
+ADDRESS = ctypes.c_void_p
 Kernel = Literal["auto", "eager", "fused"]
 
 
@@ -50,7 +52,9 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
     what "auto" is.
     """
     trunk = trunk_and_head(model)[0]
-    trunk.update_kernel, trunk.asked_kernel, trunk.update_reason = "eager", kernel, ""
+    trunk.update_kernel = "eager"
+    trunk.asked_kernel = kernel
+    trunk.update_reason = ""
     if kernel == "eager":
         return
     if serves(trunk):
@@ -75,7 +79,8 @@ def use_update_kernel(model: Any, kernel: Literal["eager", "fused"], reason: str
     on."""
     for module in model.modules():
         if hasattr(module, "update_kernel"):
-            module.update_kernel, module.update_reason = kernel, reason
+            module.update_kernel = kernel
+            module.update_reason = reason
 
 
 def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
@@ -170,7 +175,8 @@ def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Ten
     x = trunk.embed_tokens(ids)
     cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x, positions[None]))
     for layer in trunk.layers:
-        attn, mlp = layer.self_attn, layer.mlp
+        attn = layer.self_attn
+        mlp = layer.mlp
         y = normed(x, layer.input_layernorm)
         q, k, v = (
             m(y).view(len(ids), -1, attn.head_dim) for m in (attn.q_proj, attn.k_proj, attn.v_proj)
@@ -215,7 +221,8 @@ class Norm(torch.autograd.Function):
         weight, cosine, sine = (
             None if t is None else t.contiguous() for t in (weight, cosine, sine)
         )
-        y, n = torch.empty_like(x), x.shape[-1]
+        y = torch.empty_like(x)
+        n = x.shape[-1]
         scale = x.new_empty(0 if weight is None else x.numel() // n)
         ctx.sizes = x.numel() // n, x.shape[1] if cosine is not None else 1, n
         operations().forward(
@@ -243,7 +250,8 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        a, b = a.contiguous(), b.contiguous()
+        a = a.contiguous()
+        b = b.contiguous()
         ctx.save_for_backward(a, b)
         y = torch.empty_like(a)
         operations().gate(*_addresses(a, b, y), a.numel(), torch.get_num_threads())
@@ -253,7 +261,9 @@ class Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
-        gradient, to_a, to_b = gradient.contiguous(), torch.empty_like(a), torch.empty_like(b)
+        gradient = gradient.contiguous()
+        to_a = torch.empty_like(a)
+        to_b = torch.empty_like(b)
         operations().gate_backward(
             *_addresses(gradient, a, b, to_a, to_b), a.numel(), torch.get_num_threads()
         )

@@ -87,7 +87,8 @@ class _Computed:
     the real one."""
 
     def __init__(self, trunk: Any, states: Tensor):
-        self.trunk, self.states = trunk, states
+        self.trunk = trunk
+        self.states = states
 
     def __call__(self, *inputs: Any, **settings: Any) -> _States:
         return _States(self.states)

@@ -117,7 +117,8 @@ def load_policy(
         path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub
     )
     if chat_template is not None:
-        if not (file := Path(chat_template).expanduser()).is_file():
+        file = Path(chat_template).expanduser()
+        if not file.is_file():
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
     model.to(device)
@@ -214,7 +215,8 @@ def check_vocabulary(
         )
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=", 1)) from error
-    own, theirs = tokenizer.get_vocab(), other.get_vocab()
+    own = tokenizer.get_vocab()
+    theirs = other.get_vocab()
     used = (
         own.values() if own == theirs else [theirs[token] for token in own.keys() & theirs.keys()]
     )
@@ -249,7 +251,8 @@ def check_vocabulary(
 def _odd_token(own: Any, other: Any) -> str:
     """The first token that the other tokenizer has not, or has by other rules; "" where there is
     none."""
-    added, others = own.get_added_vocab(), other.get_added_vocab()
+    added = own.get_added_vocab()
+    others = other.get_added_vocab()
     theirs = other.get_vocab()
     for token, i in sorted(own.get_vocab().items(), key=lambda entry: entry[1]):
         if token not in theirs or (token in added) != (token in others):
@@ -273,7 +276,8 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
     Raises: ConfigError where the model reads ids elsewhere too.
     """
     ends = model.get_input_embeddings(), model.get_output_embeddings()
-    size, moved = ends[0].weight.shape[0], dict[Tensor, nn.Parameter]()
+    size = ends[0].weight.shape[0]
+    moved = dict[Tensor, nn.Parameter]()
     if any(
         isinstance(m, nn.Embedding) and m not in ends and m.num_embeddings == size
         for m in model.modules()
@@ -314,7 +318,8 @@ def _source(path: str) -> str:
 def _loading(path: str, *, weights: bool) -> Iterator[None]:
     """Raises ConfigError where a folder that rlkit wrote has changed since (`weights`: those too),
     and where the block cannot load it."""
-    if why := folder_damage(Path(_source(path)), weights=weights):
+    why = folder_damage(Path(_source(path)), weights=weights)
+    if why:
         raise ConfigError(
             f"model.path={path}: {why}; export it again (rlkit export run=…), or delete {SUMS} if"
             " you have changed the folder on purpose"

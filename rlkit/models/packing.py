@@ -138,15 +138,20 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
         key=lambda row: rows[row, : lengths[row]].astype(">i8").tobytes(),
     )
     added: list[tuple[int, int]] = []  # rows that add tokens, and how many each shares
-    tokens, depths, size, before = [], [], 0, -1
+    tokens = []
+    depths = []
+    size = 0
+    before = -1
     for row in order:
-        length, shared = lengths[row], 0
+        length = lengths[row]
+        shared = 0
         if before >= 0:
             both = min(length, lengths[before])
             differs = rows[row, :both] != rows[before, :both]
             shared = int(differs.argmax()) if differs.any() else int(both)
             index[row, :shared] = index[before, :shared]
-        before, new = row, int(length) - shared
+        before = row
+        new = int(length) - shared
         if not new:
             continue
         index[row, shared:length] = np.arange(size, size + new)
@@ -158,16 +163,14 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
     def tensor(values: Any, dtype: Any = np.int64) -> Tensor:
         return torch.as_tensor(np.asarray(values, dtype=dtype), device=ids.device)
 
-    paths, home, offset = [], np.zeros(size, dtype=np.int64), 0
+    paths = []
+    home = np.zeros(size, dtype=np.int64)
+    offset = 0
     for part in _calls(added, lengths, kernels):
-        width, queries = (
-            max(int(lengths[row]) for row, _, _ in part),
-            max(int(lengths[row]) - first for row, first, _ in part),
-        )
-        own, path = (
-            np.zeros((len(part), queries), dtype=np.int64),
-            np.zeros((len(part), width), dtype=np.int64),
-        )
+        width = max(int(lengths[row]) for row, _, _ in part)
+        queries = max(int(lengths[row]) - first for row, first, _ in part)
+        own = np.zeros((len(part), queries), dtype=np.int64)
+        path = np.zeros((len(part), width), dtype=np.int64)
         for i, (row, first, shared) in enumerate(part):
             length = lengths[row]
             path[i, :length] = index[row, :length]
@@ -323,7 +326,8 @@ def attend_packed(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
     # In mixed precision the norms of queries and keys, whose weights are float32, leave them in
     # float32.
-    q, k = q.to(v.dtype), k.to(v.dtype)
+    q = q.to(v.dtype)
+    k = k.to(v.dtype)
     segments = packed.segments
     if (
         segments is not None

@@ -19,14 +19,15 @@ LOGIT_BYTES = (
     16  # the same by the logits: written in bfloat16, read, normalised and searched in float32
 )
 ROOM_USED = 0.7  # share of the reserved positions, all of which attention reads, that hold a token
-LAYER_KERNELS, STEP_KERNELS = (
-    24,
-    40,
-)  # kernels of a layer, and of embedding, head, draw and bookkeeping
+# kernels of a layer, and of embedding, head, draw and bookkeeping
+LAYER_KERNELS = 24
+STEP_KERNELS = 40
 # of each of the seven adapted projections: down and up, each with its weight cast, scale, addition
 ADAPTER_KERNELS = 6
 ADAPTER_BYTES = 8  # moved per number of an adapter: read in float32, written and read in bfloat16
-GRAPHS, CAPTURE_S = 24, 0.1  # graphs captured in a whole run, and seconds of each
+# graphs captured in a whole run, and seconds of each
+GRAPHS = 24
+CAPTURE_S = 0.1
 # What the trainer does.
 LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is made of it
 CHUNK = 1 << 25  # entries of a chunk, as in rlkit.models.log_probs
@@ -63,7 +64,8 @@ def gpu(
 
     Streaming kernels reach about 0.9 of the bandwidth (4.3 of 4.8 TB/s on an H200).
     """
-    bandwidth, flops = 0.9 * terabytes * 1e12, reached * teraflops * 1e12
+    bandwidth = 0.9 * terabytes * 1e12
+    flops = reached * teraflops * 1e12
     return Card(
         name,
         gigabytes * 1e9,
@@ -176,7 +178,8 @@ KNOWN = {
 
 def shape_of(config: Any) -> Shape:
     """The sizes in a Hugging Face config of a Llama-like model."""
-    c, heads = config, config.num_attention_heads
+    c = config
+    heads = config.num_attention_heads
     experts = getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None) or 1
     mlp = getattr(c, "moe_intermediate_size", None) if experts > 1 else None
     return Shape(
@@ -251,7 +254,8 @@ def decode_step(
     """Seconds of one decode step by what they go into: rows of this mean context, adapters of this
     rank."""
     read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
-    flops, small = 2 * rows * (shape.used + shape.hidden * shape.vocab), shape.adapters(rank)
+    flops = 2 * rows * (shape.used + shape.hidden * shape.vocab)
+    small = shape.adapters(rank)
     return {
         "weights": (
             max(read / card.bandwidth, flops / card.decode_flops)
@@ -276,7 +280,9 @@ def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], i
     Backward keeps every layer's norms, rotation, attention, gate, up and residuals; with
     checkpointing one layer's, and the states between layers.
     """
-    base, size, kv = shape.parameters, card.itemsize, shape.kv_bytes(card.itemsize)
+    base = shape.parameters
+    size = card.itemsize
+    kv = shape.kv_bytes(card.itemsize)
     trained = shape.adapters(load.rank) if load.rank else base
     held: dict[str, float] = {
         "weights": base * size + 4 * trained if load.rank else 4 * base,
@@ -300,7 +306,8 @@ def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], i
             ),
         )
     )
-    queries, keys = shape.head_dim * shape.heads, shape.head_dim * shape.kv_heads
+    queries = shape.head_dim * shape.heads
+    keys = shape.head_dim * shape.kv_heads
     kept = (
         6 * shape.hidden + 5 * queries + 6 * keys + 4 * shape.mlp * shape.active
     ) * size + 8 * shape.hidden  # norms in float32
@@ -338,10 +345,8 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     }
     decode["decode: launches"] += GRAPHS * CAPTURE_S / load.steps * (card.itemsize == 2)
     packed = load.prompts * load.prompt + tokens
-    each, head = (
-        2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context,
-        2 * shape.hidden * shape.vocab,
-    )
+    each = 2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context
+    head = 2 * shape.hidden * shape.vocab
     trained = shape.adapters(load.rank) if load.rank else shape.parameters
     factor = (
         2 + (not load.rank) + load.checkpointing
@@ -411,11 +416,9 @@ def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[s
 
 def candidates(load: Load, *, fits: bool) -> list[tuple[str, Load]]:
     """Changes of one key each."""
-    rollouts, toggled, half = (
-        load.prompts * load.group,
-        not load.checkpointing,
-        max(1, load.longest // 2),
-    )
+    rollouts = load.prompts * load.group
+    toggled = not load.checkpointing
+    half = max(1, load.longest // 2)
     out = [
         (
             f"model.gradient_checkpointing={str(toggled).lower()}",
