@@ -116,7 +116,9 @@ class Service:
                 " change only between episodes; await their completions, and call release(key) for"
                 " each episode that is over"
             )
-        self.decoder, self.version, self.failure = self.make_decoder(weights), version, None
+        self.decoder = self.make_decoder(weights)
+        self.version = version
+        self.failure = None
 
     def _in_play(self) -> int:
         return len({*self.running, *self.waiting, *self.answered, *self.due} - self.over)
@@ -126,7 +128,8 @@ class Service:
     ) -> Generation:
         """One completion; see `rlkit.types.Engine`. Raises: ValueError for numbers out of range,
         EngineError without weights."""
-        if problems := out_of_range(params):
+        problems = out_of_range(params)
+        if problems:
             raise ValueError("; ".join(problems))
         if self.decoder is None:
             raise EngineError(
@@ -241,7 +244,8 @@ class Service:
                     decoder.submit(key, request.prompt_ids, request.seed, request.params)
             if not decoder.idle:
                 return True
-            if counted := [due for due in self.due.values() if due < math.inf]:
+            counted = [due for due in self.due.values() if due < math.inf]
+            if counted:
                 decoder.rounds = int(min(counted))  # nothing decodes: what is due next is due now
             elif self.due:
                 await self._news()
@@ -292,7 +296,8 @@ class Batches:
     """A decoder that completes all that is waiting in one call."""
 
     def __init__(self, complete: Callable[..., list[Generation]]):
-        self.complete, self.rounds = complete, 0
+        self.complete = complete
+        self.rounds = 0
         self.waiting: dict[int, tuple[Sequence[int], int, SamplingParams]] = {}
 
     @property
@@ -311,7 +316,8 @@ class Batches:
         self.waiting.pop(key, None)
 
     def advance(self) -> list[tuple[int, Generation]]:
-        given, self.waiting = self.waiting, {}
+        given = self.waiting
+        self.waiting = {}
         prompts, seeds, params = zip(*given.values(), strict=True)
         with waiting("generation.engine", self.complete, count=len(prompts)):
             replies = self.complete(list(prompts), list(seeds), params[0])

@@ -94,18 +94,17 @@ def sampling_mode(model: Any) -> Iterator[None]:
     """
     from transformers import GenerationConfig
 
-    was_training, use_cache, defaults = (
-        model.training,
-        model.config.use_cache,
-        model.generation_config,
-    )
+    was_training = model.training
+    use_cache = model.config.use_cache
+    defaults = model.generation_config
     model.eval()
     model.config.use_cache, model.generation_config = True, GenerationConfig()
     try:
         yield
     finally:
         model.train(was_training)
-        model.config.use_cache, model.generation_config = use_cache, defaults
+        model.config.use_cache = use_cache
+        model.generation_config = defaults
 
 
 def _decode(
@@ -156,7 +155,8 @@ def _decode(
     forced: list[list[bool]] = [[]] * len(contexts)
     if params.max_thinking_tokens is not None:
         written = torch.stack(processors[1].forced, dim=1)
-        logprobs, forced = logprobs.masked_fill(written, 0.0), written.tolist()
+        logprobs = logprobs.masked_fill(written, 0.0)
+        forced = written.tolist()
     rows = zip(sampled, logprobs.tolist(), forced, limits, strict=True)
     return [
         completion(tokens[:limit], scores[:limit], marks, policy.eos_token_ids)
@@ -191,12 +191,10 @@ class GumbelMax:
     chose."""
 
     def __init__(self, seeds: Tensor, prompt_width: int, temperature: float, **cut: Any):
-        self.seeds, self.prompt_width, self.temperature, self.cut = (
-            seeds,
-            prompt_width,
-            temperature,
-            cut,
-        )
+        self.seeds = seeds
+        self.prompt_width = prompt_width
+        self.temperature = temperature
+        self.cut = cut
         self.logprobs: list[Tensor] = []  # one [B] a step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -218,7 +216,8 @@ class ThinkingBudget:
     """
 
     def __init__(self, thinking: Thinking, rows: int, limit: int, device: torch.device):
-        self.thinking, self.limit = thinking, limit
+        self.thinking = thinking
+        self.limit = limit
         self.close = torch.tensor(thinking.close, device=device)
         self.inside = torch.zeros(rows, dtype=torch.bool, device=device)  # in a thinking block
         self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # thinking tokens
@@ -276,7 +275,8 @@ class Budgeted:
     def __init__(
         self, budget: ThinkingBudget, contexts: Sequence[Sequence[int]], prompt_width: int
     ):
-        self.budget, self.prompt_width = budget, prompt_width
+        self.budget = budget
+        self.prompt_width = prompt_width
         self.at = torch.arange(len(contexts), device=budget.inside.device)
         self.forced: list[Tensor] = []  # one [B] bool a step
         budget.begin(self.at, contexts)

@@ -22,7 +22,8 @@ def full_attention(config: Any, length: int) -> bool:
     of a position are all that is kept."""
     if getattr(config, "is_encoder_decoder", False):
         return False
-    if kinds := getattr(config, "layer_types", None):
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
         return set(kinds) == {"full_attention"}
     window = getattr(config, "sliding_window", None)  # of all layers, as in Mistral
     return not window or length <= window
@@ -120,7 +121,8 @@ def parts_of(reach: Tensor) -> list[Part]:
         .tolist()
     )
     for block, longest in enumerate(blocks):
-        start, stop = block * SIDE_BY_SIDE, min((block + 1) * SIDE_BY_SIDE, len(reach))
+        start = block * SIDE_BY_SIDE
+        stop = min((block + 1) * SIDE_BY_SIDE, len(reach))
         if parts:
             before, _, length = parts[-1]
             both = max(length, longest)

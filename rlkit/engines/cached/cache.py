@@ -27,7 +27,8 @@ class Slots:
     share = 1  # slots in a room
 
     def __init__(self, slots: int, capacity: int, device: torch.device):
-        self.slots, self.capacity = slots, capacity
+        self.slots = slots
+        self.capacity = capacity
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.indices = torch.arange(slots, device=device)
@@ -44,7 +45,9 @@ class Slots:
     def point(self, rows: Tensor | None, positions: Tensor, length: int) -> None:
         """The next pass is for these rows, at these positions [R, m], and sees the first `length`
         of them; 0: the new ones alone."""
-        self.rows, self.positions, self.length = rows, positions, length
+        self.rows = rows
+        self.positions = positions
+        self.length = length
         self.places = self.place(
             self.indices[: len(positions)] if rows is None else rows, positions
         )
@@ -106,7 +109,8 @@ class Slots:
                 new[: len(old), :, : self.capacity] = old
                 stores[layer] = new
         self.indices = torch.arange(slots, device=self.indices.device)
-        self.slots, self.capacity = slots, capacity
+        self.slots = slots
+        self.capacity = capacity
 
     # -------------------------------- what the host hands out; here each slot has a room of its own
 
@@ -146,7 +150,8 @@ class Rooms(Slots):
 
     def __init__(self, slots: int, capacity: int, device: torch.device):
         super().__init__(slots, capacity, device)
-        rooms, self.blocks = slots // SHARE, capacity // BLOCK
+        rooms = slots // SHARE
+        self.blocks = capacity // BLOCK
         self.table = torch.full(
             (slots, self.blocks), self.blocks, device=device
         )  # block of a position → block of the room
@@ -193,7 +198,8 @@ class Rooms(Slots):
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
         positions = torch.arange(length, device=sources.device).expand(len(sources), -1)
-        a, b = self.place(sources, positions), self.place(targets, positions)
+        a = self.place(sources, positions)
+        b = self.place(targets, positions)
         for store in (*self.keys, *self.values):
             store[(targets // SHARE)[:, None], :, b] = store[(sources // SHARE)[:, None], :, a]
 
@@ -207,7 +213,8 @@ class Rooms(Slots):
         return not taken or taken + -(-length // BLOCK) <= self.blocks
 
     def grant(self, slot: int, length: int, promised: int = 0) -> bool:
-        own, left = self.own[slot], self.left[slot // SHARE]
+        own = self.own[slot]
+        left = self.left[slot // SHARE]
         more = -(-length // BLOCK) - len(own)
         self.promised[slot] = max(
             self.promised[slot], -(-max(length, promised) // BLOCK)
@@ -222,7 +229,8 @@ class Rooms(Slots):
         return True
 
     def takes(self, source: int, target: int) -> bool:
-        own, promised = len(self.own[source]), self.promised[source]
+        own = len(self.own[source])
+        promised = self.promised[source]
         if source // SHARE == target // SHARE or not self.admits(
             target, max(own, promised) * BLOCK
         ):
@@ -249,7 +257,8 @@ class Rooms(Slots):
                 [(*at, *of) for at, of in self.owners.items()], device=device
             ).T
             self.owner[room, block], self.base[room, block] = rank, base
-        self.news, self.owners = {}, {}
+        self.news = {}
+        self.owners = {}
 
 
 def fitting(causal: Any, device: torch.device) -> int:

@@ -63,7 +63,9 @@ class Cached(Service):
                 "generation.engine: max_rows, max_cached_tokens and check_every must be >= 1 "
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
-        self.max_rows, self.keep_cache, self.kernel = max_rows, keep_cache, kernel
+        self.max_rows = max_rows
+        self.keep_cache = keep_cache
+        self.kernel = kernel
         self.automatic = kernel == "auto"
         self.why_eager = ""  # where `auto` is that
         self.elsewhere: Literal["eager", "fused"] | None = None
@@ -89,7 +91,8 @@ class Cached(Service):
                 )
             self.why_eager = "some layers do not see the whole context"
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
-        before, kernel = self.decoder, self.kernel
+        before = self.decoder
+        kernel = self.kernel
         if (
             self.automatic and kernel == "fused"
         ):  # settled: a model that it does not fit is decoded without it, a compiler is not lost
@@ -134,7 +137,8 @@ class Cached(Service):
         another process."""
         if not self.automatic:
             return
-        self.kernel, self.why_eager = kernel, why_eager
+        self.kernel = kernel
+        self.why_eager = why_eager
         if isinstance(self.decoder, Scheduler) and kernel == "eager" == self.decodes:
             self.decoder.asked = kernel  # it need not be built again
 

@@ -66,11 +66,13 @@ class Trunk:
         half = cos.shape[-1] // 2
         sin = torch.cat((sin[..., :half].neg(), sin[..., half:]), -1)
         for number, layer in enumerate(self.layers):
-            attn, mlp = layer.module.self_attn, layer.module.mlp
+            attn = layer.module.self_attn
+            mlp = layer.module.mlp
             eps = layer.module.input_layernorm.variance_epsilon
             projected = layer.project(normalised(x, eps)).view(*ids.shape, -1, attn.head_dim)
             keys = (projected.shape[2] - attn.config.num_attention_heads) // 2
-            both, values = projected[:, :, :-keys], projected[:, :, -keys:]
+            both = projected[:, :, :-keys]
+            values = projected[:, :, -keys:]
             if layer.scale is not None:
                 both = normalised(both, attn.q_norm.variance_epsilon) * layer.scale
             both = (both * cos).addcmul_(
@@ -91,13 +93,12 @@ Derive = Callable[[Callable[[], Tensor]], Tensor]
 
 
 def _layer(module: Any, derive: Derive) -> Layer:
-    attn, mlp = module.self_attn, module.mlp
+    attn = module.self_attn
+    mlp = module.mlp
     scale = None
     if hasattr(attn, "q_norm"):
-        heads, groups = (
-            attn.config.num_attention_heads,
-            attn.config.num_attention_heads // attn.config.num_key_value_heads,
-        )
+        heads = attn.config.num_attention_heads
+        groups = attn.config.num_attention_heads // attn.config.num_key_value_heads
         scale = derive(
             lambda: torch.cat(
                 [

@@ -31,7 +31,8 @@ class Graphs:
     refused: ClassVar[WeakSet[Any]] = WeakSet()  # models that cannot be captured
 
     def __init__(self, model: Any, device: torch.device):
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         self.pool: Any = (
             None  # memory that all of them share: none needs what another has left there
         )
@@ -41,7 +42,8 @@ class Graphs:
 
     def forget(self) -> None:
         """Buffers or weights have moved: what was captured reads where they were."""
-        self.started, self.replays = set(), {}
+        self.started = set()
+        self.replays = {}
 
     def __call__(self, settings: Any, slots: int, step: Callable[[], None]) -> None:
         """The step for the first `slots` slots, captured for these settings."""

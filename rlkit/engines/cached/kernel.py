@@ -79,8 +79,10 @@ class Kernel:
     """
 
     def __init__(self, trunk: Trunk, head: Head):
-        self.run, self.trunk = compiled(), trunk
-        config, layers = trunk.trunk.config, [layer.module for layer in trunk.layers]
+        self.run = compiled()
+        self.trunk = trunk
+        config = trunk.trunk.config
+        layers = [layer.module for layer in trunk.layers]
         self.step = StepArguments(
             layers=len(layers),
             hidden=config.hidden_size,
@@ -171,11 +173,11 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
             f"a model of type {getattr(head.causal.config, 'model_type', '')!r} has a forward of"
             " its own"
         )
-    causal, config, first = head.causal, trunk.trunk.config, trunk.layers[0].module
-    attns, mlps = (
-        [layer.module.self_attn for layer in trunk.layers],
-        [layer.module.mlp for layer in trunk.layers],
-    )
+    causal = head.causal
+    config = trunk.trunk.config
+    first = trunk.layers[0].module
+    attns = [layer.module.self_attn for layer in trunk.layers]
+    mlps = [layer.module.mlp for layer in trunk.layers]
     linear = [
         part
         for module in (*attns, *mlps)
@@ -230,7 +232,8 @@ def tiled(norm: Any | None, *modules: Any) -> Tensor:
 
 def _layer(trunk: Trunk, layer: Any, scale: Tensor | None) -> dict[str, Tensor | None]:
     """What the kernel reads of a layer, made again whenever the weights have changed."""
-    attn, mlp = layer.self_attn, layer.mlp
+    attn = layer.self_attn
+    mlp = layer.mlp
     inputs = attn.q_proj, attn.k_proj, attn.v_proj
 
     def bias() -> Tensor:
@@ -258,5 +261,6 @@ def _angles(trunk: Any, positions: int) -> Tensor:
 def compiled() -> Any:
     """The function of the C file. Raises: NoKernel, Undecided (rlkit.models.compiled)."""
     run = library(SOURCE, "step").step
-    run.argtypes, run.restype = (ctypes.POINTER(StepArguments),), ctypes.c_int
+    run.argtypes = (ctypes.POINTER(StepArguments),)
+    run.restype = ctypes.c_int
     return run

@@ -44,7 +44,9 @@ class Sampler:
         device: torch.device,
         captured: bool = False,
     ):
-        self.policy, self.params, self.device = policy, params, device
+        self.policy = policy
+        self.params = params
+        self.device = device
         self.eos = torch.tensor(policy.eos_token_ids, device=device)
         self.cut = {"top_p": params.top_p, "top_k": params.top_k}
 
@@ -106,7 +108,8 @@ class Sampler:
         It has not been read yet. Begun: the token before it belongs to the completion, and has been
         read.
         """
-        draws, count = self.draws[at], self.count[at]
+        draws = self.draws[at]
+        count = self.count[at]
         token, probabilities = draw(logits, self.seed[at], count, self.temperature, **self.cut)
         column = count.masked_fill(~draws, self.params.max_new_tokens)
         forced = None
@@ -134,10 +137,8 @@ class Sampler:
         at = ended.nonzero()[:, 0]
         self.ended[at] = False
         counts = self.count[at].tolist()
-        tokens, logprobs = (
-            self.tokens[at, : max(counts)].tolist(),
-            self.logprobs[at, : max(counts)].tolist(),
-        )
+        tokens = self.tokens[at, : max(counts)].tolist()
+        logprobs = self.logprobs[at, : max(counts)].tolist()
         forced = (
             [[]] * len(counts) if self.budget is None else self.forced[at, : max(counts)].tolist()
         )

@@ -96,7 +96,8 @@ class Scheduler:
         self.shares, self.cuda_graphs = can_capture(device), cuda_graphs and can_capture(device)
         self.asked = kernel
         if self.shares and kernel == "auto":
-            self.kernel, self.why_eager = None, "it needs float32 weights on a CPU"
+            self.kernel = None
+            self.why_eager = "it needs float32 weights on a CPU"
         else:
             self.kernel, self.why_eager = kernel_of(kernel, self.forward, self.head)
         self.graphs = Graphs(causal, device)
@@ -143,14 +144,18 @@ class Scheduler:
             self.params = params
         for row in self.rows:
             if row.key == key and row.held is not None and not row.released:
-                row.known, row.held = min(agreement(row.held, prompt), len(prompt) - 1), None
-                row.prompt, row.seed, row.reads = prompt, seed, True
+                row.known = min(agreement(row.held, prompt), len(prompt) - 1)
+                row.held = None
+                row.prompt = prompt
+                row.seed = seed
+                row.reads = True
                 self.resumed.append(row)
                 return
         self.queue.append(Row(key, prompt, seed))
 
     def release(self, key: int) -> None:
-        self.changed, self.queue = True, [row for row in self.queue if row.key != key]
+        self.changed = True
+        self.queue = [row for row in self.queue if row.key != key]
         for row in self.rows:
             row.released = row.released or row.key == key
 
@@ -187,12 +192,20 @@ class Scheduler:
         if self.cache is not None and self.rows:
             self.cache.free(range(self.cache.slots))
             self.sampler.stop(0)
-        self.rows, self.reading, self.resumed, self.parts = [], [], [], []
+        self.rows = []
+        self.reading = []
+        self.resumed = []
+        self.parts = []
 
     def clear(self) -> None:
         """Forgets every episode, and frees the memory."""
-        self.rows, self.reading, self.resumed, self.parts = [], [], [], []
-        self.cache, self.samplers, self.params = None, {}, None
+        self.rows = []
+        self.reading = []
+        self.resumed = []
+        self.parts = []
+        self.cache = None
+        self.samplers = {}
+        self.params = None
         self.graphs.forget()
 
     # ---------------------------------------------------------------------------------------- slots
@@ -231,8 +244,10 @@ class Scheduler:
             ]
             self.cache.free(closed)
             taken = self.admit(closed)
-        resumed, self.resumed = {id(row) for row in self.resumed}, []
-        if waits := [*(slot for slot, row in enumerate(self.rows) if id(row) in resumed), *taken]:
+        resumed = {id(row) for row in self.resumed}
+        self.resumed = []
+        waits = [*(slot for slot, row in enumerate(self.rows) if id(row) in resumed), *taken]
+        if waits:
             # They draw nothing until they have read; what a step writes there meanwhile is
             # overwritten then.
             at = self.tensor(waits)
@@ -251,7 +266,8 @@ class Scheduler:
         for slot in [*closed, *range(len(self.rows), self.most_slots)]:
             if not self.queue:
                 break
-            row, mean = self.queue[-1], self.mean
+            row = self.queue[-1]
+            mean = self.mean
             # While it draws, it is about half of its completion long: rooms are filled for that,
             # and what overflows moves.
             length = min(
@@ -281,20 +297,18 @@ class Scheduler:
             longest = max(len(row.prompt) for row in self.queue)
             self.capacity = self.need(longest)
             if self.shares:
-                slots, capacity = -(-self.most_slots // SHARE) * SHARE, LONGEST * self.capacity
+                slots = -(-self.most_slots // SHARE) * SHARE
+                capacity = LONGEST * self.capacity
             else:
-                slots, capacity = (
-                    min(self.most_slots, wanted),
-                    min(self.capacity, blocks(longest + 64)),
-                )
+                slots = min(self.most_slots, wanted)
+                capacity = min(self.capacity, blocks(longest + 64))
             kept = self.cache
             if kept is not None and self.may_hold(
                 larger := max(slots, kept.slots), longer := max(capacity, kept.capacity)
             ):
-                slots, capacity = (
-                    larger,
-                    longer,
-                )  # so that calls of two kinds in turn do not make a new one each
+                # so that calls of two kinds in turn do not make a new one each
+                slots = larger
+                capacity = longer
                 self.capacity = max(self.capacity, kept.capacity // (LONGEST if self.shares else 1))
             if kept is None or (kept.slots, kept.capacity) != (slots, capacity):
                 self.cache = kept = None  # before the new one, so that both are never there
@@ -446,7 +460,9 @@ class Scheduler:
             return
         assert self.cache is not None
         self.cache.free(slots)
-        gone, last, pairs = set(slots), len(self.rows) - 1, []
+        gone = set(slots)
+        last = len(self.rows) - 1
+        pairs = []
         for hole in sorted(slots):
             while last in gone:
                 last -= 1
@@ -459,7 +475,8 @@ class Scheduler:
             movers, holes = zip(*pairs, strict=True)
             self.move(movers, holes)
         left = max((slot for slot in range(len(self.rows)) if slot not in gone), default=-1) + 1
-        if empty := [slot for slot in gone if slot < left]:
+        empty = [slot for slot in gone if slot < left]
+        if empty:
             at = self.tensor(empty)
             self.sampler.draws[at], self.sampler.ended[at], self.sampler.position[at] = (
                 False,
@@ -476,7 +493,8 @@ class Scheduler:
         """Episodes move into other slots, which have room for them."""
         assert self.cache is not None
         self.cache.flush()
-        source, target = self.tensor(sources), self.tensor(targets)
+        source = self.tensor(sources)
+        target = self.tensor(targets)
         self.cache.copy(
             source, target, min(int(self.sampler.position[source].max()) + 1, self.cache.capacity)
         )
@@ -498,7 +516,8 @@ class Scheduler:
             self.grow(capacity)
         self.make_room(0)
         assert self.cache is not None
-        slots, self.reading = self.reading, []
+        slots = self.reading
+        self.reading = []
         if not slots:  # all of them wait again
             return
         rows = [self.rows[slot] for slot in slots]
@@ -512,9 +531,10 @@ class Scheduler:
             sorted(set(sources), key=lambda slot: (self.rows[slot].known > 0, slot))
         ):
             last |= zip(part, self.pass_through(part), strict=True)
-        if copies := [
+        copies = [
             (source, slot) for slot, source in zip(slots, sources, strict=True) if slot != source
-        ]:
+        ]
+        if copies:
             sources_, targets = torch.tensor(copies, device=self.device).T
             self.cache.copy(
                 sources_, targets, max(len(self.rows[slot].prompt) for _, slot in copies)
@@ -539,7 +559,8 @@ class Scheduler:
                 or bool(row.known) != bool(self.rows[part[0]].known)
             ):
                 yield part
-                part, width = [], 0
+                part = []
+                width = 0
             part.append(slot)
             width = max(width, mine)
         yield part
@@ -623,7 +644,8 @@ class Scheduler:
         Reads and writes only the state tensors, in place, and never synchronises with the host, so
         it can be captured as a CUDA graph.
         """
-        sampler, cache = self.sampler, self.cache
+        sampler = self.sampler
+        cache = self.cache
         assert cache is not None
         if self.kernel is not None and self.kernel.serves(sampler):
             self.kernel(cache, sampler, slots)

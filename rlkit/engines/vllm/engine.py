@@ -87,18 +87,20 @@ class VLLM:
                 f"vLLM is not installed: {INSTALL}; or name servers with"
                 " generation.engine.addresses=[http://HOST:8000]"
             )
-        self.max_rows, self.share, self.sleeps, self.merge = (
-            max_rows,
-            gpu_memory_utilization,
-            sleep,
-            merge,
-        )
-        self.restart_wait, self.devices, self.folder = restart_wait, devices, folder
+        self.max_rows = max_rows
+        self.share = gpu_memory_utilization
+        self.sleeps = sleep
+        self.merge = merge
+        self.restart_wait = restart_wait
+        self.devices = devices
+        self.folder = folder
         self.arguments = dict(arguments or {})
         self.backend: InProcess | ServerPool | None = None
         self.model: Any = None  # that it was started for
         self.busy_s = 0.0
-        self.running, self.since = 0, 0.0  # completions, and since when there are any
+        # completions, and since when there are any
+        self.running = 0
+        self.since = 0.0
         self.told = False  # how answers join
         self.lent: Callable[[], None] | None = (
             None  # of servers that two processes use in turns: waits for the other one's end
@@ -119,7 +121,8 @@ class VLLM:
             self.backend.close()
             self.backend = None
         if self.backend is None:
-            self.backend, self.model = self._started(weights), weights.model
+            self.backend = self._started(weights)
+            self.model = weights.model
         if self.lent is not None and isinstance(self.backend, ServerPool):
             self.lent()
             self.backend.forget()

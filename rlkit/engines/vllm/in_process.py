@@ -63,7 +63,8 @@ class InProcessDecoder:
             merge,
             not merge and weights.lora_rank(policy.model) is not None,
         )
-        self.sleeps, self.asleep = sleeps and cuda, False
+        self.sleeps = sleeps and cuda
+        self.asleep = False
         self.base: Any = None  # marks of what was pushed
         self.adapter: Any = None
         self.lora_request: Any = None

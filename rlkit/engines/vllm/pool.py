@@ -49,7 +49,9 @@ class ServerPool:
     def __init__(
         self, servers: Sequence[Server], *, merge: bool, restart_wait: float, folder: str | None
     ):
-        self.servers, self.merge, self.restart_wait = servers, merge, restart_wait
+        self.servers = servers
+        self.merge = merge
+        self.restart_wait = restart_wait
         self.folder = temporary_folder(self, folder)
         self.due: Any = None  # mark of the weights that completions are sampled from
         self.bringing: asyncio.Task[None] | None = None  # gives them to the servers
@@ -64,7 +66,9 @@ class ServerPool:
         """
         if self.bringing is not None:
             self.bringing.cancel()  # of completions that were given up
-        self.policy, self.version, self.waits = policy, version, 0
+        self.policy = policy
+        self.version = version
+        self.waits = 0
         self.adapted = not self.merge and lora_rank(policy.model) is not None
         self.due = (
             self.adapted,
@@ -83,7 +87,8 @@ class ServerPool:
         """One completion, by the server of this key."""
         while True:
             server = await self._server_of(key)
-            losses, version = server.losses, self.version
+            losses = server.losses
+            version = self.version
             try:
                 reply = await server.complete(self.policy, prompt_ids, seed, params)
             except Lost as error:
@@ -165,7 +170,9 @@ class ServerPool:
     async def _push(self) -> None:
         """Write what is due once, and have every server read it that answers and does not have
         it."""
-        due, adapted, model = self.due, self.adapted, self.policy.model
+        due = self.due
+        adapted = self.adapted
+        model = self.policy.model
         lacking = [
             server for server in self.servers if server.has != due and await self._met(server)
         ]
@@ -223,7 +230,8 @@ class ServerPool:
         return bool(server.name)
 
     async def _give(self, server: Server, folder: Path, due: Any, *, adapted: bool) -> None:
-        losses, server.has = server.losses, None
+        losses = server.losses
+        server.has = None
         try:
             async with asyncio.timeout(PUSH):
                 await (server.push_adapter if adapted else server.push_weights)(folder)

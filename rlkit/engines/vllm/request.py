@@ -9,7 +9,9 @@ from typing import Any
 from rlkit.errors import ConfigError
 from rlkit.types import Generation, Policy, SamplingParams
 
-COLDEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures, except 0, and refuses higher ones
+# vLLM raises lower temperatures, except 0, and refuses higher ones
+COLDEST = 0.01
+HOTTEST = 2.0
 UNUSED = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,

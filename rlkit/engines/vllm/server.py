@@ -57,7 +57,10 @@ class Server:
         process: subprocess.Popen[bytes] | None = None,
         log: Path | None = None,
     ):
-        self.url, self.max_rows, self.process, self.log = url.rstrip("/"), max_rows, process, log
+        self.url = url.rstrip("/")
+        self.max_rows = max_rows
+        self.process = process
+        self.log = log
         self.losses = -1
         self.forget()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -66,7 +69,9 @@ class Server:
         """It is lost. One that comes back has the weights that it was started with."""
         self.losses += 1
         self.has: Any = None  # mark of the weights that it was given
-        self.name, self.adapter = "", ""  # of the model that it serves, and of the adapter on top
+        # of the model that it serves, and of the adapter on top
+        self.name = ""
+        self.adapter = ""
 
     async def meet(self) -> None:
         """Learn what it serves. Raises: Lost."""
@@ -99,7 +104,8 @@ class Server:
         await self.ask(
             "/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)}, hint=hint
         )
-        before, self.adapter = self.adapter, folder.name
+        before = self.adapter
+        self.adapter = folder.name
         if before:
             await self.ask("/v1/unload_lora_adapter", {"lora_name": before}, hint=hint)
 

@@ -74,7 +74,8 @@ def all_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if lora and "lora_" in name:
             continue
-        weight, layer = parameter.detach(), layers.get(name.removesuffix(".base_layer.weight"))
+        weight = parameter.detach()
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None:
             weight = (
                 weight.float() + layer.get_delta_weight(adapter_name(model)).detach().float()
