@@ -60,7 +60,8 @@ def rows(rollout: Rollout) -> list[TokenRow]:
         row.versions.extend([0] * len(new))
         for first, version in step.versions:
             row.versions[begin + first :] = [version] * (len(step.response_ids) - first)
-        if own := step.sampled:
+        own = step.sampled
+        if own:
             spot = row, begin + own[-1]
         if spot is not None and rollout.reward is not None:
             spot[0].rewards[spot[1]] += (step.reward or 0.0) + (

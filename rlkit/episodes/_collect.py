@@ -54,7 +54,8 @@ class Place:
     """An episode's place at the start."""
 
     def __init__(self, start: Start):
-        self.start, self.here = start, False
+        self.start = start
+        self.here = False
 
     def arrive(self) -> None:
         """The episode is ready for its first reply, or over."""
@@ -84,7 +85,8 @@ class Turns:
     speaks at a time."""
 
     def __init__(self, key: int, players: int = 1):
-        self.key, self.players = key, players
+        self.key = key
+        self.players = players
 
     def leave(self, engine: Engine) -> None:
         """An episode says no more; the last one releases the key."""
@@ -221,7 +223,8 @@ async def collected(
         return rollout._replace(steps=steps, group=at.group, sample=at.sample)
 
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
-        task, draws = at.task, mix(seed, step, at.group, at.sample)
+        task = at.task
+        draws = mix(seed, step, at.group, at.sample)
         if at.table is not None:
             how = how._replace(session=lambda task: at.table.player(at.player))
         speak = speaker(
@@ -276,12 +279,10 @@ async def collected(
 
     async def against(how: Environment, one: Seat) -> Rollout:
         """A sample against a player that is not trained on."""
-        other, rival = (
-            one._replace(
-                sample=group_size + one.sample, player=1 - one.player, done=ignored, spent=ignored
-            ),
-            own,
+        other = one._replace(
+            sample=group_size + one.sample, player=1 - one.player, done=ignored, spent=ignored
         )
+        rival = own
         if how.opponent is None:
             one.turns.players = 2
         else:

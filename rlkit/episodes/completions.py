@@ -103,9 +103,8 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 def _message(message: Message) -> str:
-    thinking = (
-        f"<think>\n{text}\n</think>\n\n" if (text := message.get("reasoning_content")) else ""
-    )
+    text = message.get("reasoning_content")
+    thinking = f"<think>\n{text}\n</think>\n\n" if text else ""
     called = (call["function"] for call in message.get("tool_calls", []))
     calls = "".join(
         f"\n→ {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})"

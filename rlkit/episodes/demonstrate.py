@@ -80,12 +80,11 @@ def demonstrated(
             continue
         if steps:
             last = steps[-1]
-            kept, ids = (
-                last.prompt_length + len(last.response_ids),
-                continuation(policy.renderer, new, last.response_ids[-1]),
-            )
+            kept = last.prompt_length + len(last.response_ids)
+            ids = continuation(policy.renderer, new, last.response_ids[-1])
         else:
-            kept, ids = 0, encode_prompt(policy.renderer, new, tools)
+            kept = 0
+            ids = encode_prompt(policy.renderer, new, tools)
         reply = tuple(encode_reply(policy.renderer, message))
         steps.append(
             Step(

@@ -76,7 +76,9 @@ async def _play_to_the_end(
     keep: Callable[[Rollout], None],
 ) -> Rollout:
     """`play`. Raises: Hung too."""
-    task, limit, session = rollout.task, Countdown(environment.deadline), None
+    task = rollout.task
+    limit = Countdown(environment.deadline)
+    session = None
     theirs = copied(
         rollout
     )  # the same episode as the session sees it: what is changed there changes no row and no record
@@ -95,18 +97,21 @@ async def _play_to_the_end(
                 if step is None:
                     rollout = cut_off(rollout, "context")
                     break
-                rollout, theirs = rollout.add(step), theirs.add(copied(step))
+                rollout = rollout.add(step)
+                theirs = theirs.add(copied(step))
                 keep(rollout)
                 if step.finish_reason == "length":
                     rollout = cut_off(rollout, "length")
                     break
                 async with limit.running():
                     with blamed("answer", task):
-                        given, draws = theirs, mix(seed, 1 + len(rollout.steps))
+                        given = theirs
+                        draws = mix(seed, 1 + len(rollout.steps))
                         theirs, prompt = await rng.drawing(draws, _answer(session, given))
                         rollout = keep_record(theirs, given, rollout)
                 if prompt is not None and len(rollout.steps) >= environment.max_steps:
-                    rollout, prompt = cut_off(rollout, "steps"), None
+                    rollout = cut_off(rollout, "steps")
+                    prompt = None
         except DeadlinePassed:
             rollout = cut_off(rollout, "deadline")
         except EpisodeOver:
@@ -155,7 +160,8 @@ def opening(task: Task, environment: Environment) -> Opening:
     async def look() -> Opening:
         own = copied(task)
         async with opened(environment, own) as session:
-            prompt, tools = await _first_prompt(session, own), session.tools
+            prompt = await _first_prompt(session, own)
+            tools = session.tools
             state = (await with_state(Rollout(own, ()), session)).state
             return Opening(
                 list(prompt), tools, [tool_schema(tool) for tool in tools.values()], state

@@ -79,20 +79,22 @@ class Conversations:
         keys: Iterator[int],
         ready: Callable[[], Awaitable[None]],
     ):
-        self.policy, self.environment, self.engine, self.params, self.task = (
-            policy,
-            environment,
-            engine,
-            params,
-            task,
-        )
-        self.seed, self.keys, self.ready = seed, keys, ready
+        self.policy = policy
+        self.environment = environment
+        self.engine = engine
+        self.params = params
+        self.task = task
+        self.seed = seed
+        self.keys = keys
+        self.ready = ready
         self.calls: list[Call] = []
         self.known: dict[
             bytes, list[Call]
         ] = {}  # digest of a conversation with its reply → the replies that end it
         self.drawn: Counter[tuple[int, ...]] = Counter()  # context → replies to it
-        self.asked, self.refused = 0, ""  # requests; the limit that the last one met
+        # requests; the limit that the last one met
+        self.asked = 0
+        self.refused = ""
         self.resting: int | None = None  # the key that no reply is sampled under
         self.sampling: set[int] = set()
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -119,7 +121,8 @@ class Conversations:
         except TemplateError as error:
             raise RequestRefused(str(error)) from error
         if len(ids) >= self.policy.context_length:
-            self.asked, self.refused = self.asked - 1, "context"
+            self.asked = self.asked - 1
+            self.refused = "context"
             raise RequestRefused(
                 f"context_length_exceeded: the conversation has {len(ids)} tokens, and the context"
                 f" is {self.policy.context_length}"
@@ -137,7 +140,8 @@ class Conversations:
         self, parent: Call | None, new: list[Message], ids: tuple[int, ...], limit: int | None
     ) -> Step:
         """The reply to a context as a step."""
-        depth, twin = len(parent.path) if parent else 0, self.drawn[ids]
+        depth = len(parent.path) if parent else 0
+        twin = self.drawn[ids]
         self.drawn[ids] += 1
         params = (
             self.params
@@ -145,7 +149,8 @@ class Conversations:
             else self.params._replace(max_new_tokens=min(limit, self.params.max_new_tokens))
         )
         seed = mix(self.seed, depth, twin) if twin else mix(self.seed, depth)
-        key, self.resting = next(self.keys) if self.resting is None else self.resting, None
+        key = next(self.keys) if self.resting is None else self.resting
+        self.resting = None
         self.sampling.add(key)
         try:
             await self.ready()
@@ -310,7 +315,8 @@ async def play_program(conversations: Conversations) -> Rollout:
       for that.
     Raises: what the engine raises.
     """
-    environment, task = conversations.environment, conversations.task
+    environment = conversations.environment
+    task = conversations.task
     assert environment.program is not None
     work = asyncio.ensure_future(environment.program(copied(task), conversations.ask))
     assert isinstance(work, asyncio.Task)

@@ -108,7 +108,8 @@ def _checked(path: Path) -> Path:
 
 
 def _json_lines(path: Path, rollouts: Sequence[Rollout]) -> bytes:
-    compressed, data = _checked(path).suffix == ".gz", _lines(rollouts)
+    compressed = _checked(path).suffix == ".gz"
+    data = _lines(rollouts)
     return gzip.compress(data, compresslevel=3, mtime=0) if compressed else data
 
 
@@ -133,7 +134,8 @@ def load_rollouts(
     Raises: DataError naming the place, where strict and where there are damaged places only.
       ConfigError for another ending, and for a step that the folder does not hold.
     """
-    rollouts, damages = [], []
+    rollouts = []
+    damages = []
     for place, row in _json_rows(_part(path, step)):
         try:
             rollouts.append(_rollout(row))
@@ -153,7 +155,8 @@ def _part(path: Path | str | Part, step: int | None) -> Part:
         return path
     if step is None:
         return Part(_checked(Path(path)))
-    if step not in (found := shards.recorded(Path(path))):
+    found = shards.recorded(Path(path))
+    if step not in found:
         held = (
             f"it holds {len(found)} from {min(found)} to {max(found)}"
             if found
@@ -175,14 +178,16 @@ def _rollout(row: str | DataError) -> Rollout:
 def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
     """Each line with its place, or what is wrong there; empty lines hold nothing."""
     data = part.read()
-    rest, number = b"", 0
+    rest = b""
+    number = 0
     for text, damage in _members(data) if part.path.suffix == ".gz" else [(data, None)]:
         *lines, rest = (rest + text).split(b"\n")
         for line in lines:
             number += 1
             yield from _json_row(f"{part}:{number}", line)
         if damage is not None:  # instead of the line in whose middle it happened
-            number, rest = number + 1, b""
+            number = number + 1
+            rest = b""
             yield (
                 f"{part}:{number}",
                 DataError(
@@ -215,7 +220,9 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
 def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
     """What comes out of the first member before its end or a damage, how many bytes it takes, and
     the damage."""
-    stream, texts, position = zlib.decompressobj(wbits=31), [], 0
+    stream = zlib.decompressobj(wbits=31)
+    texts = []
+    position = 0
     try:
         while not stream.eof and position < len(data):
             texts.append(stream.decompress(data[position : position + PIECE]))
@@ -331,7 +338,8 @@ def _plain(value: Any, hint: Any) -> Any:
 def _restored(value: Any, hint: Any, path: str = "") -> Any:
     """The inverse of `_plain`. Raises: TypeError naming the first field that does not hold what its
     annotation says."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if hint is Any:
         return value
     if hint in RECORDS and isinstance(value, Mapping):
@@ -401,9 +409,11 @@ def transcript(rollout: Rollout) -> str:
     ]
     for message in rollout.conversation:
         lines += [f"**{visible(message['role'])}**", ""]
-        if thinking := message.get("reasoning_content"):
+        thinking = message.get("reasoning_content")
+        if thinking:
             lines += [_indent(f"(thinking) {thinking}"), ""]
-        if content := message.get("content"):
+        content = message.get("content")
+        if content:
             lines += [_indent(content), ""]
         for call in message.get("tool_calls", []):
             lines += [

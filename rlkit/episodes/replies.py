@@ -74,11 +74,12 @@ def speaker(
 
 def check_engine(engine: Any) -> None:
     """Raises: EngineError where this is no engine."""
-    if missing := [
+    missing = [
         name
         for name in ("generate", "release", "load")
         if not callable(getattr(engine, name, None))
-    ]:
+    ]
+    if missing:
         hint = (
             "; make an engine of a plain function with rlkit.engines.Batched"
             if callable(engine)
@@ -221,7 +222,9 @@ def next_prompt_ids(
 def _appended(
     policy: Policy, rollout: Rollout, messages: Messages, dropped: int
 ) -> tuple[int, ...]:
-    last, context, kept = rollout.steps[-1], rollout.context(-1), rollout.steps[0].prompt_length
+    last = rollout.steps[-1]
+    context = rollout.context(-1)
+    kept = rollout.steps[0].prompt_length
     # ids of each exchange; the prompt of step k + 1 is the first prompt and the exchanges up to k
     # that it holds
     sizes: list[int] = []

@@ -117,7 +117,8 @@ def variance_sampler(
 
 def by_variance(rows: Tensor, *, prior: float) -> Tensor:
     """Weights [n] of `variance_sampler`."""
-    a, b = rows[:, SUCCESSES] + prior, rows[:, FAILURES] + prior
+    a = rows[:, SUCCESSES] + prior
+    b = rows[:, FAILURES] + prior
     return a * b / ((a + b) * (a + b + 1))
 
 
@@ -205,7 +206,9 @@ def choose_tasks(
     own = {
         part: torch.tensor([i for (of, _), i in first.items() if of == part]) for part in set(parts)
     }
-    table, draws, step = state["table"].clone(), dict(state["draws"]), list(state["step"])
+    table = state["table"].clone()
+    draws = dict(state["draws"])
+    step = list(state["step"])
     for part in parts:
         number = draws[part] = draws.get(part, 0) + 1
         fresh = own[part][~torch.isin(own[part], torch.tensor(step, dtype=torch.int64))]
@@ -263,7 +266,8 @@ def with_outcomes(sampler: TaskSampler, state: State, rollouts: Sequence[Rollout
 
     A reward below 0 counts as 0 and one above 1 as 1. Rollouts that cannot be scored are left out.
     """
-    table, scores = state["table"].clone(), dict[int, list[float]]()
+    table = state["table"].clone()
+    scores = dict[int, list[float]]()
     for rollout in rollouts:
         if rollout.total_reward is not None:
             scores.setdefault(rollout.group, []).append(min(max(rollout.total_reward, 0.0), 1.0))

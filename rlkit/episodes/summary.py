@@ -154,7 +154,8 @@ def group_rewards(rollouts: Sequence[Rollout]) -> dict[int, list[float]]:
     """Scores by prompt; rollouts that cannot be scored are left out."""
     groups: dict[int, list[float]] = defaultdict(list)
     for r in rollouts:
-        if (total := r.total_reward) is not None:
+        total = r.total_reward
+        if total is not None:
             groups[r.group].append(total)
     return groups
 
@@ -212,7 +213,8 @@ def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
     one of them does not vary."""
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for r in rollouts:
-        if (value := r.rewards[name]) is not None and (total := r.total_reward) is not None:
+        value = r.rewards[name]
+        if value is not None and (total := r.total_reward) is not None:
             groups[r.group].append((value, total))
     pairs = [
         (x - fmean(xs), y - fmean(ys))
@@ -220,7 +222,8 @@ def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
         for xs, ys in [zip(*group, strict=True)]
         for x, y in group
     ]
-    xx, yy = sum(x * x for x, _ in pairs), sum(y * y for _, y in pairs)
+    xx = sum(x * x for x, _ in pairs)
+    yy = sum(y * y for _, y in pairs)
     scale = sum(abs(r.rewards[name] or 0.0) + abs(r.total_reward or 0.0) for r in rollouts)
     if min(xx, yy) <= (1e-9 * scale) ** 2:  # rounding of the means
         return NAN
