@@ -30,7 +30,9 @@ from torch.nn.functional import pad
 from rlkit.algorithm import select
 from rlkit.types import Batch
 
-EVERY, LEAST = 16, 4  # of so many rollouts one is measured, and at least so many
+# of so many rollouts one is measured, and at least so many
+EVERY = 16
+LEAST = 4
 
 
 def few(batch: Batch) -> Batch | None:
@@ -73,7 +75,9 @@ def before_update(batch: Batch, terms: Mapping[str, Sequence[Tensor]]) -> Batch:
 
 def joined(batches: Sequence[Batch]) -> Batch:
     """Batches as one, for a pass over all of them; what a batch need not have is left out."""
-    width, first, parts = max(b.ids.shape[1] for b in batches), 0, list[dict[str, Tensor]]()
+    width = max(b.ids.shape[1] for b in batches)
+    first = 0
+    parts = list[dict[str, Tensor]]()
     for b in batches:
         given = {
             name: getattr(b, name) for name in Batch._fields if name not in Batch._field_defaults

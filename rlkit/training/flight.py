@@ -99,7 +99,8 @@ def next_groups(
     trainer updates.
     """
     learner.begin()
-    now, x = learner.rl_step, learner.experiment
+    now = learner.rl_step
+    x = learner.experiment
     after = flight.ahead[-1].step + 1 if flight.ahead else now
     due = [
         *takewhile(
@@ -120,7 +121,8 @@ def next_groups(
         if process is None:
             groups = dispatched(x, learner.policy, tasks, request, clock=learner.clock)
         flight = flight._replace(ahead=(*flight.ahead, process.ask(request) if process else groups))
-    first, rest = flight.ahead[0], flight.ahead[1:]
+    first = flight.ahead[0]
+    rest = flight.ahead[1:]
     begun = time.perf_counter()
     if isinstance(first, Asked):
         assert process is not None
@@ -235,10 +237,8 @@ def packed(flight: Flight, process: SamplingProcess | None = None) -> dict[str, 
 
 def sealed(groups: Dispatched) -> dict[str, Any]:
     """Groups as plain values and tensors, without their tasks."""
-    rollouts, kept = (
-        [r._replace(task=Task(r.task.id, ())) for r in groups.sampled],
-        {id(r) for r in groups.trained},
-    )
+    rollouts = [r._replace(task=Task(r.task.id, ())) for r in groups.sampled]
+    kept = {id(r) for r in groups.trained}
     data = torch.frombuffer(
         bytearray(to_bytes(rollouts)), dtype=torch.uint8
     )  # of which a save knows the size
@@ -248,11 +248,9 @@ def sealed(groups: Dispatched) -> dict[str, Any]:
 
 def unsealed(own: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> Dispatched:
     """The inverse. Raises DataError where the tasks have changed."""
-    rollouts, before, after = (
-        from_bytes(own["sampled"].numpy().tobytes()),
-        StreamState(*own["before"]),
-        StreamState(*own["after"]),
-    )
+    rollouts = from_bytes(own["sampled"].numpy().tobytes())
+    before = StreamState(*own["before"])
+    after = StreamState(*own["after"])
     drawn = take_again(tasks, before, after, 1 + max(r.group for r in rollouts), seed=seed)
     if any(r.task.id != drawn[r.group].id for r in rollouts):
         raise DataError(
@@ -294,7 +292,8 @@ def continued(learner: Learner, flight: Flight, process: SamplingProcess | None 
         ) and groups.settings == settings_of(x)
 
     kept = tuple(takewhile(holds, flight.ahead))
-    if again := flight.ahead[len(kept) :]:
+    again = flight.ahead[len(kept) :]
+    if again:
         steps = f"step {again[0].step + 1}" + (
             f" to {again[-1].step + 1}" if len(again) > 1 else ""
         )

@@ -34,7 +34,9 @@ class Journal:
     """
 
     def __init__(self, folder: Path, tasks: Sequence[Task], seed: int):
-        self.folder, self.tasks, self.seed = folder, tasks, seed
+        self.folder = folder
+        self.tasks = tasks
+        self.seed = seed
         self.saved = 0  # the oldest step in flight at the last checkpoint
 
     def keep(self, groups: Dispatched, weights: str) -> None:

@@ -101,7 +101,10 @@ class Learner:
         host: Host = Host(),  # noqa: B008  (immutable)
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ):
-        self.configured, self.policy, self.model, self.host = experiment, policy, policy.model, host
+        self.configured = experiment
+        self.policy = policy
+        self.model = policy.model
+        self.host = host
         self.lay_out: Callable[[Any], None] | None = (
             None  # makes shards of a model, where the policy lies in shards
         )
@@ -113,7 +116,9 @@ class Learner:
             {"model": self.model} | ({} if self.critic is None else {"critic": self.critic})
         )
         self.optimizers = list(optimizers) or self.make_optimizers()
-        self.rl_step, self.tokens, self.begun = 0, 0, -1
+        self.rl_step = 0
+        self.tokens = 0
+        self.begun = -1
         self.moments = Moments()  # of all rewards so far
         self.references: dict[str, Any] = {}  # owner ("" for the run's own, else a phase) → state
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner(name)):
@@ -175,10 +180,8 @@ class Learner:
         # The shuffle is of the whole batch: alike on all ranks.
         with self.clock.part("update"), rng.drawn_from(self.shuffle_seed), guard_state(*functions):
             self.batch = batch = self.prepared(self.trained)
-            terms, measured = (
-                UpdateTerms(),
-                drift.few(batch) if x.algorithm.episodes is None else None,
-            )
+            terms = UpdateTerms()
+            measured = drift.few(batch) if x.algorithm.episodes is None else None
             if not updates_once(self, batch):
                 measured = with_old(self, measured)
             if self.rl_step == 0 and self.follows_drift():
@@ -199,7 +202,8 @@ class Learner:
             drifted = moved_since(self, {"kl/step": measured, "kl/start": start})
             ranks.reshard(self.model)
             self.update_reference(terms)
-        before, oldest = self.updates.get(self.rl_step, 0), self.rl_step - x.staleness
+        before = self.updates.get(self.rl_step, 0)
+        oldest = self.rl_step - x.staleness
         self.updates = {v: n for v, n in self.updates.items() if v >= oldest} | {
             self.rl_step + 1: before + len(terms.norms["policy"])
         }
@@ -299,7 +303,8 @@ class Learner:
         before = self.progress.phase
         if self.progress.step == self.rl_step:
             return ""
-        if problems := schedules.unmeasured(self.experiment, self.progress, self.metrics):
+        problems = schedules.unmeasured(self.experiment, self.progress, self.metrics)
+        if problems:
             raise ConfigError("\n".join(problems))
         self.progress = schedules.advance(self.experiment, self.progress, self.metrics)
         if self.progress.phase == before:
@@ -370,7 +375,8 @@ class Learner:
 
     def update_reference(self, terms: UpdateTerms) -> None:
         """Moves the reference in use, after the updates of a step."""
-        if (key := self.reference_key) in self.references:
+        key = self.reference_key
+        if key in self.references:
             given = self.references[key], self.model
             self.references[key], terms.reference = moved(
                 self.x.reference, *given, step=self.rl_step + 1, kl=terms.mean("kl")
@@ -502,13 +508,15 @@ class Learner:
             .get("trainer", {})
             .get("steps", self.experiment.trainer.steps)
         )
-        if said := schedules.lengthened(self.experiment, self.progress, before=steps):
+        said = schedules.lengthened(self.experiment, self.progress, before=steps)
+        if said:
             print(f"resume: {said}", flush=True)
-        self.start = Batch(**kept) if (kept := state["start"]) else None
-        if (
-            exact := state["exact"]
-        ) != self.exact:  # as when the run began, whatever was found this time
-            if line := correction_in_words(self.configured, exact=exact):
+        kept = state["start"]
+        self.start = Batch(**kept) if kept else None
+        exact = state["exact"]
+        if (exact) != self.exact:  # as when the run began, whatever was found this time
+            line = correction_in_words(self.configured, exact=exact)
+            if line:
                 print(f"resume: {line.partition(' (')[0]}, as when the run began", flush=True)
             self.settle(exact)
         self.x = schedules.at(self.experiment, self.progress)
@@ -518,7 +526,8 @@ class Learner:
             owner: self.reference_of(owner).load(kept, self.model, saved.get(owner, {}))
             for owner, kept in self.references.items()
         }
-        saved, models = state["teachers"], self.experiment.teacher.models
+        saved = state["teachers"]
+        models = self.experiment.teacher.models
         self.teachers = {
             part: models[part].load(own, self.model, saved.get(part, {}))
             for part, own in self.teachers.items()

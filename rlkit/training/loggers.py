@@ -136,7 +136,9 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
     class Trackio(Logger):
         """Its run, begun when it is first asked for."""
 
-        name, version, run = property(lambda self: project), property(lambda self: run.name), None
+        name = property(lambda self: project)
+        version = property(lambda self: run.name)
+        run = None
         histogram = staticmethod(package.Histogram)
 
         @property
@@ -207,7 +209,8 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
     """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded
     already."""
     for make in loggers.values():
-        if (function := getattr(make, "func", make)) in (wandb, mlflow, trackio):
+        function = getattr(make, "func", make)
+        if function in (wandb, mlflow, trackio):
             _installed(function.__name__)
 
 

@@ -93,7 +93,8 @@ def probe_memory(learner: Any, tasks: Sequence[Task]) -> None:
     in the first hour.
     Raises: OutOfMemory.
     """
-    x, policy = learner.x, learner.policy
+    x = learner.x
+    policy = learner.policy
     turns = [(environment_of(x.environment, task), task) for task in tasks[:16]]
     openings = [opening(task, environment) for environment, task in turns]
     prompts = [len(encode_prompt(policy.renderer, own.prompt, own.schemas)) for own in openings]
@@ -106,7 +107,8 @@ def probe_memory(learner: Any, tasks: Sequence[Task]) -> None:
     )
     width = min(policy.context_length, longest)
     rows = max(1, learner.micro_batch_tokens // width)
-    row, column = torch.arange(rows)[:, None], torch.arange(width)
+    row = torch.arange(rows)[:, None]
+    column = torch.arange(width)
     prompt = min(prompts, default=0)
     # A group shares its prompt, as in a run: attention over packed rows may take other kernels
     # then.

@@ -209,7 +209,8 @@ def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> 
     values |= _ratios(batch, terms) | _divergences(batch, terms, experiment) | _advantages(batch)
     values |= _scale(batch, terms) | _critic(batch, terms) | _optimizer(terms)
     measured = _of_parts(batch, terms)
-    if taken := values.keys() & measured.keys():
+    taken = values.keys() & measured.keys()
+    if taken:
         raise PartError(
             f"a part gave a metric {min(taken)}, which rlkit has already; give it another name"
         )
@@ -239,7 +240,8 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
     for own in ranks.gather(lambda: dict(logged)):
         for name, values in own.items():
             every.setdefault(name, []).extend(values)
-    if taken := every.keys() & row.keys():
+    taken = every.keys() & row.keys()
+    if taken:
         raise PartError(
             f"a callback logged {min(taken)}, which rlkit has already; give it another name"
         )
@@ -277,7 +279,8 @@ def _ratios(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
         "clip/capped_frac",
     )
     out = dict.fromkeys(("ratio/mean", "ratio/var", "ratio/max", "ratio/first_mean", *clip), NAN)
-    ratio, advantages = terms.get("ratio"), terms.get("advantages")
+    ratio = terms.get("ratio")
+    advantages = terms.get("advantages")
     if ratio is None or advantages is None:
         return out
     mask = torch.ones_like(ratio, dtype=torch.bool)
@@ -286,7 +289,8 @@ def _ratios(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     )
     if "ratio" in terms.first and batch.old_share is None:
         out["ratio/first_mean"] = float(terms.first["ratio"].mean())
-    held, capped = terms.get("clip_held"), terms.get("clip_capped")
+    held = terms.get("clip_held")
+    capped = terms.get("clip_capped")
     if held is not None and capped is not None:
         sides = (
             held * (ratio < 1),
@@ -314,9 +318,11 @@ def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> di
     )
     out["kl/coef"] = number(experiment.kl.coef)
     out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
-    if (estimates := terms.get("kl")) is not None:
+    estimates = terms.get("kl")
+    if estimates is not None:
         out["kl/nonzero_frac"] = float((estimates != 0).float().mean())
-    logprobs, before = terms.get("logprobs"), terms.get("logprobs_old")
+    logprobs = terms.get("logprobs")
+    before = terms.get("logprobs_old")
     if logprobs is not None and before is not None:
         out["kl/old"] = float(
             F.approximate_kl(logprobs, before, torch.ones_like(logprobs, dtype=torch.bool))
@@ -350,7 +356,9 @@ def _owners(batch: Batch, terms: UpdateTerms) -> Tensor | None:
 
 def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, float]:
     """mismatch/* of some tokens [M], of which there is at least one."""
-    out, mask, gap = {}, torch.ones_like(old, dtype=torch.bool), (old - sampler).abs()
+    out = {}
+    mask = torch.ones_like(old, dtype=torch.bool)
+    gap = (old - sampler).abs()
     out["mismatch/kl"] = float(F.approximate_kl(old, sampler, mask))
     out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = (
         float(gap.mean()),
@@ -415,7 +423,9 @@ def staleness_metrics(
     )
     if old is None or sampler is None or versions is None or not len(old):
         return out
-    age, owners, first = step - versions, _owners(batch, terms), min(updates.values())
+    age = step - versions
+    owners = _owners(batch, terms)
+    first = min(updates.values())
     behind = [
         updates.get(step, first) - updates.get(int(version), first) for version in versions.tolist()
     ]
@@ -426,7 +436,8 @@ def staleness_metrics(
     )
     values = (float(age.mean()), float(age.max()), sum(behind) / len(behind), *shares)
     out |= dict(zip((f"staleness/{name}" for name in names), values, strict=True))
-    if not (fresh := age == 0).any():
+    fresh = age == 0
+    if not fresh.any():
         return out | dict.fromkeys(every, NAN)
     return out | _mismatch(old[fresh], sampler[fresh], None if owners is None else owners[fresh])
 
@@ -510,7 +521,8 @@ class Clock:
     """
 
     def __init__(self, between: float = 0.0) -> None:
-        self.started, self.between = time.perf_counter(), between
+        self.started = time.perf_counter()
+        self.between = between
         self.ended: float | None = None
         self.current = ""  # the part under way, the innermost
         self.sessions: list[float] = []  # seconds that each episode spent in its session
@@ -530,7 +542,9 @@ class Clock:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Measures a block, device work included; blocks of one name add up."""
-        begun, outer, self.current = time.perf_counter(), self.current, name
+        begun = time.perf_counter()
+        outer = self.current
+        self.current = name
         worked = time.process_time()
         with working() if name == "update" else nullcontext():
             yield
@@ -545,11 +559,9 @@ class Clock:
     def sampling(self, engine: Any) -> Iterator[None]:
         """Around a collect: what its engine was busy counts as "model", all else as "environment":
         sessions, tools, templates."""
-        begun, busy, late = (
-            time.perf_counter(),
-            getattr(engine, "busy_s", 0.0),
-            getattr(engine, "late_s", 0.0),
-        )
+        begun = time.perf_counter()
+        busy = getattr(engine, "busy_s", 0.0)
+        late = getattr(engine, "late_s", 0.0)
         with self.part("generate"):
             yield
         worked = getattr(engine, "busy_s", 0.0) - busy

@@ -87,11 +87,12 @@ class RLModule(L.LightningModule):
             backward=lambda loss: self.manual_backward(loss), optimizer_step=self.step_in_lightning
         )
         self.learner = Learner(experiment, policy, exact=exact, host=host)
-        self.policy, self.tasks, self.process = policy, tasks, process
-        self.model, self.critic = (
-            policy.model,
-            self.learner.critic,
-        )  # where Lightning looks for what it moves and saves
+        self.policy = policy
+        self.tasks = tasks
+        self.process = process
+        # where Lightning looks for what it moves and saves
+        self.model = policy.model
+        self.critic = self.learner.critic
         self.flight, self.started = Flight(), time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups that may be learned from again
         self.droppable = (
@@ -107,9 +108,12 @@ class RLModule(L.LightningModule):
     def training_step(self, index: int, _: int) -> None:
         """Rollouts → rewards → the learner's step."""
         self.learner.begin()
-        self.before, self.droppable = rng.state(), True
+        self.before = rng.state()
+        self.droppable = True
         groups, flight = next_groups(self.learner, self.tasks, self.flight, self.process)
-        self.droppable, self.before, self.flight = False, None, flight
+        self.droppable = False
+        self.before = None
+        self.flight = flight
         x = self.learner.x
         reused = with_reused(x.reuse, self.kept, groups.trained, step=self.rl_step, seed=x.seed)
         self.kept = reused.kept

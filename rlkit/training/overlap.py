@@ -98,7 +98,8 @@ class WeightSlots:
     """
 
     def __init__(self, file: int, count: int, model: Any):
-        self.file, self.count = file, count
+        self.file = file
+        self.count = count
         self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.size = sum(p.numel() * p.element_size() for _, p in self.named)
 
@@ -137,9 +138,8 @@ class WeightSlots:
 
     def require(self, version: int) -> None:
         """Raises EngineError where the slot of a version holds another one."""
-        if (
-            found := int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
-        ) != version:
+        found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
+        if (found) != version:
             raise EngineError(
                 f"asynchrony=overlap: weights of version {version} are asked for, and their place"
                 f" holds version {found}"
@@ -211,7 +211,8 @@ class SamplingProcess:
         log: Path | None = None,
         journal: Journal | None = None,
     ):
-        self.log, self.journal = log, journal
+        self.log = log
+        self.journal = journal
         self.requests: dict[int, Asked] = {}  # step → what has no answer yet
         self.behind: StreamState | None = (
             None  # the prompts behind the last request, where the journal has answered it
@@ -322,7 +323,8 @@ class SamplingProcess:
             "sampling_s": answer.sampling_s,
             "handover_s": answer.load_s + unpacked_s,
         }
-        self.sessions, self.kernel = answer.sessions, answer.kernel
+        self.sessions = answer.sessions
+        self.kernel = answer.kernel
         return answer.groups
 
     def _take(self) -> None:
@@ -491,19 +493,24 @@ def serve(
         for engine in _shared(x):
             engine.lent = lambda: None  # the trainer waits before it uses them
         policy, device = _policy(x)
-        slots, loaded, last = None, None, StreamState()
+        slots = None
+        loaded = None
+        last = StreamState()
         while True:
             begun = time.perf_counter()
-            if (message := receive()) is None:
+            message = receive()
+            if message is None:
                 return
             if not isinstance(message, Asked):
                 slots = _agreed(WeightSlots(memory, message[0], policy.model), message[1])
                 continue
-            asked, clock = time.perf_counter(), Clock()
+            asked = time.perf_counter()
+            clock = Clock()
             if slots is not None and message.version != loaded:
                 slots.read(message.version)
                 loaded = message.version
-            got, engine = time.perf_counter(), x.generation.engine
+            got = time.perf_counter()
+            engine = x.generation.engine
             if message.kernel and hasattr(engine, "kernel"):
                 engine.kernel = message.kernel
             with (
@@ -511,11 +518,12 @@ def serve(
                 limit_waiting(
                     x.trainer.max_step_time,
                     MAX_STEP_TIME,
-                    lambda: f"sampling for step {message.step + 1} hangs",
+                    lambda step=message.step: f"sampling for step {step + 1} hangs",
                 ),
             ):
                 groups = dispatched(x, policy, setup.tasks, message, last, clock=clock)
-            last, done = groups.after, time.perf_counter()
+            last = groups.after
+            done = time.perf_counter()
             seconds = asked - begun, got - asked, done - got
             kernel = getattr(engine, "decodes", None)
             send(pickle.dumps(Answer(groups, *seconds, clock.sessions, kernel, dict(NAMED))))
@@ -529,7 +537,8 @@ def _policy(x: Experiment) -> tuple[Any, Any]:
     """The policy on the device of the sampling process, with its number of threads; its weights are
     replaced by the trainer's."""
     rng.seed(x.seed)
-    device, own = pick_device(x), x.asynchrony.sampler
+    device = pick_device(x)
+    own = x.asynchrony.sampler
     if own.device != "auto":
         device = torch.device(own.device)
     elif device.type == "cuda" and torch.cuda.device_count() > 1:
@@ -541,9 +550,8 @@ def _policy(x: Experiment) -> tuple[Any, Any]:
 
 def _agreed(slots: WeightSlots, layout: Sequence[Any]) -> WeightSlots:
     """The slots, where the trainer's model has the same trainable weights. Raises ConfigError."""
-    if odd := next(
-        (pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None
-    ):
+    odd = next((pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None)
+    if odd:
         raise ConfigError(
             f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer,"
             f" {odd[1]} in the sampler"
@@ -556,7 +564,8 @@ def _told(error: BaseException) -> bytes:
     if not isinstance(error, RLKitError):
         error.add_note("in the sampling process:\n" + "".join(traceback.format_exception(error)))
     with suppress(Exception):
-        if type(pickle.loads(data := pickle.dumps(error))) is type(error):
+        data = pickle.dumps(error)
+        if type(pickle.loads(data)) is type(error):
             return data
     return pickle.dumps(
         EngineError(f"the sampling process failed: {type(error).__name__}: {error}")

@@ -131,7 +131,8 @@ def _is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    a, b = _local(a), _local(b)
+    a = _local(a)
+    b = _local(b)
     return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
 
 
@@ -298,7 +299,8 @@ def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0) -> Moving:
     """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With
     decay 0 all is copied, bit for bit."""
     ranks.reshard(policy, state.model)  # what scoring has left gathered would keep the old weights
-    parameters, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
+    parameters = dict(policy.named_parameters())
+    buffers = dict(policy.named_buffers())
     for name, weight in state.weights.items():
         weight.lerp_(parameters[name].to(weight.dtype), 1 - decay)
     for name, buffer in state.buffers.items():
@@ -379,7 +381,8 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
         ):  # its random start is overwritten: nobody else's numbers change
             policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[policy.active_adapter]))
             compute_as_base(policy)
-    parameters, pairs = dict(policy.named_parameters()), _twins(policy)
+    parameters = dict(policy.named_parameters())
+    pairs = _twins(policy)
     with torch.no_grad():
         for name, tensor in pairs.items():
             tensor.copy_(parameters[name])

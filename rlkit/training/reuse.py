@@ -50,12 +50,10 @@ def with_reused(
     for rollout in trained:
         groups.setdefault(rollout.group, []).append(rollout)
     fresh = [tuple(own) for own in groups.values() if score_of(own) > 0]
-    pool, ages, out, source = (
-        [g for g in kept if age(g, step) <= reuse.staleness],
-        list[int](),
-        list[Rollout](),
-        random.Random(),
-    )
+    pool = [g for g in kept if age(g, step) <= reuse.staleness]
+    ages = list[int]()
+    out = list[Rollout]()
+    source = random.Random()
     source.seed(f"task reuse/{seed}/{step}")
     free = list(pool)
     for number, own in groups.items():
@@ -106,9 +104,8 @@ def restored_groups(saved: Sequence[torch.Tensor], tasks: Sequence[Task]) -> tup
     """The inverse. Raises DataError where a task is gone."""
     rows = {(task.part, task.id): task for task in tasks} if saved else {}
     groups = [from_bytes(data.numpy().tobytes()) for data in saved]
-    if gone := [
-        r.task.id for group in groups for r in group if (r.task.part, r.task.id) not in rows
-    ]:
+    gone = [r.task.id for group in groups for r in group if (r.task.part, r.task.id) not in rows]
+    if gone:
         raise DataError(
             f"task.reuse: a kept group is of the problem {gone[0]!r}, which the task no longer has;"
             " restore task.path and the data"

@@ -164,7 +164,8 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
     exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
-    if line := correction_in_words(x, exact=exact):
+    line = correction_in_words(x, exact=exact)
+    if line:
         print(line, flush=True)
     return policy, device, exact
 
@@ -173,7 +174,8 @@ def process_in_words(x: Experiment, device: Any) -> str:
     """A line on the second process, and on whether its sums are rounded as the trainer's are."""
     import torch
 
-    own, trainer = x.asynchrony.sampler.threads, torch.get_num_threads()
+    own = x.asynchrony.sampler.threads
+    trainer = torch.get_num_threads()
     differs = device.type == "cpu" and own != trainer
     warning = (
         f"; the trainer has {trainer}, so last bits differ from asynchrony=lag unless"
@@ -203,7 +205,8 @@ def conclude(
     from rlkit.training.kernels import kernels_in_use
     from rlkit.training.metrics import peak_memory
 
-    validation, test = results.get("validation", {}), results.get("test", {})
+    validation = results.get("validation", {})
+    test = results.get("test", {})
     summary |= {
         "before": test.get(0),
         "after": test.get(module.rl_step) if module.rl_step else None,
@@ -250,10 +253,8 @@ def how_it_ended(
 ) -> tuple[str, str]:
     """(the end, why): finished: all steps done, or the target reached; out of time, so it can be
     resumed; else interrupted."""
-    target, last = (
-        module.experiment.evaluation.stop_at,
-        results.get("validation", {}).get(module.rl_step),
-    )
+    target = module.experiment.evaluation.stop_at
+    last = results.get("validation", {}).get(module.rl_step)
     if target is not None and last is not None and last["accuracy"] >= target:
         return (
             "finished",
@@ -291,7 +292,8 @@ def make_trainer(
     from rlkit.training.loggers import tolerant
 
     metrics = folder / "metrics.jsonl"
-    path, step = None, 0
+    path = None
+    step = 0
     if resume is not None:
         with refusing(folder):
             identity = module.provenance.get("identity", "")
@@ -359,7 +361,9 @@ def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, in
         supersede,
     )
 
-    path, step, rows = None, -1, None
+    path = None
+    step = -1
+    rows = None
     if resume.suffix == SUFFIX or checkpoints(resume):  # else it was killed before its first one
         path, state = load_checkpoint(resume)
         refuse_foreign(path, state, folder, identity)

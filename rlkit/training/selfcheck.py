@@ -123,7 +123,8 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         )
     device = next(policy.model.parameters()).device
     batch = assemble(rollouts, pad_token_id=policy.pad_token_id, device=device)
-    mask, sampled = batch.response_mask, sum(r.response_length for r in rollouts)
+    mask = batch.response_mask
+    sampled = sum(r.response_length for r in rollouts)
     if int(mask.sum()) != sampled:
         raise SelfCheckError(f"the loss mask has {int(mask.sum())} tokens, {sampled} were sampled")
     few_rows = mask.any(1).nonzero()[:FORWARD_ROWS, 0]
@@ -166,7 +167,8 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
     parts = []
     for row, marks in zip(ids, mask, strict=True):
         positions = marks.nonzero()[:, 0]
-        last, kept = int(positions[-1]), int(positions[-1] - positions[0]) + 1
+        last = int(positions[-1])
+        kept = int(positions[-1] - positions[0]) + 1
         few = {"logits_to_keep": kept} if "logits_to_keep" in options else {}
         logits = model(input_ids=row[None, :last], use_cache=False, **few).logits[0, -kept:]
         parts.append(
@@ -180,7 +182,8 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
 def _compare(gap: Tensor, half: bool, who: str, why: str) -> list[str]:
     """Warnings where two computations of the same log-probs differ by `gap`. Raises: SelfCheckError
     where they differ too much."""
-    mean, most = float(gap.abs().mean()), float(gap.abs().max())
+    mean = float(gap.abs().mean())
+    most = float(gap.abs().max())
     if not half and not most < FP32_TOLERANCE:
         raise SelfCheckError(
             f"the log-probs of {who} differ by up to {most:.2e} nats, more than {FP32_TOLERANCE}:"

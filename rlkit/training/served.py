@@ -33,7 +33,8 @@ TINY = 1e-12  # probability that is left for the tokens without a name, at least
 def named_tokens(loss: Any) -> int | None:
     """How many of the teacher's likeliest tokens a divergence reads beside the sampled one; None if
     it reads the whole distribution."""
-    function, given = getattr(loss, "func", loss), getattr(loss, "keywords", {})
+    function = getattr(loss, "func", loss)
+    given = getattr(loss, "keywords", {})
     if function is top_k_divergence and given.get("chosen_by") == "teacher":
         return int(given.get("k", 32))
     return 0 if function is sampled_divergence else None
@@ -56,11 +57,9 @@ class ServedTeacher:
         max_rows: int = 64,
         key: str = "teacher.addresses",
     ):
-        self.servers, self.model, self.checked = (
-            [Server(url, max_rows=max_rows) for url in addresses],
-            model,
-            False,
-        )
+        self.servers = [Server(url, max_rows=max_rows) for url in addresses]
+        self.model = model
+        self.checked = False
         self.key = key
 
     def check(self, path: str, **hub: Any) -> None:
@@ -81,7 +80,9 @@ class ServedTeacher:
                 )
             ids = sorted(tokenizer.get_vocab().values())
             if await _differs(server, tokenizer, ids):
-                same, odd = 0, len(ids)  # the shortest prefix that differs lies in (same, odd]
+                # the shortest prefix that differs lies in (same, odd]
+                same = 0
+                odd = len(ids)
                 while odd - same > 1:
                     middle = (same + odd) // 2
                     same, odd = (

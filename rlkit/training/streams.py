@@ -104,7 +104,8 @@ def stream_passes(learner: Learner, minibatch: Batch) -> Iterator[Pass]:
 def teacher_passes(learner: Learner, stream: Stream, minibatch: Batch) -> Iterator[Pass]:
     """One pass a teacher, each over the rows of its part of the mixture, with the weights of the
     whole mask."""
-    teacher, batch = learner.x.teacher, whole(minibatch)
+    teacher = learner.x.teacher
+    batch = whole(minibatch)
     batch = batch._replace(
         response_mask=batch.response_mask & of_parts(batch, learner.trained, stream)
     )
@@ -151,7 +152,8 @@ def backward_stream(learner: Learner, given: Pass, terms: Any) -> float:
     """Adds the gradient of a pass, one micro-batch at a time; this rank's part of its loss."""
     from rlkit.training.update import rank_micro_batches, select
 
-    total, batch = 0.0, given.batch
+    total = 0.0
+    batch = given.batch
     factor = correction(learner, batch) if given.name == "teacher" else None
     for rows, counts in rank_micro_batches(learner, batch):
         some = select(batch._replace(scale=factor), rows)
@@ -247,7 +249,8 @@ def token_divergences(
 ) -> Tensor:
     """The divergence at the sampled tokens of packed rows [M], in the order of the response
     mask."""
-    hidden, head = states(model, packed)[packed.inverse], trunk_and_head(model)[1]
+    hidden = states(model, packed)[packed.inverse]
+    head = trunk_and_head(model)[1]
     size = max(
         1,
         CHUNK_LOGITS
@@ -267,7 +270,8 @@ def token_divergences(
 def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
     """The rows as the teacher reads them, ids and mask [B, T']: its own prompt, then what follows
     the policy's, token by token."""
-    ids, masks = [], []
+    ids = []
+    masks = []
     for row, rollout in enumerate(batch.rollout_ids.tolist()):
         length = int(batch.attention_mask[row].sum())
         own, prompt = shown.get(rollout, (length, []))
@@ -285,7 +289,8 @@ def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
 def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Tensor:
     """[B, T] bool: the tokens of what tools answered, without the template around them, each in the
     row where it was first read."""
-    mask, row = torch.zeros_like(batch.response_mask), 0
+    mask = torch.zeros_like(batch.response_mask)
+    row = 0
     for rollout in rollouts:
         for own in rows_of(rollout):
             for step in sorted(set(own.steps)):
@@ -299,7 +304,9 @@ def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> T
 def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
     """Where in a step's prompt_ids the contents of its new tool messages stand: the last occurrence
     of each, from the back."""
-    ids, spans, limit = list(step.prompt_ids), list[tuple[int, int]](), len(step.prompt_ids)
+    ids = list(step.prompt_ids)
+    spans = list[tuple[int, int]]()
+    limit = len(step.prompt_ids)
     for message in reversed(step.prompt):
         body = encode_text(renderer, message.get("content") or "")
         begin = (

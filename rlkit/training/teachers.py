@@ -195,7 +195,8 @@ def shown_prompts(
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
-    out, schemas = {}, {}
+    out = {}
+    schemas = {}
     for i, rollout in enumerate(rollouts):
         group = groups[rollout.group]
         mine = copied(group)  # a function of the user's may change them

@@ -57,7 +57,8 @@ def with_logprobs(learner: Learner, batch: Batch) -> Batch:
     Nor does it where algorithm.old takes no pass of the trainer; then there is one only for what
     else is asked for.
     """
-    a, kl = learner.x.algorithm, learner.x.kl
+    a = learner.x.algorithm
+    kl = learner.x.kl
     batch = place_old(batch, a, step=learner.rl_step)
     before = (
         a.advantage,
@@ -109,7 +110,8 @@ def step_minibatches(learner: Learner, batch: Batch, terms: UpdateTerms) -> Iter
     Later epochs have other minibatches. While no update has had a gradient, the reference's
     log-probs are computed again in those, if an update reads them.
     """
-    a, kl = learner.x.algorithm, learner.x.kl
+    a = learner.x.algorithm
+    kl = learner.x.kl
     for epoch, splits in enumerate(minibatch_rows(batch, a, learner.shuffle_seed)):
         still = kl.in_loss and len(splits) > 1 and not any(terms.norms["policy"])
         if epoch and still and has_signal(learner, batch):
@@ -211,7 +213,8 @@ def rank_micro_batches(learner: Learner, batch: Batch) -> Iterable[tuple[Tensor,
 def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
     """One step of each optimiser; False ends the updates of this RL step. Micro-batches only sum:
     their weights are fixed before."""
-    x, critic = learner.x, learner.x.algorithm.critic
+    x = learner.x
+    critic = learner.x.algorithm.critic
     learns = not learner.warming_up() and has_signal(learner, minibatch)
     others = [] if learner.warming_up() else list(streams.stream_passes(learner, minibatch))
     if not learns and not others and not critic.active:
@@ -219,7 +222,10 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
         return True
     ranks.reshard(learner.model)
     learner.nets.zero_grad()
-    moved, tokens, summed, limit = 0.0, 0.0, 0.0, x.algorithm.target_kl
+    moved = 0.0
+    tokens = 0.0
+    summed = 0.0
+    limit = x.algorithm.target_kl
     for rows, counts in rank_micro_batches(learner, minibatch) if learns or critic.active else ():
         part = select(minibatch, rows)
         packed = pack(part.ids, part.response_mask)
@@ -230,7 +236,8 @@ def one_update(learner: Learner, minibatch: Batch, terms: UpdateTerms) -> bool:
         total = loss if learns else loss.new_zeros(())
         if critic.active:
             value_loss, value_parts = value_surrogate(part, scores, critic)
-            total, parts = total + value_loss, parts | value_parts
+            total = total + value_loss
+            parts = parts | value_parts
         summed += float(total.detach())
         if total.requires_grad:
             with learner.clock.part("model"):
@@ -305,7 +312,8 @@ def has_signal(learner: Learner, batch: Batch) -> bool:
     is skipped is not measured for algorithm.target_kl. The batch, and so the answer, is the same on
     all ranks.
     """
-    a, kl = learner.x.algorithm, learner.x.kl
+    a = learner.x.algorithm
+    kl = learner.x.kl
     if not batch.response_mask.any():
         return False
     if a.entropy_coef or (a.critic.active and getattr(learner.critic, "trunk_gradient", False)):

@@ -39,7 +39,10 @@ from rlkit.system.files import (
 from rlkit.system.rows import WAITING
 from rlkit.training.callbacks.metrics import still_owned
 
-PREFIX, SUFFIX, SUPERSEDED, DAMAGED = "step_", ".ckpt", ".superseded", ".damaged"
+PREFIX = "step_"
+SUFFIX = ".ckpt"
+SUPERSEDED = ".superseded"
+DAMAGED = ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
 CHECKPOINT = (  # what is lost where a save failed and none has succeeded since
@@ -63,7 +66,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        need, free = _size(checkpoint) + SPARE, shutil.disk_usage(path.parent).free
+        need = _size(checkpoint) + SPARE
+        free = shutil.disk_usage(path.parent).free
         if free < need:
             raise OSError(
                 errno.ENOSPC,
@@ -106,8 +110,13 @@ class RLCheckpoint(L.Callback):
         mode: str = "max",
         model: bool = True,
     ):
-        self.run, self.folder = run, run / "checkpoints"
-        self.every, self.keep, self.metric, self.mode, self.model = every, keep, best, mode, model
+        self.run = run
+        self.folder = run / "checkpoints"
+        self.every = every
+        self.keep = keep
+        self.metric = best
+        self.mode = mode
+        self.model = model
         self.best: dict[str, Any] = {}  # step and value
         self.measured: dict[str, Hashed] = {}  # the run's other files, up to the last checkpoint
 
@@ -317,7 +326,8 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         if named
         else []
     )
-    if whole := next((path for path in reversed(before) if not damage(path)), None):
+    whole = next((path for path in reversed(before) if not damage(path)), None)
+    if whole:
         raise DataError(f"{damaged[0]}; the whole one before it is {whole}")
     raise DataError(
         "; ".join(

@@ -28,7 +28,9 @@ class Samples(L.Callback):
     others in order."""
 
     def __init__(self, folder: Path, *, every: int, count: int):
-        self.folder, self.every, self.count = folder, every, count
+        self.folder = folder
+        self.every = every
+        self.count = count
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step
@@ -37,7 +39,8 @@ class Samples(L.Callback):
         ) or not trainer.is_global_zero:
             return
         chosen = [transcript(r) for r in best_and_worst(module.rollouts, self.count)]
-        path, title = self.folder / f"{stem(step)}.md", f"# Sample conversations of step {step}\n"
+        path = self.folder / f"{stem(step)}.md"
+        title = f"# Sample conversations of step {step}\n"
         text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
         with lenient(f"{self.folder.name}/ of step {step}"):
             earlier = path.read_bytes() if path.exists() else b""
@@ -54,7 +57,8 @@ class Rollouts(L.Callback):
     """Writes all rollouts of a step as JSON lines, many steps a file."""
 
     def __init__(self, folder: Path, *, every: int):
-        self.folder, self.every = folder, every
+        self.folder = folder
+        self.every = every
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if self.every and module.rl_step % self.every == 0 and trainer.is_global_zero:
@@ -70,7 +74,9 @@ class Completions(L.Callback):
     """
 
     def __init__(self, folder: Path, *, every: int, tables: int):
-        self.folder, self.every, self.tables = folder, every, tables
+        self.folder = folder
+        self.every = every
+        self.tables = tables
         self.rows: list[dict[str, Any]] = []
         self.columns: dict[str, str] = {}
 
@@ -115,7 +121,8 @@ class Completions(L.Callback):
 
     def flush(self) -> None:
         """Writes the rows that wait."""
-        rows, self.rows = self.rows, []
+        rows = self.rows
+        self.rows = []
         with lenient(
             f"{self.folder.name}/ of steps {rows[0]['step']} to {rows[-1]['step']}"
             if rows
@@ -140,10 +147,8 @@ def mean_advantages(batch: Batch, trained: Sequence[Rollout]) -> dict[tuple[int,
     such tokens."""
     assert batch.advantages is not None
     mask = batch.response_mask
-    owners, values = (
-        batch.rollout_ids[:, None].expand_as(mask)[mask],
-        batch.advantages[mask].double(),
-    )
+    owners = batch.rollout_ids[:, None].expand_as(mask)[mask]
+    values = batch.advantages[mask].double()
     sums = values.new_zeros(2, len(trained))
     sums[0].index_add_(0, owners, values)
     sums[1].index_add_(0, owners, torch.ones_like(values))

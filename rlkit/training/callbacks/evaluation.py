@@ -43,7 +43,9 @@ class HeldOut(L.Callback):
     """
 
     def __init__(self, tasks: Splits, metrics: Path, results: Results):
-        self.tasks, self.metrics, self.results = tasks, metrics, results
+        self.tasks = tasks
+        self.metrics = metrics
+        self.results = results
 
     def state_dict(self) -> dict[str, Any]:
         return {"results": self.results}
@@ -74,7 +76,8 @@ class HeldOut(L.Callback):
         trainer.print(f"before: {held_out(row)} on {counts} problems, {how_sampled(temperature)}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        every, stop_at = module.experiment.evaluation.every, module.experiment.evaluation.stop_at
+        every = module.experiment.evaluation.every
+        stop_at = module.experiment.evaluation.stop_at
         if every and (trainer.should_stop or module.rl_step % every == 0):
             module.metrics |= self.evaluate(trainer, module, "validation")
             if stop_at is not None and module.metrics.get("eval/accuracy", -1.0) >= stop_at:
@@ -86,7 +89,9 @@ class HeldOut(L.Callback):
 
     def evaluate(self, trainer: L.Trainer, module: Any, split: Split) -> dict[str, float]:
         """One pass over the tasks of a split; nothing where there are none."""
-        started, tasks, x = time.perf_counter(), getattr(self.tasks, split), module.experiment
+        started = time.perf_counter()
+        tasks = getattr(self.tasks, split)
+        x = module.experiment
         if not tasks:
             return {}
         forward = trainer.strategy.precision_plugin.forward_context

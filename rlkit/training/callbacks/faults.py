@@ -21,7 +21,8 @@ from rlkit.system.redaction import cover
 from rlkit.training import drift
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
 
-BATCH, STATE = "batch.pt", "state.ckpt"
+BATCH = "batch.pt"
+STATE = "state.ckpt"
 
 
 class DebugBundle(L.Callback):
@@ -46,10 +47,8 @@ class DebugBundle(L.Callback):
         ):
             # a signal, a sentence that says it all, or a folder that is another process's now
             return
-        together, echo = (
-            ranks.size() == 1 or isinstance(exception, NonFinite),
-            isinstance(exception, ranks.RankError),
-        )
+        together = ranks.size() == 1 or isinstance(exception, NonFinite)
+        echo = isinstance(exception, ranks.RankError)
         failed = module.minibatch is not None and not echo
         writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 has the same to say
         folder = (

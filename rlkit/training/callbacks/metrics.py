@@ -72,7 +72,8 @@ class MetricsFile(L.Callback):
     """
 
     def __init__(self, path: Path):
-        self.path, self.line = path, ""
+        self.path = path
+        self.line = ""
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         for logger in trainer.loggers:
@@ -85,7 +86,8 @@ class MetricsFile(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         still_owned(self.path.parent)  # again: an evaluation may have taken long
-        module.metrics, module.logged = with_own(module.metrics, module.logged), {}
+        module.metrics = with_own(module.metrics, module.logged)
+        module.logged = {}
         if ranks.rank() == 0:
             append_row(self.path, module.rl_step, module.metrics)
         for logger in trainer.loggers:
@@ -97,7 +99,8 @@ class MetricsFile(L.Callback):
             log_text(logger, "schedule/switch", line, module.rl_step)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        if late := with_own({}, module.logged):  # logged since the last row
+        late = with_own({}, module.logged)
+        if late:  # logged since the last row
             if ranks.rank() == 0:
                 append_row(self.path, module.rl_step, late)
             for logger in trainer.loggers:

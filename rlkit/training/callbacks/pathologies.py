@@ -70,10 +70,8 @@ def nearly_all_truncated(row: Row) -> str | None:
 def length_inflation(row: Row) -> str | None:
     """Replies loop, or many are cut while a teacher is followed: in a loop teacher and policy
     agree, so nothing pulls out of it."""
-    looping, cut = (
-        row["len/loop_frac"],
-        row["len/truncated_frac"] if "streams/teacher" in row else 0,
-    )
+    looping = row["len/loop_frac"]
+    cut = row["len/truncated_frac"] if "streams/teacher" in row else 0
     if not (looping > 0.02 or cut > 0.15):
         return None
     remedy = (
@@ -180,7 +178,8 @@ def waits_for_cores(row: Row) -> str | None:
     The update alone tells: it computes in this process and waits for nothing else, where a rollout
     may wait for tools or a server.
     """
-    took, worked = row["perf/update_s"], row["perf/update_processor_s"]
+    took = row["perf/update_s"]
+    worked = row["perf/update_processor_s"]
     if not (took >= 2 * worked and took - worked >= 1):  # nan: it was not measured
         return None
     return (

@@ -66,14 +66,16 @@ class StopOnSignal(L.Callback):
             raise Interrupted(signum)
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if signum := ranks.all_reduce_max(self.signum or 0):
+        signum = ranks.all_reduce_max(self.signum or 0)
+        if signum:
             raise Interrupted(signum)
 
 
 def requeue() -> None:
     """Asks SLURM to start this job again. It says so, or why it cannot."""
     job = os.environ.get("SLURM_JOB_ID")
-    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if job is None or not re.fullmatch(r"[0-9_]+", job):
         print(

@@ -38,7 +38,8 @@ class ProgressLines(L.Callback):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        left, reward = TextColumn("{task.fields[left]}"), TextColumn("{task.fields[reward]}")
+        left = TextColumn("{task.fields[left]}")
+        reward = TextColumn("{task.fields[reward]}")
         self.bar = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(), left, reward)
         self.task = self.bar.add_task(
             "training",
@@ -145,12 +146,10 @@ def step_line(
     are summed up next. What does not apply, such as a KL without a reference, is left out. Scoring
     has seconds of its own from half a second on.
     """
-    reward, kl, cut, scoring = (
-        row["reward/mean"],
-        row["kl/ref_k3"],
-        row["len/truncated_frac"],
-        row["perf/reward_s"],
-    )
+    reward = row["reward/mean"]
+    kl = row["kl/ref_k3"]
+    cut = row["len/truncated_frac"]
+    scoring = row["perf/reward_s"]
     change = "" if last_reward is None else f" ({reward - last_reward:+.2f})"
     seconds = [row["perf/generate_s"], *([scoring] if scoring >= 0.5 else []), row["perf/update_s"]]
     line = ""
@@ -177,7 +176,8 @@ def held_out(row: dict[str, Any]) -> str:
     said = []
     for split, prefix in (("validation", "eval/"), ("test", "test/")):
         if f"{prefix}accuracy" in row:
-            accuracy, reward = row[f"{prefix}accuracy"], row[f"{prefix}reward"]
+            accuracy = row[f"{prefix}accuracy"]
+            reward = row[f"{prefix}reward"]
             said.append(
                 f"{split} accuracy"
                 f" {accuracy:.3f}{f', reward {reward:.3f}' if reward != accuracy else ''}"

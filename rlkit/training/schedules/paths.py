@@ -51,7 +51,9 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
     A whole number stays one: it is rounded to the nearest.
     Raises: KeyError naming the path that binds no number.
     """
-    key, rest, known = keys[0], keys[1:], settable(node)
+    key = keys[0]
+    rest = keys[1:]
+    known = settable(node)
     if key not in known:
         raise KeyError(
             f"'{path}' binds nothing: there is no '{key}'; here are:"
