@@ -252,10 +252,8 @@ def _load(
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    parser, groups = (
-        OverridesParser.create(),
-        [text for text in overrides if is_group(text, search)],
-    )
+    parser = OverridesParser.create()
+    groups = [text for text in overrides if is_group(text, search)]
     accepted = []
     try:
         full = copy.deepcopy(_composed_groups(entry, (*search, *groups), _stamp(search)))
@@ -274,7 +272,8 @@ def _load(
     except yaml.MarkedYAMLError as error:
         raise ConfigError(not_yaml(error, "an option")) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if absent := re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error)):
+        absent = re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error))
+        if absent:
             group, name = absent.groups()
             where = "" if f"{group}={name}" in overrides else ", which a defaults list names"
             raise ConfigError(
@@ -290,7 +289,8 @@ def _load(
         if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
             raise ConfigError(f"{path}: rlkit {entry} has no such group") from error
         if str(error).startswith("Error merging override"):
-            text, said = text.lstrip("+"), one_sentence(error.__cause__ or error)
+            text = text.lstrip("+")
+            said = one_sentence(error.__cause__ or error)
             key = text.partition("=")[0]
             if "Cannot merge DictConfig with ListConfig" in said:
                 said = f"{key} holds values by name and takes no list; set {key}.NAME=VALUE"
@@ -442,7 +442,8 @@ def _check_overrides(
     elsewhere = bool(search) or any(
         text.startswith("hydra.searchpath=") for text in overrides
     )  # options that are looked for later
-    problems, accepted = [], []
+    problems = []
+    accepted = []
     for given in overrides:
         try:
             override, text = parse_override(parser, given)
@@ -527,7 +528,8 @@ def checked(x: Experiment) -> Experiment:
     with guard_state(
         x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]
     ):  # their functions run on fake data
-        if problems := run_problems(x):
+        problems = run_problems(x)
+        if problems:
             raise ConfigError("\n".join(problems))
         for first in first_steps(x).values():
             dry_run(first)

@@ -54,11 +54,13 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
     words = [text for text in overrides if text not in ("trust=true", "trust=false")]
     words += [override(path, value) for path, value in given.items() if path not in parts]
     composed = compose(words, config_dir=config_dir, trusted=trusted)
-    if problems := phase_problems(
+    problems = phase_problems(
         composed.config, [f"{path}={type(part).__name__}" for path, part in parts.items()]
-    ):
+    )
+    if problems:
         raise ConfigError("\n".join(problems))
-    x, config = build(composed.config), composed.config
+    x = build(composed.config)
+    config = composed.config
     suggested = getattr(x.model, "suggests", {})
     beside = {key: parts.get(f"task.{key}", getattr(x, key)) for key in BESIDE["task"]}
     for path, part in parts.items():

@@ -86,13 +86,16 @@ def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
         for leaf in leaves
         if leaf != path and not leaf.endswith(same_part) and not leaf.startswith(f"{path}.")
     ]
-    if near := difflib.get_close_matches(word, list(named), n=1, cutoff=0.85):
+    near = difflib.get_close_matches(word, list(named), n=1, cutoff=0.85)
+    if near:
         return _sentence(near)
     if word in MEANT and MEANT[word] != path:
         return _sentence([MEANT[word]])
-    if same := [leaf for leaf in below if leaf.rpartition(".")[2] == word]:
+    same = [leaf for leaf in below if leaf.rpartition(".")[2] == word]
+    if same:
         return _sentence(sorted(same, key=lambda leaf: (leaf.count("."), leaf))[:3])
-    if near := difflib.get_close_matches(word, list(named), n=1, cutoff=0.5) if parent else []:
+    near = difflib.get_close_matches(word, list(named), n=1, cutoff=0.5) if parent else []
+    if near:
         return _sentence(near)
     by_name = {
         leaf.rpartition(".")[2]: leaf for leaf in sorted(below, key=lambda leaf: -leaf.count("."))

@@ -92,7 +92,8 @@ def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterat
     for where, text, own in _leaves(
         {key: value for key, value in node.items() if key != "suggests"}, base, path
     ):
-        if names := FROM_ENVIRONMENT.findall(text):
+        names = FROM_ENVIRONMENT.findall(text)
+        if names:
             yield Leak(where, f"the value of {names[0]}", place)
         elif own and SECRET.search(where.rpartition(".")[2]):
             yield Leak(where, "your secret", place)

@@ -16,7 +16,8 @@ TIMES = 10  # rate of adapters over that of all weights: Schulman et al. 2025, "
 def learning_rate(otherwise: float, *, _root_: Any) -> float:
     """optimizer.lr: `model.suggests.lora_lr` with adapters, else `.lr`; `otherwise` (with adapters
     × 10) if the model suggests none."""
-    adapters = isinstance(rank := _read(_root_, "model.lora.rank"), int) and rank > 0
+    rank = _read(_root_, "model.lora.rank")
+    adapters = isinstance(rank, int) and rank > 0
     suggested = _read(_root_, "model.suggests.lora_lr" if adapters else "model.suggests.lr")
     return suggested if suggested is not None else otherwise * (TIMES if adapters else 1)
 
@@ -29,7 +30,8 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
     be to think, and a reply that is cut inside its thinking has no answer. `short` and `thinking`
     are for a task that suggests none, without and with thinking.
     """
-    if (own := _read(_root_, "model.suggests.max_new_tokens")) is not None:
+    own = _read(_root_, "model.suggests.max_new_tokens")
+    if own is not None:
         return own
     key, otherwise = (
         ("max_new_tokens", short)

@@ -88,7 +88,8 @@ def assumption_warnings(x: Experiment) -> list[str]:
 def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
     """(path, part, what is known of the rewards that it sees) of the parts of an algorithm that
     look at rewards, in order."""
-    a, kl = x.algorithm, x.kl
+    a = x.algorithm
+    kl = x.kl
     given = _of_reward(x, tasks)
     why = (
         f"algorithm.overlong ({written(a.overlong)}) changes them by length; choose"
@@ -105,10 +106,8 @@ def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Word
 
 def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
     """Of the rewards as training takes them: terms, weights, aggregator, normalisation."""
-    words, counted = (
-        Words(),
-        {name: term for name, term in x.reward.terms.items() if term.weight != 0},
-    )
+    words = Words()
+    counted = {name: term for name, term in x.reward.terms.items() if term.weight != 0}
     for name, term in counted.items():
         path = f"reward.terms.{name}"
         for fn in _candidates(term.fn, tasks):
@@ -161,7 +160,8 @@ def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
 
 def _reply_budgets(x: Experiment) -> list[str]:
     """Limits of a reply that no reply reaches."""
-    longest, out = x.generation.max_new_tokens, []
+    longest = x.generation.max_new_tokens
+    out = []
     for name, part in x.algorithm.parts.items():
         numbers = getattr(part, "keywords", {})
         begins = numbers.get("limit", 0) * (1 - numbers.get("buffer", 0))

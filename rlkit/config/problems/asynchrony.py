@@ -28,7 +28,8 @@ DISPATCH = (
 def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[str]:
     """Whatever decides groups must be known when they are dispatched. `firsts`: phase → its
     experiment at its first step."""
-    mode, staleness = x.asynchrony.mode, x.asynchrony.staleness
+    mode = x.asynchrony.mode
+    staleness = x.asynchrony.staleness
     said = f"asynchrony.staleness={staleness}"
     if mode == "none" and staleness:
         return [
@@ -56,8 +57,10 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
 
 def _second_process(x: Experiment) -> list[str]:
     """What a second process of this machine cannot sample."""
-    said, problems = "asynchrony=overlap", []
-    if (count := x.trainer.devices * x.trainer.nodes) > 1:
+    said = "asynchrony=overlap"
+    problems = []
+    count = x.trainer.devices * x.trainer.nodes
+    if count > 1:
         problems.append(
             f"{said}: there is one sampling process, and trainer={x.trainer.strategy} has {count}"
             " ranks; choose asynchrony=lag"

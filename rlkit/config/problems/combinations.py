@@ -29,7 +29,8 @@ def combination_problems(x: Experiment) -> list[str]:
 
 
 def _check_evaluation(x: Experiment) -> list[str]:
-    e, problems = x.evaluation, []
+    e = x.evaluation
+    problems = []
     if e.every > 0 and e.n == 0:
         problems.append(
             f"evaluation.every={e.every}: evaluation.n=0 leaves nothing to evaluate; raise it, or"
@@ -59,7 +60,8 @@ def _check_evaluation(x: Experiment) -> list[str]:
 
 def rank_problems(x: Experiment) -> list[str]:
     """What several ranks cannot do, as sentences."""
-    t, problems = x.trainer, []
+    t = x.trainer
+    problems = []
     count = t.devices * t.nodes
     if count > 1 and t.strategy == "single":
         problems.append(
@@ -129,7 +131,8 @@ def _check_groups(x: Experiment) -> list[str]:
 def _check_choice(x: Experiment) -> list[str]:
     """What an algorithm cannot do with chosen problems (task.sampler), or with groups that are
     learned from again (task.reuse)."""
-    a, problems = x.algorithm, []
+    a = x.algorithm
+    problems = []
     if x.sampler.weigh is not None and a.episodes is not None:
         problems.append(
             f"task/sampler={x.sampler.name}: algorithm={a.name} scores nothing to choose by; choose"
@@ -151,7 +154,8 @@ def _check_choice(x: Experiment) -> list[str]:
 def _check_kl(x: Experiment) -> list[str]:
     from rlkit.algorithm import asks
 
-    kl, problems = x.kl, []
+    kl = x.kl
+    problems = []
     if x.needs_reference and x.reference.name == "none":
         problems.append(
             f"kl={kl.name} needs a reference to compare with, but reference=none; choose"
@@ -181,7 +185,8 @@ def _check_kl(x: Experiment) -> list[str]:
 
 
 def _check_critic(x: Experiment) -> list[str]:
-    a, problems = x.algorithm, []
+    a = x.algorithm
+    problems = []
     if a.critic.active and a.critic.optimizer is None:
         problems.append("algorithm.critic.optimizer: the critic needs an optimizer of its own")
     for name, function in a.parts.items():
@@ -223,7 +228,9 @@ def _check_old(x: Experiment) -> list[str]:
     from rlkit.algorithm import asks
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
 
-    a, parts, problems = x.algorithm, corrections_of(x.algorithm), []
+    a = x.algorithm
+    parts = corrections_of(x.algorithm)
+    problems = []
     if a.old == "trainer":
         return []
     if a.old == "sampler" and any(
@@ -260,7 +267,8 @@ def _check_old(x: Experiment) -> list[str]:
 def _check_streams(x: Experiment) -> list[str]:
     from rlkit.algorithm import STREAMS
 
-    a, problems = x.algorithm, []
+    a = x.algorithm
+    problems = []
     masks = {
         "reward": (None,),
         "teacher": (None, "sampled"),

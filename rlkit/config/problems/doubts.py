@@ -22,10 +22,9 @@ def warnings(x: Experiment) -> list[str]:
     """What is legal but probably not meant."""
     from rlkit.functional import forward, k1
 
-    a, out = (
-        x.algorithm,
-        schedule_warnings(x)
-        + list(dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))),
+    a = x.algorithm
+    out = schedule_warnings(x) + list(
+        dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))
     )
     updates = a.epochs * a.minibatches
     out += embedded_numbers(
@@ -99,7 +98,10 @@ def _correction_doubts(x: Experiment) -> list[str]:
     from rlkit.algorithm import asks
     from rlkit.functional import automatic_correction, geometric_mask, no_correction
 
-    a, out, given, stale = x.algorithm, [], corrections_of(x.algorithm), x.staleness
+    a = x.algorithm
+    out = []
+    given = corrections_of(x.algorithm)
+    stale = x.staleness
     path = "asynchrony.staleness" if stale == x.asynchrony.staleness else "task.reuse.staleness"
     to_sampler = asks(a.policy_loss, "logprobs_sampler")
     if to_sampler and any(part not in (no_correction, automatic_correction) for part, _ in given):
@@ -184,11 +186,9 @@ def _rate(x: Experiment | RolloutRun) -> float | None:
 
 def _adapter_rate(x: Experiment) -> list[str]:
     """Adapters that are trained with the learning rate of all weights."""
-    own, lora, rate = (
-        getattr(x.model, "suggests", {}),
-        getattr(x.model, "keywords", {}).get("lora"),
-        _rate(x),
-    )
+    own = getattr(x.model, "suggests", {})
+    lora = getattr(x.model, "keywords", {}).get("lora")
+    rate = _rate(x)
     if not (
         lora and lora.rank and rate is not None and rate == own.get("lr") != own.get("lora_lr")
     ):

@@ -18,7 +18,8 @@ def range_problems(node: Any, path: str = "") -> list[str]:
     what was built from it."""
     named = isinstance(node, Mapping) and "_target_" in node
     part = resolve(node["_target_"]) if named else getattr(node, "func", type(node))
-    limits, problems = getattr(part, "__ranges__", {}), []
+    limits = getattr(part, "__ranges__", {})
+    problems = []
     for key, value in enumerate(node) if isinstance(node, list) else fields(node).items():
         where = (
             f"{path}[{key}]" if isinstance(node, list) else f"{path}.{key}" if path else str(key)
@@ -36,7 +37,9 @@ def range_problems(node: Any, path: str = "") -> list[str]:
 
 def number_problems(x: Experiment) -> list[str]:
     """Numbers that a run cannot have, or that do not fit one another, as sentences."""
-    a, sampling, rollouts = x.algorithm, x.generation, x.batch.prompts * x.batch.group_size
+    a = x.algorithm
+    sampling = x.generation
+    rollouts = x.batch.prompts * x.batch.group_size
     problems = range_problems(x._replace(schedule=Schedule())) + thinking_problems(sampling)
     if a.target_kl is not None and not a.target_kl > 0:
         problems.append(
@@ -77,7 +80,8 @@ def sampling_problems(sampling: Sampling) -> list[str]:
 
 def thinking_problems(sampling: Sampling) -> list[str]:
     """A thinking budget out of range, or one that no reply can reach, as a sentence."""
-    budget, limit = sampling.max_thinking_tokens, sampling.max_new_tokens
+    budget = sampling.max_thinking_tokens
+    limit = sampling.max_new_tokens
     if budget is None or 0 <= budget < limit:
         return []
     return [

@@ -134,7 +134,8 @@ def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
 def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
     """The rows hold what the streams learn from: conversations, answers, and a teacher for every
     part. Raises: DataError naming the row."""
-    streams, teacher = x.algorithm.streams, x.teacher
+    streams = x.algorithm.streams
+    teacher = x.teacher
     for name, stream in streams.items():
         known = {task.part for task in tasks}
         if stream.parts is not None and (
@@ -188,7 +189,8 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
 def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
     """What the parts assume holds with the rewards that the rows name. Raises: ConfigError with all
     problems."""
-    if problems := assumption_problems(x, tasks):
+    problems = assumption_problems(x, tasks)
+    if problems:
         raise ConfigError("\n".join(problems))
 
 
@@ -234,10 +236,11 @@ def check_tools(
     """
     for task in {task.environment: task for task in tasks}.values():
         for tool in opening(task, environment_of(environment, task)).tools.values():
+            sandbox = getattr(
+                tool, "sandbox", getattr(getattr(tool, "__self__", None), "sandbox", None)
+            )
             if isinstance(
-                sandbox := getattr(
-                    tool, "sandbox", getattr(getattr(tool, "__self__", None), "sandbox", None)
-                ),
+                sandbox,
                 Sandbox,
             ):
                 require(sandbox)

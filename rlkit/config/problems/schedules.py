@@ -29,7 +29,8 @@ RESETS = ("optimizer", "reference")
 
 def schedule_problems(experiment: Any) -> list[str]:
     """What of a schedule cannot run, as sentences."""
-    problems, given = [], experiment.schedule.phases
+    problems = []
+    given = experiment.schedule.phases
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
         if not isinstance(phase, Phase):
@@ -119,12 +120,12 @@ def schedule_problems(experiment: Any) -> list[str]:
 
 def schedule_warnings(experiment: Any) -> list[str]:
     """What of a schedule is legal but probably not meant."""
-    out, steps, given = [], 0, experiment.schedule.phases
+    out = []
+    steps = 0
+    given = experiment.schedule.phases
     for position, (name, phase) in enumerate(given.items()):
-        where, until = (
-            f"schedule.phases.{name}.until={phase.until}",
-            phase_steps(phase.until, experiment.trainer.steps),
-        )
+        where = f"schedule.phases.{name}.until={phase.until}"
+        until = phase_steps(phase.until, experiment.trainer.steps)
         if position + 1 == len(given):
             out += (
                 []

@@ -44,7 +44,10 @@ def dry_run(x: Experiment) -> None:
         return
     if not x.algorithm.reward_coef:
         return
-    groups, size, width, vocabulary = 2, max(2, min(x.batch.group_size, 64)), 6, 7
+    groups = 2
+    size = max(2, min(x.batch.group_size, 64))
+    width = 6
+    vocabulary = 7
     n = groups * size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (n, width), generator=generator)
@@ -136,7 +139,8 @@ def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None
         covariance_rank=torch.zeros_like(now),
     )
     plain = x.algorithm._replace(entropy_coef=0.0, streams={})
-    loss, estimator = plain.policy_loss, x.kl.estimator
+    loss = plain.policy_loss
+    estimator = x.kl.estimator
     tried: list[tuple[str, Any, str, KL]] = []
     if "without_advantages" in (declarations(loss, "vanishes") or ()):
         tried.append(("algorithm.policy_loss", loss, "without_advantages", KL("none")))
