@@ -175,7 +175,8 @@ def prepare(
             config = compose(overrides[cell], config_dir=config_dir, trusted=trusted).config
             if not config.get("takeover") and (living := owner.occupied(cell.folder)):
                 raise owner.Occupied(living)
-            if changed := set_aside_changed(cell.folder, config):
+            changed = set_aside_changed(cell.folder, config)
+            if changed:
                 aside[changed] = aside.get(changed, 0) + 1
     for changed, count in aside.items():
         print(f"set aside {count} run{'s' * (count > 1)} of other settings: {changed}", flush=True)
@@ -321,7 +322,8 @@ def page(rows: Sequence[Row], failed: Mapping[Path, str]) -> str:
     """The page, in Markdown: scores by task, over tasks, what can be claimed, what cannot, and what
     the runs spent."""
     found = scores(rows)
-    n, arms = len(found.seeds), list(found.of)
+    n = len(found.seeds)
+    arms = list(found.of)
     size = f"{len(arms)} arms, {len(found.tasks)} task{'s' * (len(found.tasks) > 1)}, {n} seeds"
     shared = ", every arm at one shared rate" if shares_rate(rows) else ""
     parts = [
@@ -409,10 +411,12 @@ def over_tasks_table(found: Scores) -> str:
 
     Only of the arms that ran on all tasks: means over different tasks are not comparable.
     """
-    if not (arms := found.everywhere()):
+    arms = found.everywhere()
+    if not arms:
         return "No arm ran on every task."
     mean_rank = ranks(np.stack(list(arms.values()), -1)).mean((0, 1))
-    first, lines = next(iter(arms.values())), []
+    first = next(iter(arms.values()))
+    lines = []
     steps = [found.step(t) for t in range(len(found.tasks))]
     for i, (arm, own) in enumerate(arms.items()):
         middle = seeds_interval(own, iqm, resolution=max(steps))
@@ -440,7 +444,8 @@ def over_tasks_table(found: Scores) -> str:
     ]
     note = "IQM: the mean of the middle half of all scores."
     note += f" Below {TO_CLAIM} seeds it has no interval." if len(found.seeds) < TO_CLAIM else ""
-    if left_out := [arm for arm in found.of if arm not in arms]:
+    left_out = [arm for arm in found.of if arm not in arms]
+    if left_out:
         note += f" Left out, since they did not run on every task: {', '.join(left_out)}."
     return f"{markdown(columns, lines)}\n\n{note}"
 
@@ -448,7 +453,8 @@ def over_tasks_table(found: Scores) -> str:
 def claims(found: Scores) -> str:
     """What can be told apart at a false-discovery rate of 5 % over all pairs and tasks, the largest
     first; the others; the placebos."""
-    if (n := len(found.seeds)) < TO_CLAIM:
+    n = len(found.seeds)
+    if n < TO_CLAIM:
         known = " comparisons.csv has each difference with its interval." if n >= FEWEST else ""
         return (
             f"Nothing: {n} seeds, and fewer than {TO_CLAIM} claim nothing"
@@ -466,13 +472,15 @@ def claims(found: Scores) -> str:
         )
     rest = []
     for task in found.tasks:
-        if own := [p for p in every if p.task == task and p.q > ALPHA]:
+        own = [p for p in every if p.task == task and p.q > ALPHA]
+        if own:
             names = (
                 "; ".join(f"{p.first} and {p.second}" for p in own)
                 if len(own) <= FEW
                 else f"{len(own)} pairs"
             )
-            low, high = min(p.sees for p in own), max(p.sees for p in own)
+            low = min(p.sees for p in own)
+            high = max(p.sees for p in own)
             seen = f"{low:.2f}" if len(own) == 1 else f"{low:.2f} to {high:.2f}"
             rest.append(f"- {task}: {names} (a difference of {seen} would be seen)")
     head = (
@@ -498,11 +506,10 @@ def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
     """By task, the arms that are above every placebo, and those that are not."""
     lines = []
     for t, task in enumerate(found.tasks):
-        arms, told = (
-            found.on(t),
-            [p.order() for p in all_pairs if p.task == found.tasks[t] and p.q <= ALPHA],
-        )
-        placebos, own = arms.keys() & PLACEBOS.keys(), [arm for arm in arms if arm not in PLACEBOS]
+        arms = found.on(t)
+        told = [p.order() for p in all_pairs if p.task == found.tasks[t] and p.q <= ALPHA]
+        placebos = arms.keys() & PLACEBOS.keys()
+        own = [arm for arm in arms if arm not in PLACEBOS]
         below = [arm for arm in own if any((arm, placebo) not in told for placebo in placebos)]
         names = (
             "none" if len(below) == len(own) else f"all but {', '.join(below)}" if below else "all"
@@ -555,7 +562,8 @@ def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
             }
             if not own:
                 continue
-            most, least = max(own, key=own.__getitem__), min(own, key=own.__getitem__)
+            most = max(own, key=own.__getitem__)
+            least = min(own, key=own.__getitem__)
             worst = max(
                 worst, (own[most] / own[least] if own[least] else math.inf, task, most, least)
             )

@@ -41,15 +41,11 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
       run: a run folder; what it does not say is left out. step: the RL step of the policy.
       adapters: whether the folder holds adapters in PEFT's format instead of all weights.
     """
-    settings, summary, start = (
-        flat(runs.read_config(run)),
-        runs.read_summary(run) or {},
-        runs.read_start(run),
-    )
-    base, algorithm = (
-        str(settings.get("model.path", "")),
-        str(settings.get("algorithm.name", "reinforcement learning")),
-    )
+    settings = flat(runs.read_config(run))
+    summary = runs.read_summary(run) or {}
+    start = runs.read_start(run)
+    base = str(settings.get("model.path", ""))
+    algorithm = str(settings.get("algorithm.name", "reinforcement learning"))
     known = HUB.fullmatch(base) and not Path(base).exists()
     tags = ["rlkit", "reinforcement-learning", re.sub(r"[^\w.-]", "-", algorithm)]
     header = [f"base_model: {base}"] if known else []
@@ -90,7 +86,8 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
 
 def _results(summary: Mapping[str, Any], step: int) -> str:
     """Test problems before and after; nothing where they were not played with this policy."""
-    before, after = summary.get("before") or {}, summary.get("after") or {}
+    before = summary.get("before") or {}
+    after = summary.get("after") or {}
     if not (after and step == summary.get("steps")):
         return "It was not measured on test problems."
     rows = []
@@ -113,7 +110,8 @@ def _results(summary: Mapping[str, Any], step: int) -> str:
 
 
 def _figure(side: Mapping[str, Any], name: str, interval: str) -> str:
-    value, bounds = side.get(name), side.get(interval)
+    value = side.get(name)
+    bounds = side.get(interval)
     if value is None:
         return "not measured"
     return f"{value:.3f}" + (

@@ -20,7 +20,8 @@ import numpy as np
 
 from rlkit.statistics import FEWEST, LEVEL, bounded_interval, student_cdf, student_quantile
 
-ALPHA, POWER = 0.05, 0.8
+ALPHA = 0.05
+POWER = 0.8
 TO_CLAIM = 10  # seeds: fewer are shown and claim nothing
 NORMAL = NormalDist()
 ERF = np.frompyfunc(math.erf, 1, 1)
@@ -232,7 +233,8 @@ def power_of(
     """
     if spread == 0:
         return 1.0
-    freedom, d = n - 1, effect * math.sqrt(n) / spread
+    freedom = n - 1
+    d = effect * math.sqrt(n) / spread
     t = student_quantile(1 - ALPHA / comparisons / 2, freedom)
     top = 1 + 8 / math.sqrt(2 * freedom)
     grid = (np.arange(draws) + 0.5) * top / draws
@@ -254,7 +256,9 @@ def holm(values: Sequence[float]) -> list[float]:
     >>> [round(p, 3) for p in holm([0.01, 0.03, 0.04, 0.2])]
     [0.04, 0.09, 0.09, 0.2]
     """
-    out, m, highest = list(values), sum(not math.isnan(p) for p in values), 0.0
+    out = list(values)
+    m = sum(not math.isnan(p) for p in values)
+    highest = 0.0
     for rank, i in enumerate(_ascending(values)):
         highest = max(highest, min(1.0, (m - rank) * values[i]))
         out[i] = highest
@@ -276,7 +280,8 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
     order = _ascending(values)
     m = len(order)
     factor = math.fsum(1 / i for i in range(1, m + 1)) if dependent else 1.0
-    out, lowest = list(values), 1.0
+    out = list(values)
+    lowest = 1.0
     for rank in range(m, 0, -1):
         lowest = min(lowest, factor * (m / rank) * values[order[rank - 1]])
         out[order[rank - 1]] = lowest
@@ -418,7 +423,8 @@ def profile(
 def improvement(first: np.ndarray, second: np.ndarray) -> float:
     """P(second > first): mean over tasks of the share of pairs of runs in which second is higher,
     ties ½. [n, M] and [m, M]."""
-    a, b = np.asarray(first, dtype=float)[:, None], np.asarray(second, dtype=float)[None]
+    a = np.asarray(first, dtype=float)[:, None]
+    b = np.asarray(second, dtype=float)[None]
     return float(((b > a) + 0.5 * (b == a)).mean())
 
 

@@ -43,7 +43,8 @@ def fresh(parent: Path, label: str = "") -> Path:
     cannot be made."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{label}" if label else "")
     parent = parent.absolute()  # a user's function may change the working directory
-    folder, number = parent / stamp, 2
+    folder = parent / stamp
+    number = 2
     with refusing(parent):
         parent.mkdir(parents=True, exist_ok=True)
         while True:
@@ -51,7 +52,8 @@ def fresh(parent: Path, label: str = "") -> Path:
                 folder.mkdir()
                 return folder
             except FileExistsError:  # also where another process came first
-                folder, number = parent / f"{stamp}_{number}", number + 1
+                folder = parent / f"{stamp}_{number}"
+                number = number + 1
 
 
 def label_of(overrides: Sequence[str], name: str) -> str:
@@ -60,7 +62,8 @@ def label_of(overrides: Sequence[str], name: str) -> str:
 
     What is in `name` already, or changes nothing of the run's numbers, is left out.
     """
-    parts, length = [], 0
+    parts = []
+    length = 0
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
         part = f"{re.split(r'[./@]', key)[-1]}-{value}"
@@ -301,10 +304,12 @@ def write_start(
         "versions": dict(versions),
         "git": git_state(),
     }
-    starts, changed = _starts(folder), []
+    starts = _starts(folder)
+    changed = []
     if starts is None:
         kept = put_aside(folder / "run.json", ".unreadable")
-        starts, changed = [], [f"run.json cannot be read and is kept as {kept.name}"]
+        starts = []
+        changed = [f"run.json cannot be read and is kept as {kept.name}"]
     write_atomic(
         folder / "run.json", (json.dumps([*starts, now], indent=1, default=str) + "\n").encode()
     )
@@ -452,7 +457,8 @@ def _saved(folder: Path) -> list[str]:
 def refuse_restart(folder: Path) -> None:
     """Raises DataError where a run has trained and has no checkpoint left: it could only begin
     again, in place of what it was."""
-    if steps := lost_steps(folder):
+    steps = lost_steps(folder)
+    if steps:
         raise DataError(
             f"{folder} has trained {steps} steps, but none of its checkpoints is left, so it cannot"
             " go on (as metrics.jsonl, rollouts/ or summary.json say). Start a new run without"

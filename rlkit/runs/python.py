@@ -81,7 +81,9 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
     from rlkit.training.loggers import check_loggers
     from rlkit.training.run import train_in
 
-    started, tasks, again = time.perf_counter(), _problems_of(x), _again(x)
+    started = time.perf_counter()
+    tasks = _problems_of(x)
+    again = _again(x)
     with ExitStack() as stack:
         if folder is None:
             place = Path(stack.enter_context(TemporaryDirectory(prefix="rlkit_")))
@@ -122,7 +124,8 @@ def steps(x: Experiment) -> Iterator[RLStep]:
     tasks = _problems_of(x)
     with sampling_process(x, _again(x), tasks.train) as process:
         policy, device, exact = ready(x, tasks)
-        learner, flight = Learner(x, policy, exact=exact), Flight()
+        learner = Learner(x, policy, exact=exact)
+        flight = Flight()
         while learner.rl_step < x.trainer.steps:
             with autocast(x, device, updates=True):
                 groups, flight = next_groups(learner, tasks.train, flight, process)
@@ -161,7 +164,8 @@ def _begun(x: Experiment, folder: Path) -> Any:
     runs.require_writable(folder)
     overrides = None  # parts that are Python objects cannot be composed again
     if isinstance(x, Configured) and x.config:
-        config, overrides = x.config, x.overrides
+        config = x.config
+        overrides = x.overrides
     else:
         config = described(x)
     identity = identify(config)

@@ -32,14 +32,14 @@ class Chart(NamedTuple):
     )
 
 
-LEARNING, COMPONENTS, POLICY = "Learning", "Reward components", "Distance and entropy"
-EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER = (
-    "Episodes",
-    "Optimisation",
-    "Scheduled numbers",
-    "Time",
-    "All other metrics",
-)
+LEARNING = "Learning"
+COMPONENTS = "Reward components"
+POLICY = "Distance and entropy"
+EPISODES = "Episodes"
+OPTIMISATION = "Optimisation"
+SCHEDULE = "Scheduled numbers"
+TIME = "Time"
+OTHER = "All other metrics"
 SECTIONS = (LEARNING, COMPONENTS, POLICY, EPISODES, OPTIMISATION, SCHEDULE, TIME, OTHER)
 LEAST = 0.1  # the least range of any axis, as a share of its largest value
 STATIC = (
@@ -268,7 +268,8 @@ def dynamic(found: Sequence[str]) -> Iterator[Chart]:
     for number, metric in enumerate(found):
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", metric.replace("/", "."))
         name = name if len(name) <= LONGEST else f"{name[:LONGEST]}_{number}"  # of a file
-        if match := re.fullmatch(r"reward/([^/]+)/mean", metric):
+        match = re.fullmatch(r"reward/([^/]+)/mean", metric)
+        if match:
             yield Chart(name, COMPONENTS, match[1], metric, "mean score")
         elif match := re.fullmatch(r"part/(.+)/reward/mean", metric):
             yield Chart(
@@ -298,9 +299,13 @@ def smoothed(values: Sequence[float], steps: int) -> list[float]:
     """
     if steps <= 1:
         return list(values)
-    keep, total, weight, out = 1 - 1 / steps, 0.0, 0.0, []
+    keep = 1 - 1 / steps
+    total = 0.0
+    weight = 0.0
+    out = []
     for value in values:
-        total, weight = keep * total + value, keep * weight + 1
+        total = keep * total + value
+        weight = keep * weight + 1
         out.append(total / weight)
     return out
 
@@ -362,7 +367,8 @@ def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list
         ]
         shown = line(smooth_own)
         if len(own) == 1 and chart.low:
-            low, high = series(group.runs[0], chart.low), series(group.runs[0], chart.high)
+            low = series(group.runs[0], chart.low)
+            high = series(group.runs[0], chart.high)
             sides = (
                 [side.get(step, mean) for step, mean in zip(shown.steps, shown.mean, strict=True)]
                 for side in (low, high)

@@ -73,13 +73,16 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
     shown = Shown([_name(run) for run in found], [], [], [], [])
     size = 0
     for index, run in enumerate(found):
-        played, page, left = Played([], []), _Page(), 0
+        played = Played([], [])
+        page = _Page()
+        left = 0
         for step, kind, chosen, count in chosen_of(run, limit // len(found), played):
             left += count - len(chosen)
             for rollout in chosen:
                 page.add({"run": index, "kind": kind, "step": step, **entry_of(rollout)}, rollout)
             if page.size > PAGE:
-                size, page = size + page.close(shown), _Page()
+                size = size + page.close(shown)
+                page = _Page()
             if size > TOTAL:
                 warnings.warn(
                     f"conversations beyond {TOTAL:,} bytes are left out, from step {step} of"

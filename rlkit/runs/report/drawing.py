@@ -24,7 +24,9 @@ from rlkit.runs.report.verdicts import UNITS
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc0", "#8a8a00")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)))  # once the colours are used up
-INK, SOFT, GRID = "#333333", "#777777", "#dddddd"
+INK = "#333333"
+SOFT = "#777777"
+GRID = "#dddddd"
 HEALTHY = "#009e73"
 NAMED = 12  # lines that a legend names
 
@@ -59,7 +61,8 @@ def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Dra
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
-    svg, pdf = io.BytesIO(), io.BytesIO()
+    svg = io.BytesIO()
+    pdf = io.BytesIO()
     with matplotlib.rc_context(settings):
         figure = figure_of(chart, groups, smooth)
         figure.savefig(svg, format="svg", metadata={"Date": None})
@@ -114,7 +117,8 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
         MaxNLocator(nbins=7 if chart.against == "steps" else 4, integer=True)
     )
     for curve in curves_of(chart, groups, smooth):
-        group, shown = groups[curve.group], curve.shown
+        group = groups[curve.group]
+        shown = curve.shown
         colour, dash = style(curve.group)
         label = group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
         mark = "o" if len(shown.steps) <= 12 or curve.bars else None
@@ -183,7 +187,8 @@ def draw_switches(axes: Any, groups: Sequence[Group]) -> None:
 
 def draw_times(axes: Any, groups: Sequence[Group]) -> None:
     """A bar a group: mean seconds of the parts of a step."""
-    names, data = [group.label for group in groups], seconds_data(groups)
+    names = [group.label for group in groups]
+    data = seconds_data(groups)
     left = [0.0] * len(groups)
     for index, name in enumerate(data["names"]):
         widths = [row[index] for row in data["rows"]]

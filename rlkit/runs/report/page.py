@@ -157,7 +157,8 @@ def source_hash(text: str) -> str:
 
 def section(name: str, text: str, *, wide: bool = False) -> tuple[str, str, str]:
     """(id, heading, HTML); nothing where there is no text."""
-    ident, kind = name.lower().replace(" ", "-"), " class=wide" if wide else ""
+    ident = name.lower().replace(" ", "-")
+    kind = " class=wide" if wide else ""
     return (
         ident,
         name,
@@ -273,11 +274,9 @@ def health_list(groups: Sequence[Group]) -> str:
     """The verdict of the checks, a line a run."""
     out = []
     for group, run in ((own, run) for own in groups for run in own.runs):
-        steps, found, name = (
-            sum("reward/mean" in row for row in run.rows),
-            symptoms(run),
-            escape(run_name(group, run)),
-        )
+        steps = sum("reward/mean" in row for row in run.rows)
+        found = symptoms(run)
+        name = escape(run_name(group, run))
         where = [
             f", on {len(f.steps)} of {steps} steps, first at {f.steps[0]}" if f.steps else ""
             for f in found

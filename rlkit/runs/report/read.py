@@ -47,13 +47,15 @@ def find_runs(paths: Iterable[Path | str], command: str = "report") -> list[Path
     What else a sweep writes beside its runs is passed over, since `outputs/sweep/*` names it too.
     Raises ConfigError, which names the command.
     """
-    found, without = list[Path](), list[Path]()
+    found = list[Path]()
+    without = list[Path]()
     for path in (Path(text).expanduser() for text in paths):
         own = [path] if is_source(path) else sorted(f for f in folders(path) if is_source(f))
         found += own
         without += [] if own else [path]
     beside = {path.parent for path in found}
-    if odd := [path for path in without if path.parent not in beside or not path.exists()]:
+    odd = [path for path in without if path.parent not in beside or not path.exists()]
+    if odd:
         runs.find_run(str(odd[0]), command)  # names the newest run, where there is one
         raise ConfigError(f"{command}: {odd[0]} holds no run")
     return list(dict.fromkeys(found))
@@ -101,7 +103,8 @@ def read_run(folder: Path) -> ReadRun:
     merged: dict[int, dict[str, Any]] = {}
     switches = []
     lines = read_lines(folder / "metrics.jsonl")
-    if odd := sum(row is None for _, row in lines):
+    odd = sum(row is None for _, row in lines)
+    if odd:
         notes.append(f"{folder}/metrics.jsonl: {odd} lines are no rows of a step and left out")
     for step, row in ((row["step"], row) for _, row in lines if row is not None):
         if SWITCH in row:
@@ -203,7 +206,8 @@ def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> li
 def weight(key: str) -> tuple[int, int]:
     """How little a setting says of a run: names first, then which option of a group, then numbers,
     then code within options."""
-    depth, last = key.count("."), key.rsplit(".", 1)[-1]
+    depth = key.count(".")
+    last = key.rsplit(".", 1)[-1]
     kind = (
         0
         if last == "name"
@@ -224,5 +228,6 @@ def said(key: str, value: Any) -> str:
     """
     text = f"{value:g}" if isinstance(value, float) else str(value)
     if key.endswith("._target_"):
-        key, text = key.removesuffix("._target_"), text.rsplit(".", 1)[-1]
+        key = key.removesuffix("._target_")
+        text = text.rsplit(".", 1)[-1]
     return f"{'.'.join(key.split('.')[-2:])}={text if len(text) <= 24 else text[:23] + '…'}"

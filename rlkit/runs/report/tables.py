@@ -258,9 +258,10 @@ def symptoms(run: ReadRun) -> list[Symptom]:
         found = []
         for row in run.rows:
             with suppress(KeyError, TypeError, ValueError, ArithmeticError):
-                if text := check(
+                text = check(
                     {key: math.nan if value is None else value for key, value in row.items()}
-                ):
+                )
+                if text:
                     found.append((int(row["step"]), text))
         if found:
             out.append(

@@ -54,10 +54,8 @@ def thirds(curve: Mapping[int, float]) -> Thirds | None:
 
 def entropy_collapse(run: ReadRun) -> str | None:
     """Entropy below a fifth of what it was, and most prompts are not solved by it."""
-    entropy, solved = (
-        thirds(series(run, "policy/entropy")),
-        thirds(series(run, "group/frac_all_good")),
-    )
+    entropy = thirds(series(run, "policy/entropy"))
+    solved = thirds(series(run, "group/frac_all_good"))
     if (
         entropy is None
         or not (entropy.last < entropy.first / 5 and entropy.fell(entropy.first))
@@ -75,10 +73,8 @@ def entropy_collapse(run: ReadRun) -> str | None:
 
 def kl_growth(run: ReadRun) -> str | None:
     """The policy still moves away, and the reward no longer rises with it."""
-    kl, reward = (
-        thirds(series(run, "kl/ref_k3") or series(run, "kl/start")),
-        thirds(series(run, "reward/mean")),
-    )
+    kl = thirds(series(run, "kl/ref_k3") or series(run, "kl/start"))
+    reward = thirds(series(run, "reward/mean"))
     if (
         kl is None
         or reward is None
@@ -95,7 +91,8 @@ def kl_growth(run: ReadRun) -> str | None:
 
 def length_growth(run: ReadRun) -> str | None:
     """Replies half as long again, for no more reward."""
-    length, reward = thirds(series(run, "len/mean")), thirds(series(run, "reward/mean"))
+    length = thirds(series(run, "len/mean"))
+    reward = thirds(series(run, "reward/mean"))
     if (
         length is None
         or reward is None
@@ -114,14 +111,13 @@ def length_growth(run: ReadRun) -> str | None:
 def training_up_validation_down(run: ReadRun) -> str | None:
     """The training reward rises, and the last fifth of the validations is below the best fifth by
     more than half an interval."""
-    curve, low, reward = (
-        series(run, "eval/accuracy"),
-        series(run, "eval/accuracy_low"),
-        thirds(series(run, "reward/mean")),
-    )
+    curve = series(run, "eval/accuracy")
+    low = series(run, "eval/accuracy_low")
+    reward = thirds(series(run, "reward/mean"))
     if reward is None or len(curve) < 3 or not low or not reward.rose(reward.first):
         return None
-    steps, width = sorted(curve), max(1, len(curve) // 5)
+    steps = sorted(curve)
+    width = max(1, len(curve) // 5)
     means = [
         fmean(curve[step] for step in steps[i : i + width]) for i in range(len(steps) - width + 1)
     ]

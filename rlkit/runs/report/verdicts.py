@@ -273,7 +273,8 @@ def verdicts(
         for pair, seeds in zip(places, shared, strict=True)
     ]
     found = [paired(*own, resolution=compared.resolution) if own[0] else NOTHING for own in sides]
-    p, levels = holm([d.evidence() for d in found]), holm_levels([d.evidence() for d in found])
+    p = holm([d.evidence() for d in found])
+    levels = holm_levels([d.evidence() for d in found])
     count = max(1, sum(d.n >= FEWEST for d in found))
     out = []
     for (a, b), own, first, adjusted, level in zip(places, sides, found, p, levels, strict=True):
@@ -350,12 +351,14 @@ def falls(groups: Sequence[Group]) -> list[Fall]:
     known = {label: list(zip(*own, strict=True)) for label, own in ends.items() if own}
     resolution = 1 / min(_problem_counts(groups), default=math.inf)
     tests = [paired(*own, resolution=resolution) for own in known.values()]
-    p, levels = holm([d.evidence() for d in tests]), holm_levels([d.evidence() for d in tests])
+    p = holm([d.evidence() for d in tests])
+    levels = holm_levels([d.evidence() for d in tests])
     out = []
     for (label, own), adjusted, level in zip(known.items(), p, levels, strict=True):
         d = paired(*own, level=level, resolution=resolution)
         if d.mean < 0:
-            before, claim = _mean(own[0]), adjusted <= ALPHA
+            before = _mean(own[0])
+            claim = adjusted <= ALPHA
             out.append(Fall(label, before, d, claim, fall_sentence(label, before, d, claim=claim)))
     return out
 

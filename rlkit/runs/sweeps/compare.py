@@ -66,7 +66,8 @@ def comparison(jobs: Sequence[RunJob]) -> str:
     parts = [
         aligned(columns, [[row[column] for column in columns] for row in rows], left=len(keys) + 1)
     ]
-    if seeds := seeds_together(jobs):
+    seeds = seeds_together(jobs)
+    if seeds:
         parts.append(seeds)
     named = (
         "validation accuracy"

@@ -79,7 +79,8 @@ def last_reward(folder: Path) -> float | None:
 def objective(folder: Path) -> float | None:
     """What a search maximises: the last validation accuracy, never a test figure; without one the
     mean reward of the last ten steps."""
-    if last := (runs.read_summary(folder) or {}).get("validation"):
+    last = (runs.read_summary(folder) or {}).get("validation")
+    if last:
         return float(last["accuracy"])
     return last_reward(folder) if runs.is_finished(folder) else None
 

@@ -38,15 +38,15 @@ def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError
     with all problems at once."""
     given = [read_override(text)[1] for text in arguments]
-    if secret := [
-        text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text
-    ]:
+    secret = [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]
+    if secret:
         raise ConfigError(
             f"{secret[0]}: holds a secret, and a sweep names its folders by its overrides; take it"
             f" from the environment, as {secret[0]}='${{oc.env:NAME}}'"
         )
     config = compose_sweep(given, config_dir)
-    root, search = Path(config.hydra.sweep.dir), is_search(config)
+    root = Path(config.hydra.sweep.dir)
+    search = is_search(config)
     if not config.takeover and (living := owner.occupied(root)):
         raise owner.Occupied(living)  # before its jobs' folders are looked at, which belong to it
     resume = (
@@ -120,7 +120,8 @@ def check_jobs(
             }
             x = experiment(composed)
             check_loggers(x.logger)
-            if problem := sweep_problem(x.trainer.devices, x.trainer.nodes):
+            problem = sweep_problem(x.trainer.devices, x.trainer.nodes)
+            if problem:
                 raise ConfigError(problem)
             lines = (
                 folder_problems(
@@ -193,16 +194,15 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
                 else one_sentence(error)
             ) from error
     for name, target in targets.items():
-        package, extra = (
-            ".".join(target.split(".")[:2]),
-            next((e for e in PLUGINS if e in target), ""),
-        )
+        package = ".".join(target.split(".")[:2])
+        extra = next((e for e in PLUGINS if e in target), "")
         if extra and not installed(package):
             raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
     if (
         "optuna" in targets["sweeper"]
     ):  # its own option minimises, and ends a search with the first job that fails
-        config.hydra.sweeper.direction, config.hydra.sweeper.max_failure_rate = "maximize", 1.0
+        config.hydra.sweeper.direction = "maximize"
+        config.hydra.sweeper.max_failure_rate = 1.0
     return config
 
 
@@ -239,7 +239,8 @@ def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, l
     """
     found: dict[str, list[str]] = {}
     for override, text in map(read_override, overrides):
-        key, given = override.get_key_element(), override.value()
+        key = override.get_key_element()
+        given = override.value()
         if override.is_interval_sweep() and not intervals:
             raise ConfigError(f"{text}: an interval needs hydra/sweeper=search")
         if override.is_interval_sweep():
@@ -341,7 +342,8 @@ def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
     except DataError as error:
         changed = str(error)
     if changed:
-        if living := owner.occupied(folder):
+        living = owner.occupied(folder)
+        if living:
             raise owner.Occupied(living)
         put_aside(folder, runs.SET_ASIDE)
     return changed

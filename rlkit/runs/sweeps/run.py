@@ -55,7 +55,8 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: b
         print(f"\n{comparison(done)}", flush=True)
         write_csv(plan.root / "comparison.csv", done)
         print(f"\ncomparison       {plan.root / 'comparison.csv'}")
-        if page := report(plan.root, done):
+        page = report(plan.root, done)
+        if page:
             print(f"report           {page}")
     print(summed_up(done, plan.total, began))
     finished = sum(job.status == "finished" for job in done)
@@ -129,7 +130,8 @@ def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float
 
 def parallel(plan: Plan) -> int:
     """Jobs that run at once on one machine, and so share its cores."""
-    launcher, at_once = plan.config.hydra.launcher, 1
+    launcher = plan.config.hydra.launcher
+    at_once = 1
     if "Joblib" in launcher._target_:
         at_once = int(launcher.n_jobs) if int(launcher.n_jobs) > 0 else cores()
     elif "LocalLauncher" in launcher._target_:

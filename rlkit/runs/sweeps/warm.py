@@ -112,7 +112,8 @@ class WarmServer:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self.link, [request], [theirs.fileno(), log.fileno()])
-            if pid := ours.recv(32):
+            pid = ours.recv(32)
+            if pid:
                 return WarmJob(int(pid), ours)
             ours.close()
             self.replace()
