@@ -185,7 +185,8 @@ def named_tools(
                 f"tools: there are two tools of the name {tool_name(tool)!r}; rename one"
             )
         named[tool_name(tool)] = tool
-    if unknown := [name for name in implementations if name not in named]:
+    unknown = [name for name in implementations if name not in named]
+    if unknown:
         raise ConfigError(
             f"tool_implementations: {', '.join(unknown)} is in no schema of tools, so the policy"
             " would never hear of it"
@@ -286,7 +287,8 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
 def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
     """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where
     the settings are out of range."""
-    if problems := sampling_problems(x.generation):
+    problems = sampling_problems(x.generation)
+    if problems:
         raise ConfigError("\n".join(problems))
     tools = find_tools(x)
     from rlkit.commands.evaluate import restored_policy
@@ -407,7 +409,8 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     from rlkit.config.schema import check
     from rlkit.runs import folder as runs
 
-    named, overrides = option(arguments.overrides, "run"), drop(arguments.overrides, "run")
+    named = option(arguments.overrides, "run")
+    overrides = drop(arguments.overrides, "run")
     run = runs.find_run(named, "run") if named else None
     if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
@@ -415,12 +418,14 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     composed = compose(
         drop(overrides, "trust"), entry=entry, config_dir=arguments.config_dir, trusted=trusted
     )
-    config, checkpoint = composed.config, None
+    config = composed.config
+    checkpoint = None
     if named and run is not None:
         config["model"], checkpoint = (
             model_of(run, f"run={named}", arguments),
             runs.checkpoint_source(named, run),
         )
-        if problems := check(config["model"], f"{run}/config.yaml, model"):
+        problems = check(config["model"], f"{run}/config.yaml, model")
+        if problems:
             raise ConfigError("\n".join(problems))
     return config, checkpoint

@@ -32,7 +32,9 @@ class Arguments(NamedTuple):
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     """Flags and overrides; with `texts` also other words, and names of files that are there. Raises
     ConfigError for an unknown flag."""
-    arguments, file, name = Arguments([], words=tuple(words)), list[str](), ""
+    arguments = Arguments([], words=tuple(words))
+    file = list[str]()
+    name = ""
     rest = iter(words)
     for word in rest:
         if word in ("-m", "--multirun"):

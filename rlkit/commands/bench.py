@@ -43,7 +43,8 @@ def command(arguments: Arguments) -> int:
         if given[key] and not (given[key].isdigit() and int(given[key])):
             raise ConfigError(f"{key}={given[key]}: give a whole number, 1 or more")
     arms = arms_of(given) | (bench.PLACEBOS if given["placebo"] == "true" else {})
-    folder, tasks = Path(given["folder"]), tasks_of(given["tasks"], arguments.config_dir)
+    folder = Path(given["folder"])
+    tasks = tasks_of(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
     compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir, trusted=trusted)
     began = time.time()
@@ -113,7 +114,8 @@ def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
                 f"arms={given['arms']}: needs a YAML file of `name: [override, …]` ({error})"
             ) from error
     for name in arms:
-        if why := part_problem(name):
+        why = part_problem(name)
+        if why:
             key = "arms" if given["arms"] else "algorithms"
             raise ConfigError(
                 f"{key}={given[key]}: the arm {name!r:.60} is no name of a folder ({why}); give it"
@@ -121,7 +123,8 @@ def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
             )
     named: dict[str, str] = {}
     for name in (*arms, *PLACEBOS):
-        if (other := named.setdefault(folder_of(name), name)) != name:
+        other = named.setdefault(folder_of(name), name)
+        if other != name:
             raise ConfigError(
                 f"arms '{other}' and '{name}' would have one folder, {folder_of(name)}; rename one"
             )
@@ -140,7 +143,8 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
         - {"base"}
     )
     chosen = [name for name in dict.fromkeys(text.split(",")) if name] or known
-    if unknown := [name for name in chosen if name not in known]:
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
         raise ConfigError(
             f"tasks={unknown[0]}: there is no such task; there are {', '.join(known)}"
         )

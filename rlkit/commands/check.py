@@ -171,7 +171,9 @@ def size_of(node: Any) -> int:
 
 def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
     """The report in lines: what was done, with its numbers, then memory."""
-    m, clock, memory = report.metrics, report.seconds, report.memory
+    m = report.metrics
+    clock = report.seconds
+    memory = report.memory
     own = [r.total_reward for r in report.rollouts]
     scored = [r for r in own if r is not None]
     terms = ", ".join(

@@ -111,7 +111,8 @@ def run_command(argv: Sequence[str]) -> int:
             return run_command([word for word in words if word != "debug=true"])
         finally:
             del os.environ[TRACEBACK]
-    if broken := [word for word in words if re.search("[\ud800-\udfff]", word)]:
+    broken = [word for word in words if re.search("[\ud800-\udfff]", word)]
+    if broken:
         print(
             visible(
                 f"rlkit: {broken[0]!a}: this word is not UTF-8; type it again, or set the"

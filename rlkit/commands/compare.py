@@ -49,7 +49,8 @@ def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, st
     given = {
         key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
     }
-    if unknown := [text for text in arguments.overrides if text.partition("=")[0] not in given]:
+    unknown = [text for text in arguments.overrides if text.partition("=")[0] not in given]
+    if unknown:
         raise ConfigError(
             f"'{unknown[0]}': rlkit {name} takes run folders and"
             f" {', '.join(f'{key}=' for key in SETTINGS)}"

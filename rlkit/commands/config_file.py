@@ -110,7 +110,8 @@ def _translated(file: str, values: Mapping[str, Any]) -> list[str]:
                 f"{file}:{key}: there is no such key.{hint} There are {', '.join(FLAT)}; all others"
                 " are given behind the file, as KEY=VALUE"
             )
-    if (dataset := values.get("data.dataset", DATASETS[0])) not in DATASETS:
+    dataset = values.get("data.dataset", DATASETS[0])
+    if dataset not in DATASETS:
         raise ConfigError(
             f"{file}:data.dataset: there is no {dataset!r}; write {' or '.join(DATASETS)}, or give"
             " task=… behind the file"

@@ -64,7 +64,8 @@ def evaluate_run(
             )
             with lenient("greedy.jsonl.gz"):
                 save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
-            if said := failures(greedy_rollouts):
+            said = failures(greedy_rollouts)
+            if said:
                 print(f"warning: {said}", flush=True)
         with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
             sampled, sampled_rollouts = sampled_accuracy(
@@ -149,7 +150,8 @@ def held_out_rows(
 
 def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     """The result in columns."""
-    greedy, sampled = result["greedy"], result["sampled"]
+    greedy = result["greedy"]
+    sampled = result["sampled"]
     rows = held_out_rows("greedy", greedy, sampled)
     for part, own in greedy.get("parts", {}).items():
         rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
@@ -171,10 +173,8 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split
 
-    named, overrides = (
-        option(arguments.overrides, "run"),
-        drop(drop(drop(arguments.overrides, "run"), "split"), "trust"),
-    )
+    named = option(arguments.overrides, "run")
+    overrides = drop(drop(drop(arguments.overrides, "run"), "split"), "trust")
     split = next(
         (known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")),
         None,

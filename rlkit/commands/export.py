@@ -44,7 +44,8 @@ def export(
     from rlkit.models.save import save_policy
     from rlkit.system.device import quiet
 
-    if problems := check(dict(model), "model"):
+    problems = check(dict(model), "model")
+    if problems:
         raise ConfigError("\n".join(problems))
     if out.exists():
         raise ConfigError(f"to={out}: exists already; name a folder that does not")
@@ -70,7 +71,8 @@ def command(arguments: Arguments) -> int:
     """The policy of a run (run=FOLDER or a checkpoint) in a folder that `from_pretrained` loads."""
 
     known = ("run", "to", "merge", "trust")
-    if unknown := [o for o in arguments.overrides if o.partition("=")[0] not in known]:
+    unknown = [o for o in arguments.overrides if o.partition("=")[0] not in known]
+    if unknown:
         raise ConfigError(
             f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER, merge=true and trust=true"
         )

@@ -14,10 +14,8 @@ from rlkit.training.experiment import Experiment
 
 # assumed where neither the rows nor the user say how long a prompt and how much of its limit a
 # reply is
-PROMPT, SHARE = (
-    200,
-    0.5,
-)
+PROMPT = 200
+SHARE = 0.5
 RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4)}
 
 
@@ -126,20 +124,14 @@ def shape_of_run(x: Experiment) -> Shape:
 def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Load, str]:
     """What a step of the run asks for, and its lengths in words."""
     own: Any = getattr(x.model, "keywords", {})
-    a, limit, rank = (
-        x.algorithm,
-        x.generation.max_new_tokens,
-        own["lora"].rank if own.get("lora") else 0,
-    )
-    share, counted = (
-        float(given.get("reply_share", SHARE)),
-        None if "prompt_tokens" in given else prompt_tokens(x),
-    )
+    a = x.algorithm
+    limit = x.generation.max_new_tokens
+    rank = own["lora"].rank if own.get("lora") else 0
+    share = float(given.get("reply_share", SHARE))
+    counted = None if "prompt_tokens" in given else prompt_tokens(x)
     prompt = int(given.get("prompt_tokens", counted or PROMPT))
-    environment, engine = (
-        config.get("environment") or {},
-        (config.get("generation") or {}).get("engine") or {},
-    )
+    environment = config.get("environment") or {}
+    engine = (config.get("generation") or {}).get("engine") or {}
     several = (environment.get("max_turns") or environment.get("max_steps") or 1) > 1
     updates = a.epochs * a.minibatches
     load = Load(

@@ -28,7 +28,9 @@ def command(arguments: Arguments) -> int:
         raise ConfigError(
             f"rlkit plan: the pilot needs two kinds of runs with at least {FEWEST} seeds in common"
         )
-    effect, count, each = effect_of(given, EFFECT), len(known), seconds_of(groups)
+    effect = effect_of(given, EFFECT)
+    count = len(known)
+    each = seconds_of(groups)
     corrected = f", {count} comparisons" if count > 1 else ""
     print(
         f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95"
@@ -44,7 +46,8 @@ def plan_lines(
 ) -> list[str]:
     """The seeds that a comparison needs. First those that keep the promise, however much of the
     spread a small pilot hides."""
-    spread, pilot = verdict.found.spread, verdict.found.n
+    spread = verdict.found.spread
+    pilot = verdict.found.n
     bound = spread_bound(spread, pilot)
     needed, likely = (seeds_needed(own, effect, comparisons=comparisons) for own in (bound, spread))
     known = (

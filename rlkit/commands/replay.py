@@ -50,7 +50,8 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
         )  # an update needs no key
     config = with_environment(written)
     learn(config, written)
-    if problems := check(config, f"{folder}/config.yaml"):
+    problems = check(config, f"{folder}/config.yaml")
+    if problems:
         raise ConfigError("\n".join(problems))
     x = build(config)
     policy, device = on_device(x)
@@ -102,7 +103,9 @@ def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[st
     from rlkit.models import pack
     from rlkit.training.update import trained_logprobs
 
-    x, critic, part = learner.x, learner.x.algorithm.critic, select(batch, rows)
+    x = learner.x
+    critic = learner.x.algorithm.critic
+    part = select(batch, rows)
     learner.nets.zero_grad()
     scores = trained_logprobs(learner, pack(part.ids, part.response_mask))
     loss, _ = surrogate(part, scores, x.algorithm, x.kl)

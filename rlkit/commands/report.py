@@ -13,7 +13,8 @@ def command(arguments: Arguments) -> int:
         for key in ("out", "smooth", "limit")
         if (value := option(arguments.overrides, key)) is not None
     }
-    if unknown := [text for text in arguments.overrides if text.partition("=")[0] not in given]:
+    unknown = [text for text in arguments.overrides if text.partition("=")[0] not in given]
+    if unknown:
         raise ConfigError(
             f"'{unknown[0]}': rlkit report takes folders, out=FILE.html, smooth=STEPS and"
             " limit=CONVERSATIONS"
@@ -23,7 +24,8 @@ def command(arguments: Arguments) -> int:
             "rlkit report needs at least one run folder, or a folder with runs below it: rlkit"
             " report outputs/grpo/*"
         )
-    if wrong := [key for key in ("smooth", "limit") if not given.get(key, "0").isdigit()]:
+    wrong = [key for key in ("smooth", "limit") if not given.get(key, "0").isdigit()]
+    if wrong:
         raise ConfigError(f"{wrong[0]}={given[wrong[0]]}: give a whole number, 0 or more")
     from rlkit.runs.report import write_report
 

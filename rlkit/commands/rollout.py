@@ -67,7 +67,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 **x.generation.params,
             )
             print(settle_kernels(x.generation.engine, policy.model), flush=True)
-            if said := failures(rollouts):
+            said = failures(rollouts)
+            if said:
                 print(f"warning: {said}", file=sys.stderr)
             rollouts = score(rollouts, x.reward)
             with lenient(f"rollouts.{x.format}"):
@@ -134,7 +135,8 @@ def step_counts(rollouts: Sequence[Rollout]) -> dict[int, int]:
 
 def episode_table(rollouts: Sequence[Rollout]) -> str:
     """The episodes in columns: counts, steps, rewards, how they ended, tool calls."""
-    row, steps = summarize(rollouts), [len(r.steps) for r in rollouts]
+    row = summarize(rollouts)
+    steps = [len(r.steps) for r in rollouts]
     rewards = [r.reward for r in rollouts if r.reward is not None]
     low, high = (f"{min(rewards):.3f}", f"{max(rewards):.3f}") if rewards else ("-", "-")
     counts = step_counts(rollouts).items()
@@ -178,7 +180,8 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.schema import build
 
-    overrides, trusted = drop(arguments.overrides, "trust"), is_trusted(arguments.overrides)
+    overrides = drop(arguments.overrides, "trust")
+    trusted = is_trusted(arguments.overrides)
     composed = compose(overrides, entry="rollout", config_dir=arguments.config_dir, trusted=trusted)
     x = build(composed.config)
     for line in embedded_numbers(x):

@@ -44,7 +44,8 @@ def command(arguments: Arguments) -> int:
     if not limit.isdigit():
         raise ConfigError(f"limit={limit}: give a whole number, 0 for all")
     wanted = [o for o in arguments.overrides if not o.startswith("limit=")]
-    if absent := [text for text in words if not Path(text).is_dir()]:
+    absent = [text for text in words if not Path(text).is_dir()]
+    if absent:
         raise ConfigError(
             f"'{absent[0]}': rlkit runs takes folders, KEY=VALUE, limit=N, or diff A B; there is no"
             " such folder"

@@ -84,7 +84,8 @@ def command(arguments: Arguments) -> int:
 
     config, checkpoint = composed(arguments, "serve")
     x = with_limits(build(config), arguments)
-    if problems := sampling_problems(x.generation):
+    problems = sampling_problems(x.generation)
+    if problems:
         raise ConfigError("\n".join(problems))
     from rlkit.commands.evaluate import restored_policy
     from rlkit.system.device import autocast, on_device

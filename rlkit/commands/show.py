@@ -35,10 +35,8 @@ def command(name: str, arguments: Arguments) -> int:
             sep="\n  ",
         )
         return 0
-    own, hydra = (
-        composed.config if arguments.resolved else unresolved(composed.full),
-        unresolved(composed.full, of_hydra=True),
-    )
+    own = composed.config if arguments.resolved else unresolved(composed.full)
+    hydra = unresolved(composed.full, of_hydra=True)
     parts = {"job": own, "hydra": hydra, "all": {**own, **hydra}}
     print(
         yaml.safe_dump(redacted(parts[arguments.shown]), sort_keys=False, allow_unicode=True),

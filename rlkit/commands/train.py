@@ -49,7 +49,8 @@ def command(arguments: Arguments) -> int:
 
     trusted = is_trusted(arguments.overrides)
     overrides = drop(arguments.overrides, "trust")
-    named, place = option(overrides, "resume"), option(overrides, "hydra.run.dir")
+    named = option(overrides, "resume")
+    place = option(overrides, "hydra.run.dir")
     folder = Path(place).absolute() if place else None
     resume: Path | None = None
     ask = None
@@ -93,7 +94,8 @@ def command(arguments: Arguments) -> int:
             )
 
         identity = ""
-        if known := folder is not None and runs.is_run(folder):
+        known = folder is not None and runs.is_run(folder)
+        if known:
             identity = check_continues(own(folder), composed.config, x.trainer.steps, resume)
         elif folder is not None:
             runs.refuse_leftovers(folder)
@@ -125,7 +127,8 @@ def command(arguments: Arguments) -> int:
 def require_secrets(named: str, folder: Path, overrides: Sequence[str]) -> None:
     """Raises ConfigError where an override of the run held a secret, which no run folder keeps, and
     is not given again."""
-    if missing := [key for key in runs.withheld(folder) if option(overrides, key) is None]:
+    missing = [key for key in runs.withheld(folder) if option(overrides, key) is None]
+    if missing:
         raise ConfigError(
             f"resume={named}: {missing[0]} held a secret, which no run folder keeps; give it again,"
             f" as {missing[0]}=VALUE or better as {missing[0]}='${{oc.env:NAME}}'"
@@ -227,7 +230,8 @@ def in_hydra(composed: Composed, folder: Path, job: Callable[[], int]) -> int:
 
     config = composed.full
     place = config.hydra.output_subdir
-    config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
+    config.hydra.run.dir = str(folder)
+    config.hydra.mode = RunMode.RUN
     # these files are written here: each whole, without secrets, and noted as the user's own
     config.hydra.output_subdir = None
 
@@ -323,7 +327,8 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
 
     where = shlex.quote(runs.shown(folder))
     lines = [""]
-    before, after = summary.get("before"), summary.get("after")
+    before = summary.get("before")
+    after = summary.get("after")
     if before and after:
         lines += [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
         shaped = any(
