@@ -26,7 +26,8 @@ def compute_advantages(
     penalty; 0 for what cannot be scored."""
     if advantage_fn is not None:
         return advantage_fn(rollouts, normalize)
-    ids, rewards = groups(rollouts), task_rewards(rollouts)
+    ids = groups(rollouts)
+    rewards = task_rewards(rollouts)
     if len(ids) > 1 and len(ids.unique()) == len(ids):
         warnings.warn(
             "compute_advantages: each prompt has one rollout, so all advantages are 0; give a"

@@ -39,8 +39,12 @@ class LLMGenerator:
         self.tokenizer = tokenizer or load_tokenizer(
             model_name if named else self.model.name_or_path
         )
-        self.engine, self.seed, self.temperature = engine or Cached(), seed, TEMPERATURE
-        self.calls, self.version = 0, 0  # of `replies`; RL steps that the weights have done
+        self.engine = engine or Cached()
+        self.seed = seed
+        self.temperature = TEMPERATURE
+        # of `replies`; RL steps that the weights have done
+        self.calls = 0
+        self.version = 0
         self.policies = {
             thinks: make_policy(self.model, self.tokenizer, enable_thinking=thinks)
             for thinks in (True, False)
@@ -66,11 +70,9 @@ class LLMGenerator:
         max_thinking_tokens.
         """
         single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
-        chats, n, policy = (
-            [prompts] if single else prompts,
-            num_return_sequences,
-            self.policies[enable_thinking],
-        )
+        chats = [prompts] if single else prompts
+        n = num_return_sequences
+        policy = self.policies[enable_thinking]
         rollouts = begun(
             policy, self.replies(chats, max_new_tokens, temperature, n, enable_thinking, **kwargs)
         )
@@ -93,10 +95,8 @@ class LLMGenerator:
         """The replies as rollouts of one step, chat by chat; one without a step where the chat
         leaves no room for a reply."""
         self.calls += 1
-        tasks, temperature = (
-            [as_task(chat, i) for i, chat in enumerate(chats)],
-            self.temperature if temperature is None else temperature,
-        )
+        tasks = [as_task(chat, i) for i, chat in enumerate(chats)]
+        temperature = self.temperature if temperature is None else temperature
         kwargs |= {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature if kwargs.pop("do_sample", True) else 0.0,

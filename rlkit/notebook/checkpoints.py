@@ -49,7 +49,8 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     if not folders:
         raise DataError(f"{path}: no checkpoint of save_checkpoint is there")
     step = max(folders)
-    if why := folder_damage(folders[step]):
+    why = folder_damage(folders[step])
+    if why:
         raise DataError(f"{folders[step]}: {why}; move it away to load an older checkpoint")
     if (folders[step] / "adapter_config.json").exists():
         from peft import AutoPeftModelForCausalLM

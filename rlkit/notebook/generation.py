@@ -96,10 +96,8 @@ def format_prompt(
 def parse_thinking(token_ids: Sequence[int] | Tensor, tokenizer: Any) -> tuple[str, str]:
     """Thinking and response of a reply's ids, split at the last `</think>`; the tags and the end
     token are in neither."""
-    ids, ends = (
-        torch.as_tensor(token_ids).tolist(),
-        {tokenizer.eos_token_id, tokenizer.pad_token_id},
-    )
+    ids = torch.as_tensor(token_ids).tolist()
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     while ids and ids[-1] in ends:
         ids.pop()
     thinking, response, _ = split_reply(make_renderer(tokenizer, render=_raw).thinking, ids)
@@ -127,7 +125,8 @@ class Verbatim:
     where the tokenizer has one."""
 
     def __init__(self, tokenizer: Any):
-        self.backend, self.begins = tokenizer.backend_tokenizer, tokenizer.bos_token
+        self.backend = tokenizer.backend_tokenizer
+        self.begins = tokenizer.bos_token
 
     def encode(self, text: str, **_: Any) -> Any:
         return self.backend.encode(
@@ -151,7 +150,8 @@ def _asked(
         policy: Policy, contexts: list[Any], seeds: list[int], params: SamplingParams
     ) -> list[types.Generation]:
         asked = [(context, decode(policy.renderer, context)) for context in contexts]
-        model, tokenizer = policy.model, policy.renderer.tokenizer
+        model = policy.model
+        tokenizer = policy.renderer.tokenizer
         return [
             _sampled(policy, context, generator(model, tokenizer, text, config, True), params)
             for context, text in asked
@@ -247,7 +247,8 @@ def played(
 def begun(policy: Policy, episodes: list[types.Rollout]) -> list[types.Rollout]:
     """The episodes, each with a reply. Raises: ValueError for one whose prompt left no room for
     it."""
-    if full := [episode.group for episode in episodes if not episode.steps]:
+    full = [episode.group for episode in episodes if not episode.steps]
+    if full:
         raise ValueError(
             f"prompt {full[0]} fills the model's context of {policy.context_length} tokens; shorten"
             " it, none is cut"
@@ -319,8 +320,6 @@ def _rows(
         for p, m, g in zip(prompt_ids, real, generated_ids, strict=True)
     ]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    at, ends = (
-        torch.arange(ids.shape[1], device=ids.device),
-        torch.tensor([len(row) for row in rows], device=ids.device)[:, None],
-    )
+    at = torch.arange(ids.shape[1], device=ids.device)
+    ends = torch.tensor([len(row) for row in rows], device=ids.device)[:, None]
     return ids, (at < ends) & (at >= ends - generated_ids.shape[1])

@@ -121,7 +121,8 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
         weights: Tensor,
         scale: Tensor,
     ) -> Tensor:
-        whole, n = learner.minibatch, len(learner.trained)
+        whole = learner.minibatch
+        n = len(learner.trained)
         assert whole is not None and whole.advantages is not None
         positions, mask = _episodes(rollout_ids, step_ids, response_mask, n)
         every, full = _episodes(whole.rollout_ids, whole.step_ids, whole.response_mask, n)

@@ -104,10 +104,8 @@ def core_rollout(rollout: RolloutData, *, group: int = 0) -> Rollout:
     steps = []
     for s in trained:
         old: Any = s.logprobs if s.old_logprobs is None else s.old_logprobs
-        asked, ids = (
-            tuple(generate_templates([s.prompt])),
-            tuple(s.tokens[: -len(s.response_tokens)]),
-        )
+        asked = tuple(generate_templates([s.prompt]))
+        ids = tuple(s.tokens[: -len(s.response_tokens)])
         steps.append(
             Step(
                 asked,
@@ -143,7 +141,9 @@ class RolloutManager:
     """
 
     def __init__(self, generator: Any, n_rollouts: int, max_steps: int = 50):
-        self.generator, self.n_rollouts, self.max_steps = generator, n_rollouts, max_steps
+        self.generator = generator
+        self.n_rollouts = n_rollouts
+        self.max_steps = max_steps
         self.rollouts: list[RolloutData] = []
         self.active_rollout_indices: list[int] = []
 
@@ -184,10 +184,8 @@ class RolloutManager:
             outputs = self.generator.generate(
                 plain, max_new_tokens=max_new_tokens, num_return_sequences=1
             )
-        plain, full = (
-            create_batch(plain, 1, outputs)[0],
-            create_batch(full, 1, outputs, include_thinking=True)[1],
-        )
+        plain = create_batch(plain, 1, outputs)[0]
+        full = create_batch(full, 1, outputs, include_thinking=True)[1]
         for i, (rollout, reply) in enumerate(zip(active, replies, strict=True)):
             data = StepData(step_num, prompts[i], outputs[i][0], outputs[i][1], plain[i], full[i])
             if reply is None:
@@ -223,7 +221,8 @@ class RolloutManager:
         for step_num in range(self.max_steps):
             prompts = []
             for i in list(self.active_rollout_indices):
-                if (prompt := prompt_generator_fn(self.rollouts[i], step_num)) is None:
+                prompt = prompt_generator_fn(self.rollouts[i], step_num)
+                if prompt is None:
                     self._end(self.rollouts[i], early=True)
                 else:
                     prompts.append(prompt)
@@ -243,10 +242,8 @@ class RolloutManager:
     def get_rollout_summary(self) -> dict[str, Any]:
         """Counts and means; `avg_reward` is that of the rollouts that could be scored, 0 where
         there is none."""
-        steps, rewards = (
-            [r.get_total_steps() for r in self.rollouts],
-            [r.reward for r in self.rollouts],
-        )
+        steps = [r.get_total_steps() for r in self.rollouts]
+        rewards = [r.reward for r in self.rollouts]
         scored = [reward for reward in rewards if reward is not None]
         return {
             "total_rollouts": len(self.rollouts),
@@ -298,7 +295,8 @@ def _is_pickle(format: str) -> bool:
 
 def _sampled(reply: Step, data: StepData) -> RLStepData:
     """A turn with the tokens that the core sampled."""
-    logprobs, tokens = torch.tensor(reply.logprobs), list(reply.response_ids)
+    logprobs = torch.tensor(reply.logprobs)
+    tokens = list(reply.response_ids)
     given: dict[str, Any] = vars(data) | {
         "tokens": [*reply.prompt_ids, *tokens],
         "response_tokens": tokens,

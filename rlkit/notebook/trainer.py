@@ -52,17 +52,20 @@ def compute_advantages_and_returns(
         )
         rewards = torch.zeros_like(values)
         rewards[0, -1] = rollout.reward or 0.0
-        at, mask = torch.arange(len(steps))[None], torch.ones(1, len(steps), dtype=torch.bool)
+        at = torch.arange(len(steps))[None]
+        mask = torch.ones(1, len(steps), dtype=torch.bool)
         given = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), at, mask
         advantages, returns = F.gae(
             rewards, values, *given, gamma=gamma, lam=lam if use_gae else 1.0
         )
         if rollout.reward is None:
-            advantages, returns = torch.zeros_like(values), values
+            advantages = torch.zeros_like(values)
+            returns = values
         for step, advantage, expected in zip(
             steps, advantages[0].tolist(), returns[0].tolist(), strict=True
         ):
-            step.advantages, step.returns = advantage, expected
+            step.advantages = advantage
+            step.returns = expected
 
 
 def _last(values: Tensor | float | None) -> float:
@@ -90,10 +93,8 @@ def compute_value_loss(
         _of_last_token(values if old_values is None else old_values, mask),
     )
     returns = returns.to(values.device).reshape(values.shape)
-    loss, own = (
-        squared(values, old_values, returns, clip=clip_epsilon if clip_value else None).mean(),
-        values.detach(),
-    )
+    loss = squared(values, old_values, returns, clip=clip_epsilon if clip_value else None).mean()
+    own = values.detach()
     stats = {
         "value_loss": float(loss.detach()),
         "value_mean": float(own.mean()),
@@ -161,7 +162,8 @@ class RLTrainer:
     DEFAULTS; 0 is no save_interval."""
 
     def __init__(self, model: Any, tokenizer: Any, value_head: nn.Module, config: dict[str, Any]):
-        if unknown := sorted({*config} - {*DEFAULTS}):
+        unknown = sorted({*config} - {*DEFAULTS})
+        if unknown:
             raise ValueError(
                 f"config: there is no {', '.join(unknown)}; there are {', '.join(DEFAULTS)}"
             )
@@ -174,12 +176,10 @@ class RLTrainer:
                 " model is now in float32"
             )
             model.float()
-        self.model, self.tokenizer, self.value_head, self.config = (
-            model,
-            tokenizer,
-            value_head,
-            config,
-        )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.value_head = value_head
+        self.config = config
         self.settings: dict[str, Any] = {**DEFAULTS, **config}
         self.policy_optimizer = torch.optim.Adam(
             [p for p in model.parameters() if p.requires_grad], lr=self.settings["policy_lr"]
@@ -230,10 +230,8 @@ class RLTrainer:
             self.generator.policy, self.generator.replies(prompts, max_new_tokens, temperature)
         )
         steps = [r.steps[0] for r in rollouts]
-        logprobs, tokens = (
-            [torch.tensor(s.logprobs) for s in steps],
-            [list(s.response_ids) for s in steps],
-        )
+        logprobs = [torch.tensor(s.logprobs) for s in steps]
+        tokens = [list(s.response_ids) for s in steps]
         return [(s.thinking, s.content) for s in steps], logprobs, self._values(rollouts), tokens
 
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -293,7 +291,8 @@ class RLTrainer:
             stats = self.train_step(
                 manager.rollouts, self.settings["ppo_epochs"], self.settings["batch_size"]
             )
-            iteration, summary = len(self.training_stats) + 1, manager.get_rollout_summary()
+            iteration = len(self.training_stats) + 1
+            summary = manager.get_rollout_summary()
             self.training_stats.append(
                 {"iteration": iteration, "rollout_summary": summary, "training_stats": stats}
             )

@@ -85,7 +85,8 @@ class IterationLearner(Learner):
         if ref_update_fn is not None:
             kl = kl._replace(estimator=kl.estimator or F.k3, coef=kl.coef or MEASURED)
         run = RUNS.get(optimizer)
-        self.optimizer, self.config = optimizer, config
+        self.optimizer = optimizer
+        self.config = config
         self.own_critic = run.critic if run else None
         limit = WHOLE if hooks.get("loss_fn") is not None else micro_batch_tokens
         steps = 1 + (run.learner["rl_step"] if run else 0)
@@ -163,11 +164,10 @@ def training_iteration(
       ValueError for one that would do nothing.
     """
     _warn(gen_config, core_of(train_config)[1], ref_model, ref_update_fn, hooks.get("kl_fn"))
-    seed, run = drawn_seed(seed), RUNS.get(optimizer)
-    tasks, stream = (
-        [as_task(prompt, i) for i, prompt in enumerate(prompts)],
-        run.stream if run and batch_size else StreamState(),
-    )
+    seed = drawn_seed(seed)
+    run = RUNS.get(optimizer)
+    tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
+    stream = run.stream if run and batch_size else StreamState()
     if batch_size is None:
         places = order_of_parts(
             tasks, seed, 0
@@ -179,7 +179,8 @@ def training_iteration(
     policy = policy_of(
         model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking
     )
-    params, reward = gen_config.params, as_reward(reward_fn, aggregator)
+    params = gen_config.params
+    reward = as_reward(reward_fn, aggregator)
     engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
     parts = {
         "seed": seed,
@@ -259,12 +260,10 @@ def train(
     )
     ref_model = create_reference_model(model, ref_model_fn) if use_ref_model else None
     optimizer = optimizer_fn([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-    ema, tokens, seed, update_fn = (
-        dict[str, float](),
-        0,
-        drawn_seed(seed),
-        hooks.pop("ref_update_fn", None),
-    )
+    ema = dict[str, float]()
+    tokens = 0
+    seed = drawn_seed(seed)
+    update_fn = hooks.pop("ref_update_fn", None)
     os.makedirs(output_dir, exist_ok=True)
     for step in range(num_steps):
         numbers = {"kl_coef": kl_coef if use_ref_model else 0.0, "learning_rate": learning_rate}
@@ -280,7 +279,8 @@ def train(
         state = training_iteration(
             model, tokenizer, prompts, *given_once, batch_size=batch_size, seed=seed, **acting
         )
-        ema, tokens = update_ema_metrics(state.metrics, ema), tokens + state.total_tokens
+        ema = update_ema_metrics(state.metrics, ema)
+        tokens = tokens + state.total_tokens
         (log_fn or partial(_say, num_steps, tokens))(state._replace(ema_metrics=ema))
         if (step + 1) % save_every == 0:
             save_checkpoint(model, tokenizer, step, str(output_dir), checkpoint_fn)

@@ -52,10 +52,8 @@ def view(
     said = (
         {"thinking": steps[-1].thinking, "finish_reason": steps[-1].finish_reason} if steps else {}
     )
-    tokens, mask = (
-        torch.tensor(ids, dtype=torch.int64, device=own.device),
-        torch.ones_like(own.detach()),
-    )
+    tokens = torch.tensor(ids, dtype=torch.int64, device=own.device)
+    mask = torch.ones_like(own.detach())
     reward = None if episode.reward is None else episode.reward - kl_penalty
     metadata = {**episode.metadata, "episode": episode, "rewards": episode.rewards}
     prompt = next(
