@@ -298,7 +298,8 @@ def part(
     try:
         value, metrics = unpacked(applied(function, given))
     except KeyError as error:
-        key, terms = str(error.args[0]), given.get("components", {})
+        key = str(error.args[0])
+        terms = given.get("components", {})
         if key in asked and key not in given:
             there = ", ".join(quantity for quantity in QUANTITIES if quantity in given)
             raise refused(
@@ -311,10 +312,8 @@ def part(
                 f" {', '.join(terms)}"
             ) from error
         raise
-    sizes, device = (
-        {"[N]": given["rewards"].shape, "[B, T]": given["ids"].shape},
-        given["ids"].device,
-    )
+    sizes = {"[N]": given["rewards"].shape, "[B, T]": given["ids"].shape}
+    device = given["ids"].device
     values = value if isinstance(value, tuple) else (value,)
     if protocol is AdvantageFn and isinstance(value, Estimate):
         wanted = ("[B, T]", "[B, T]")
@@ -399,7 +398,8 @@ def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> d
     clip = getattr(getattr(loss, "func", loss), "clip", None)
     if clip is None:
         return {}
-    numbers, none = hyperparameters(loss), torch.zeros_like(quantities["ratio"], dtype=torch.bool)
+    numbers = hyperparameters(loss)
+    none = torch.zeros_like(quantities["ratio"], dtype=torch.bool)
     rules = {f"clip_{name}": rule for name, rule in clip._asdict().items()}
     with torch.no_grad():
         return {
@@ -712,7 +712,8 @@ def select(batch: Batch, rows: Tensor) -> Batch:
 def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
     """Row numbers of every update: `epochs` passes over all rollouts, each split at random into
     `minibatches` parts of whole rollouts."""
-    generator, owners = torch.Generator().manual_seed(seed % (1 << 63)), batch.rollout_ids.cpu()
+    generator = torch.Generator().manual_seed(seed % (1 << 63))
+    owners = batch.rollout_ids.cpu()
     orders = [
         torch.randperm(len(batch.rewards), generator=generator) for _ in range(algorithm.epochs)
     ]
@@ -756,12 +757,15 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
     for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):
         if lengths[row]:
             rollouts.setdefault(owners[row], []).append(row)
-    chosen, size = list[int](), 0
+    chosen = list[int]()
+    size = 0
     for rows in rollouts.values():
         more = sum(lengths[row] for row in rows)
         if chosen and size + more > max_tokens:
             yield torch.tensor(chosen, device=batch.ids.device)
-            chosen, size = [], 0
-        chosen, size = chosen + rows, size + more
+            chosen = []
+            size = 0
+        chosen = chosen + rows
+        size = size + more
     if chosen:
         yield torch.tensor(chosen, device=batch.ids.device)

@@ -9,11 +9,10 @@ from typing import Any
 
 from rlkit.errors import visible
 
-LINES, WIDTH, MESSAGE = (
-    24,
-    100,
-    8,
-)  # of a text: lines in all, characters of a line, lines of one message
+# of a text: lines in all, characters of a line, lines of one message
+LINES = 24
+WIDTH = 100
+MESSAGE = 8
 ROWS = 12  # of a run's table
 COLUMNS = {  # metric → heading
     "reward/mean": "reward",
@@ -40,7 +39,8 @@ def heading(rollout: Any) -> str:
     )
     parts = ", ".join(f"{name} {figure(score)}" for name, score in rollout.rewards.items())
     worth = f"reward {figure(rollout.total_reward)}{f' ({parts})' if parts else ''}"
-    replies, tokens = len(rollout.steps), rollout.response_length
+    replies = len(rollout.steps)
+    tokens = rollout.response_length
     size = f"{replies} {'reply' if replies == 1 else 'replies'}, {tokens} tokens"
     return visible(
         f"Rollout {rollout.task.id} · sample {rollout.sample} · {ended} · {worth} · {size}"
@@ -50,9 +50,11 @@ def heading(rollout: Any) -> str:
 def spoken(rollout: Any) -> Iterator[tuple[str, str]]:
     """(who, what) of an episode in order; thinking and calls are entries of their own."""
     for message in rollout.conversation or rollout.task.messages:
-        if thinking := message.get("reasoning_content"):
+        thinking = message.get("reasoning_content")
+        if thinking:
             yield "thinking", thinking
-        if content := message.get("content"):
+        content = message.get("content")
+        if content:
             yield message.get("role", ""), content
         for call in message.get("tool_calls", ()):
             arguments = ", ".join(
@@ -123,7 +125,8 @@ def steps_table(metrics: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def run_heading(run: Any) -> str:
     """How a run ended, and where it is."""
-    before, after = run.summary.get("before"), run.summary.get("after")
+    before = run.summary.get("before")
+    after = run.summary.get("after")
     accuracy = (
         f" · test accuracy {figure(before['accuracy'])} → {figure(after['accuracy'])}"
         if before and after

@@ -143,7 +143,8 @@ def defined_at(function: Any) -> str:
         )
         line = "" if code or not place else f":{inspect.getsourcelines(inner)[1]}"
     except (TypeError, OSError):  # a builtin, or a class of an interactive session
-        place, line = None, ""
+        place = None
+        line = ""
     if inspect.iscoroutine(inner):
         name = (
             f"{inner.cr_frame.f_globals['__name__']}.{inner.__qualname__}"

@@ -32,7 +32,8 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
         raise ValueError(
             f"wilson: successes={successes} must lie in 0 … n={n}, and n be at least 1"
         )
-    p, z2 = successes / n, Z95**2
+    p = successes / n
+    z2 = Z95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -66,7 +67,8 @@ def share_interval(successes: float, n: float) -> tuple[float, float]:
 def _fewest_expected(count: float) -> float:
     """The λ of which P(Poisson(λ) ≥ count) = 2.5 %, for a count > 0 that need not be whole: the
     incomplete gamma function by its series."""
-    low, high = 0.0, count
+    low = 0.0
+    high = count
     for _ in range(60):
         middle = (low + high) / 2
         terms = (
@@ -136,7 +138,8 @@ def mean_interval(
     total = math.fsum(own)
     mean = math.fsum(w * v for w, v in zip(own, values, strict=True)) / total
     n = independent(own)
-    bottom, top = min(0.0, *values), max(1.0, *values)
+    bottom = min(0.0, *values)
+    top = max(1.0, *values)
     if len(values) < 2:
         return mean, bottom, top
     square = math.fsum(w * (v - mean) ** 2 for w, v in zip(own, values, strict=True)) / total
@@ -229,7 +232,8 @@ def student_quantile(p: float, freedom: int) -> float:
     """
     if p < 0.5:
         return -student_quantile(1 - p, freedom)
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while student_cdf(high, freedom) < p:
         high *= 2
     for _ in range(80):

@@ -564,7 +564,8 @@ def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part
     """
 
     def mark(part: Part) -> Part:
-        if unknown := limits.keys() - inspect.signature(part).parameters:
+        unknown = limits.keys() - inspect.signature(part).parameters
+        if unknown:
             raise ValueError(
                 f"@ranges({min(unknown)}=…): {getattr(part, '__name__', part)} has no such number"
             )
@@ -594,7 +595,8 @@ def reaches(**what: str) -> Callable[[Part], Part]:
 
     A folder from a stranger may not set them without trust=true. The words are those of `REACHES`.
     """
-    if unknown := [word for word in what.values() if word not in REACHES]:
+    unknown = [word for word in what.values() if word not in REACHES]
+    if unknown:
         raise ValueError(
             f"@reaches: there is no word '{unknown[0]}'; there are: {', '.join(REACHES)}"
         )
@@ -613,7 +615,8 @@ def safe(*names: str) -> Callable[[Part], Part]:
 
 def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]:
     def mark(part: Part) -> Part:
-        if unknown := what.keys() - inspect.signature(part).parameters:
+        unknown = what.keys() - inspect.signature(part).parameters
+        if unknown:
             raise ValueError(
                 f"@{kind}: {getattr(part, '__name__', part)} has no parameter '{min(unknown)}'"
             )
@@ -663,7 +666,8 @@ def clips(
 def _declared(
     kind: str, words: Sequence[str], known: Mapping[str, str], where: Mapping[str, Any]
 ) -> Callable[[Part], Part]:
-    if unknown := [word for word in words if word not in known]:
+    unknown = [word for word in words if word not in known]
+    if unknown:
         raise ValueError(
             f"@{kind}('{unknown[0]}'): there is no such word; there are: {', '.join(known)}"
         )
@@ -695,7 +699,8 @@ def declarations(
     """
     bound: dict[str, Any] = {}
     while isinstance(part, functools.partial):
-        bound, part = {**part.keywords, **bound}, part.func
+        bound = {**part.keywords, **bound}
+        part = part.func
     plain: Any
     if kind == "vanishes":
         plain = None if _copied(part, "__vanishes__") else part
