@@ -576,7 +576,7 @@ def test_a_job_that_is_signalled_is_queued_again_once_it_is_saved(tmp_path, fork
     ]
     stop = lambda: at(
         "rlkit.episodes.replies.read_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1)
-    )  # noqa: E731
+    )
     assert wait(forked(words, tmp_path / "log", stop)) == 128 + signal.SIGUSR1
     assert (tmp_path / "asked").read_text() == "requeue 17 step_000001.ckpt\n"
     assert wait(forked(words, tmp_path / "log")) == 0

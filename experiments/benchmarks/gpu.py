@@ -310,7 +310,7 @@ def main() -> None:
         str(bench.HERE / name),
         *common,
         *words,
-    ]  # noqa: E731
+    ]
     large = (
         []
         if given.quick

@@ -177,9 +177,8 @@ def named_tools(
             name = (
                 str(schema.get("function", {}).get("name")) if isinstance(schema, Mapping) else ""
             )
-            tool = with_schema(
-                schema, implementations.get(name, _by_the_executor if executed else None)
-            )  # type: ignore[arg-type]
+            default: Any = _by_the_executor if executed else None
+            tool = with_schema(schema, implementations.get(name, default))
         if tool_name(tool) in named:
             raise ConfigError(
                 f"tools: there are two tools of the name {tool_name(tool)!r}; rename one"

@@ -167,9 +167,8 @@ def prompt_tokens(x: Experiment) -> int | None:
 
     os.environ["HF_DATASETS_OFFLINE"] = "1"  # nothing is fetched for an estimate
     try:
-        renderer = make_renderer(
-            pretrained_tokenizer(x.model.keywords["path"], local_files_only=True)
-        )  # type: ignore[attr-defined]
+        path = x.model.keywords["path"]  # type: ignore[attr-defined]
+        renderer = make_renderer(pretrained_tokenizer(path, local_files_only=True))
         openings = [
             opening(task, environment_of(x.environment, task))
             for task in x.task(split="train")[:32]

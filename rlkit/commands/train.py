@@ -95,7 +95,7 @@ def command(arguments: Arguments) -> int:
 
         identity = ""
         known = folder is not None and runs.is_run(folder)
-        if known:
+        if folder is not None and known:
             identity = check_continues(own(folder), composed.config, x.trainer.steps, resume)
         elif folder is not None:
             runs.refuse_leftovers(folder)

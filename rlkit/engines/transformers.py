@@ -67,9 +67,8 @@ def complete(
     """
     by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
     replies: dict[int, Generation] = {}
-    causal = (
-        policy.model.get_base_model() if hasattr(policy.model, "disable_adapter") else policy.model
-    )  # type: ignore[operator]
+    model: Any = policy.model
+    causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
     with sampling_mode(causal), torch.inference_mode():
         for start in range(0, len(by_length), max_rows):
             rows = by_length[start : start + max_rows]

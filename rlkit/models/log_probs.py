@@ -67,8 +67,8 @@ def forward_logprobs(
         )
 
     return TokenLogprobs(
-        placed(logprobs),
-        placed(entropy),
+        placed(logprobs),  # type: ignore[arg-type]
+        placed(entropy),  # type: ignore[arg-type]
         placed(values),
         placed(divergence[0] if divergence else None),
-    )  # type: ignore[arg-type]
+    )

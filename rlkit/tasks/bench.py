@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlkit.tasks.splits import check_split
-from rlkit.types import Split, Task, ranges
+from rlkit.types import Message, Split, Task, ranges
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
 Placebo = Literal["none", "coin", "format"]
@@ -312,10 +312,10 @@ def lengthy(
             "value": [1 - 7 / 8 * (8 / 9) ** 3 - 3 * price, 1.0],
             **scored,
         }
-        message = {"role": "user", "content": LETTERS[i]}
+        message: Message = {"role": "user", "content": LETTERS[i]}
         tasks.append(
             Task("lengthy", (message,), reward="priced", environment="single_turn", metadata=own)
-        )  # type: ignore[arg-type]
+        )
     return in_turn(tasks, split, seed, max_samples)
 
 

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import zip_longest
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -518,7 +519,7 @@ def serve(
                 limit_waiting(
                     x.trainer.max_step_time,
                     MAX_STEP_TIME,
-                    lambda step=message.step: f"sampling for step {step + 1} hangs",
+                    partial("sampling for step {} hangs".format, message.step + 1),
                 ),
             ):
                 groups = dispatched(x, policy, setup.tasks, message, last, clock=clock)

@@ -9,7 +9,7 @@ token by token: so the policy learns to answer as if it had been shown that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
@@ -205,9 +205,8 @@ def shown_prompts(
         if said is None:
             continue
         if rollout.group not in schemas:
-            schemas[rollout.group] = opening(
-                rollout.task, environment_of(environment, rollout.task)
-            ).schemas  # type: ignore[arg-type]
+            played: Any = environment_of(environment, rollout.task)  # type: ignore[arg-type]
+            schemas[rollout.group] = opening(rollout.task, played).schemas
         first = rollout.steps[0]
         out[i] = (
             len(first.prompt_ids),

@@ -405,7 +405,7 @@ def test_the_cache_never_holds_more_than_it_may(tiny, contexts, complete, most):
         watch = lambda cache: held.extend(
             (k.shape[0], k.shape[2], cache.slots, cache.capacity)
             for k in (*cache.keys, *cache.values)
-        )  # noqa: E731
+        )
         patch.setattr(
             Scheduler, "hidden", lambda self, *a: (hidden(self, *a), watch(self.cache))[0]
         )

@@ -14,7 +14,7 @@ TASKS = [Task(f"t/{i}", ()) for i in range(7)]
 
 def drawn(
     sizes: list[int], seed: int = 0, state: StreamState = StreamState()
-) -> tuple[list[str], StreamState]:  # noqa: B008
+) -> tuple[list[str], StreamState]:
     ids: list[str] = []
     for size in sizes:
         tasks, state = take(TASKS, state, size, seed=seed)

@@ -142,7 +142,7 @@ def test_rewards_may_be_lists_vectors_batched_or_async(model, tokenizer):
 
     run = lambda fn, **more: nb.create_batch_rollouts(
         model, tokenizer, ["a", "b"], FULL, fn, **more
-    )  # noqa: E731
+    )
     assert [r.reward for r in run(later)] == [2.0, 2.0] and [r.reward for r in run(together)] == [
         0.0,
         1.0,
