@@ -574,9 +574,10 @@ def test_a_job_that_is_signalled_is_queued_again_once_it_is_saved(tmp_path, fork
         "trainer.requeue=true",
         "resume=auto",
     ]
-    stop = lambda: at(
-        "rlkit.episodes.replies.read_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1)
-    )
+
+    def stop():
+        at("rlkit.episodes.replies.read_reply", lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
     assert wait(forked(words, tmp_path / "log", stop)) == 128 + signal.SIGUSR1
     assert (tmp_path / "asked").read_text() == "requeue 17 step_000001.ckpt\n"
     assert wait(forked(words, tmp_path / "log")) == 0

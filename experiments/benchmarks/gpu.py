@@ -305,12 +305,10 @@ def main() -> None:
         str(given.out),
         *(["--quick"] if given.quick else []),
     ]
-    own = lambda name, *words: [
-        sys.executable,
-        str(bench.HERE / name),
-        *common,
-        *words,
-    ]
+
+    def own(name: str, *words: str) -> list[str]:
+        return [sys.executable, str(bench.HERE / name), *common, *words]
+
     large = (
         []
         if given.quick

@@ -402,10 +402,11 @@ def test_the_cache_never_holds_more_than_it_may(tiny, contexts, complete, most):
     free, held = play(), []
     with pytest.MonkeyPatch.context() as patch:
         hidden, resize = Scheduler.hidden, Slots.resize
-        watch = lambda cache: held.extend(
-            (k.shape[0], k.shape[2], cache.slots, cache.capacity)
-            for k in (*cache.keys, *cache.values)
-        )
+
+        def watch(cache):
+            for k in (*cache.keys, *cache.values):
+                held.append((k.shape[0], k.shape[2], cache.slots, cache.capacity))
+
         patch.setattr(
             Scheduler, "hidden", lambda self, *a: (hidden(self, *a), watch(self.cache))[0]
         )

@@ -11,9 +11,11 @@ from rlkit.types import Task
 
 TASKS = [Task(f"t/{i}", ()) for i in range(7)]
 
+START = StreamState()
+
 
 def drawn(
-    sizes: list[int], seed: int = 0, state: StreamState = StreamState()
+    sizes: list[int], seed: int = 0, state: StreamState = START
 ) -> tuple[list[str], StreamState]:
     ids: list[str] = []
     for size in sizes:

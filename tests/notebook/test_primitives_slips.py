@@ -140,9 +140,9 @@ def test_rewards_may_be_lists_vectors_batched_or_async(model, tokenizer):
     def vector(rollout):
         return nb.compute_vector_reward(rollout, [lambda r: 1.0, lambda r: 3.0])
 
-    run = lambda fn, **more: nb.create_batch_rollouts(
-        model, tokenizer, ["a", "b"], FULL, fn, **more
-    )
+    def run(fn, **more):
+        return nb.create_batch_rollouts(model, tokenizer, ["a", "b"], FULL, fn, **more)
+
     assert [r.reward for r in run(later)] == [2.0, 2.0] and [r.reward for r in run(together)] == [
         0.0,
         1.0,
