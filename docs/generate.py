@@ -1,7 +1,7 @@
 """Writes docs/config/GROUP.md, extension_points.md and metrics.md from the code and the comments of
 conf/: python docs/generate.py
 
-Do not edit those pages by hand. tests/test_docs.py fails if they differ from the output of this
+Do not edit those pages by hand. tests/laws/test_docs.py fails if they differ from the output of this
 script.
 """
 

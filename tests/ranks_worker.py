@@ -1,4 +1,4 @@
-"""A rank of tests/test_ranks.py: trains runs, one after the other, and keeps every gradient as it
+"""A rank of tests/distributed/test_ranks.py: trains runs, one after the other, and keeps every gradient as it
 is before clipping.
 
 The runs stand in ROOT/runs.json, as a list of (folder, overrides, source); ROOT/FOLDER.status is

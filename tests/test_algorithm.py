@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from laws import AGGREGATIONS, combinations, each
+from parametrise import AGGREGATIONS, combinations, each
 from rlkit.algorithm import (
     KL,
     PER_ROLLOUT,

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from laws import each
+from parametrise import each
 from rlkit import functional as F
 from rlkit.algorithm import (
     KL,

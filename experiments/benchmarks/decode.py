@@ -13,7 +13,7 @@ in every round and count in neither figure, their time does in both.
 
 `continuous` is transformers' continuous batching (`generate_batch`, its manager kept between
 rounds); it is so slow on a CPU that it takes part in one round. `vllm` runs in a process of another
-environment (--vllm-python; tests/vllm_env.sh makes one) with prefix caching as it comes. On a GPU
+environment (--vllm-python; tests/extras/vllm/vllm_env.sh makes one) with prefix caching as it comes. On a GPU
 `limit_tokens_per_second` is what the memory's bandwidth allows, 0.9 of the data sheet's: every step
 reads all weights once, and keys and values of all rows.
 

@@ -460,7 +460,7 @@ def need_peers(python: str, package: str = "trl") -> None:
     """Ends with what to do where an interpreter is not there or cannot import a peer."""
     made = {
         "trl": "bash experiments/benchmarks/peers_env.sh FOLDER",
-        "vllm": "bash tests/vllm_env.sh FOLDER",
+        "vllm": "bash tests/extras/vllm/vllm_env.sh FOLDER",
     }[package]
     if shutil.which(python) is None:
         sys.exit(

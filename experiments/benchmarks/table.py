@@ -1,7 +1,7 @@
 """The whole comparison with the peers in one session: steps against TRL, decoding against vLLM,
 memory at several of TRL's micro-batches.
 
-    bash experiments/benchmarks/peers_env.sh /tmp/peers && bash tests/vllm_env.sh /tmp/vllm
+    bash experiments/benchmarks/peers_env.sh /tmp/peers && bash tests/extras/vllm/vllm_env.sh /tmp/vllm
     python experiments/benchmarks/table.py --python /tmp/peers/bin/python --vllm-python
     /tmp/vllm/bin/python
 
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument(
         "--vllm-python",
         default=os.environ.get("VLLM_PYTHON"),
-        help="of the environment that tests/vllm_env.sh made",
+        help="of the environment that tests/extras/vllm/vllm_env.sh made",
     )
     parser.add_argument(
         "--without", nargs="+", choices=("trl", "vllm"), default=[], help="peers that are left out"

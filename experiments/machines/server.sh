@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Three network namespaces as three machines: `vllm serve` on one of them, and training on the others: in one process with asynchrony=overlap,
-# and in two ranks (ddp). Needs root, iproute2 and an environment with vLLM (tests/vllm_env.sh), whose python is PYTHON.
+# and in two ranks (ddp). Needs root, iproute2 and an environment with vLLM (tests/extras/vllm/vllm_env.sh), whose python is PYTHON.
 #
 #     PYTHON=FOLDER/bin/python bash experiments/machines/server.sh
 set -euo pipefail

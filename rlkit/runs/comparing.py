@@ -4,7 +4,7 @@ comparisons, and summaries over tasks.
 A figure of a run is a mean over its problems. Runs of one seed share problems, order and sampling
 noise, so arms are paired by seed, and the seeds are the independent units. n seeds, M problems or
 tasks, m comparisons, α = 0.05 throughout. Three seeds have an interval, ten can make a claim.
-tests/report/test_sentences.py simulates what each sentence promises.
+tests/runs/test_sentences.py simulates what each sentence promises.
 """
 
 from __future__ import annotations

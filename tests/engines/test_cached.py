@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laws import cases
+from parametrise import cases
 from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached import graphs
 from rlkit.engines.cached.attention import SIDE_BY_SIDE, parts_of

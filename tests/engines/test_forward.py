@@ -14,7 +14,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from laws import each
+from parametrise import each
 from rlkit.engines import Cached
 from rlkit.engines.cached.forward import FORWARDS, forward_of
 from rlkit.functional import mix

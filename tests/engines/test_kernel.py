@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from laws import each
+from parametrise import each
 from rlkit.engines import Cached
 from rlkit.engines.cached import kernel
 from rlkit.engines.cached.forward import FORWARDS, forward_of

@@ -14,7 +14,7 @@ import signal
 
 import pytest
 
-from laws import cases, count_threads
+from parametrise import cases, count_threads
 from rlkit.engines import Batched, Cached
 from rlkit.engines.service import Service
 from rlkit.errors import EngineError, Interrupted

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from laws import cases
+from parametrise import cases
 from rlkit.engines import Transformers
 from rlkit.engines.transformers import Budgeted, ThinkingBudget, complete
 from rlkit.environments import calculator, tool_schema

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.environments import calculator
 from rlkit.environments._calculator import _power
 

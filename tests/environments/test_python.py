@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.environments import PythonSession, execute, python_tool, tool_name, tool_schema, tool_use
 from rlkit.episodes.episode import play
 from rlkit.sandbox import Sandbox

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.engines import Batched
 from rlkit.environments import answer_calls, dialogue, hermes, tool_use, xml
 from rlkit.environments.session import opened

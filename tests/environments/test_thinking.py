@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.environments import split_reply, split_thinking
 from rlkit.models import encode_text, make_renderer
 from rlkit.models.chat import encode_prompt, encode_scaffold

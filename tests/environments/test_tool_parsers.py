@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.environments import calculator, execute, get_weather, hermes, none, xml
 from rlkit.system.loops import run
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.environments import calculator, execute, get_weather, tool_schema, with_schema
 from rlkit.errors import ConfigError, Interrupted
 from rlkit.system.deadline import warn_once

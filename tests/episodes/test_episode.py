@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from laws import cases
+from parametrise import cases
 from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.episodes import collect

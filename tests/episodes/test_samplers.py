@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from laws import each
+from parametrise import each
 from rlkit.episodes.samplers import (
     ASKED,
     FAILURES,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.episodes import summarize
 from rlkit.episodes.summary import group_rewards
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws import each
+from parametrise import each
 from rlkit.functional import (
     batch_mean,
     best_minus_second,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws import each
+from parametrise import each
 from rlkit.functional import prompt_mean, sequence_mean, sequence_sum, token_mean
 
 OPTIONS = {

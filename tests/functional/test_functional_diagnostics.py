@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from laws import each
+from parametrise import each
 from rlkit.functional import (
     approximate_kl,
     clip_fractions,

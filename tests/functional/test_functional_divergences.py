@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rlkit.functional as F
-from laws import each
+from parametrise import each
 
 V = 4
 GENERATOR = torch.Generator().manual_seed(0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from laws import each
+from parametrise import each
 from rlkit.functional import (
     clip_cov,
     covariance_rank,

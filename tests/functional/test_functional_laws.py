@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as functional
-from laws import AGGREGATIONS, KLS, POLICY_LOSSES, combinations, each
+from parametrise import AGGREGATIONS, KLS, POLICY_LOSSES, combinations, each
 from rlkit import types
 from rlkit.functional import fill_masked, token_ratio
 

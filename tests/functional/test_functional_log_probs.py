@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws import each
+from parametrise import each
 from rlkit.functional import chunked_log_probs, from_logits, log_probs, token_log_probs
 
 

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laws import cases, each
+from parametrise import cases, each
 from rlkit import functional
 
 NAN, INF = math.nan, math.inf

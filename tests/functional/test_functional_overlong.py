@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from laws import each
+from parametrise import each
 from rlkit.config.compose import compose, experiment
 from rlkit.functional import keep_overlong, mask_truncated, soft_penalty
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laws import each
+from parametrise import each
 from rlkit.functional import (
     all_pairs,
     best_worst,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws import each
+from parametrise import each
 from rlkit.functional import (
     cispo,
     clipped,

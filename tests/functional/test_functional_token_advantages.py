@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laws import each
+from parametrise import each
 from rlkit.functional import gae, group_mean, remax, reward_to_go, turn_gae, turn_group_mean
 from rlkit.types import Estimate
 

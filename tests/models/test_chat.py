@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.environments import calculator, tool_schema
 from rlkit.errors import TemplateError
 from rlkit.models.chat import (

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from laws import cases
+from parametrise import cases
 from rlkit.errors import TemplateError
 from rlkit.models import confined as limits
 from rlkit.models import load_policy

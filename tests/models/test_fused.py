@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as nn_functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from laws import each
+from parametrise import each
 from rlkit.errors import EngineError
 from rlkit.models import compiled as machinery
 from rlkit.models import forward_logprobs, fused, pack

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.utils import logging
 
-from laws import cases, combinations
+from parametrise import cases, combinations
 from pretend_gpu import PretendGPU, segments_by_rows
 from rlkit.models import forward_logprobs, make_critic, pack, packing
 from rlkit.models.packing import ATTENTION, KERNELS, Kernels, allow_packing, attend_packed

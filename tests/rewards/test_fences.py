@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from laws import each
+from parametrise import each
 from rlkit.environments.thinking import split_thinking
 from rlkit.rewards import code_exec, extract_code
 from rlkit.rewards.fences import code_blocks

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
-from laws import cases, each, examples
+from parametrise import cases, each, examples
 from rlkit.rewards import extract_answer, numeric, parse_number
 from rlkit.types import Rollout, Step, Task, ToolCall
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from laws import each
+from parametrise import each
 from rlkit.environments import split_thinking
 from rlkit.errors import ConfigError
 from rlkit.rewards import contains, exact_match, extract_answer, format_match, numeric

@@ -12,7 +12,7 @@ import types
 import pytest
 from hypothesis import strategies as st
 
-from laws import each, examples
+from parametrise import each, examples
 from rlkit.sandbox import Check, Opaque, Result, Unsplittable, passes, same, split
 from rlkit.sandbox._child import encode
 from rlkit.sandbox.values import Malformed, decode_value, records

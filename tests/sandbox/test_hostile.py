@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from laws import count_threads
+from parametrise import count_threads
 from rlkit.sandbox import Job, Sandbox, Unsplittable, level, passes, probe, process, run_many, split
 from rlkit.sandbox.process import FOLDER, readable, remove_leftovers, run_with
 from rlkit.sandbox.process import folder as own_folder

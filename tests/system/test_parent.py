@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from laws import cases
+from parametrise import cases
 from rlkit.system.parent import PARENT, end_with_parent, tied
 
 START = (

@@ -1,0 +1,245 @@
+"""The command line: every refusal is a sentence, exit status 2, no traceback, nothing
+half-written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from parametrise import cases
+from rlkit.commands.arguments import quote, unquote
+from rlkit.commands.cli import main
+from rlkit.config.schema import resolve
+from rlkit.errors import install
+
+
+def jsonl(path, *rows):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return str(path)
+
+
+GOOD = {"prompt": "What is 1 + 1?", "answer": "2"}
+
+
+def without_answer(folder):
+    return [
+        "task=jsonl",
+        "task.path=" + jsonl(folder / "a.jsonl", *[GOOD] * 20, {"prompt": "What?"}),
+    ], ["a.jsonl:21", "answer"]
+
+
+def without_number(folder):
+    path = jsonl(
+        folder / "a.jsonl", *[{"prompt": f"What is {i}?", "answer": "two"} for i in range(20)]
+    )
+    return ["task=jsonl", f"task.path={path}"], ["gold answer", "'two'", "numeric"]
+
+
+def one_row_without_a_number(folder):
+    rows = [
+        {"prompt": f"What is {i}?", "answer": "10:30" if i == 57 else str(i), "id": f"key-{i}"}
+        for i in range(200)
+    ]
+    path = jsonl(folder / "a.jsonl", *rows)
+    return ["task=jsonl", f"task.path={path}", "+task.fields.id=id"], [
+        "row key-57",
+        "'10:30'",
+        "one number",
+    ]
+
+
+def broken_row(folder):
+    return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", GOOD, "{oops")], ["a.jsonl:2"]
+
+
+def missing_file(folder):
+    return ["task=jsonl", f"task.path={folder}/none.jsonl"], ["none.jsonl", "task.path"]
+
+
+def long_row(folder):
+    rows = [
+        {"prompt": f"{i} " + "word " * (3000 if i == 3 else 1), "answer": str(i)} for i in range(20)
+    ]
+    return ["task=jsonl", "task.path=" + jsonl(folder / "a.jsonl", *rows)], [
+        "tokens",
+        "context is 2048",
+    ]
+
+
+def no_template(folder):
+    (folder / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return [f"model.chat_template={folder}/t.jinja"], [
+        "chat template",
+        "tools",
+        "model.chat_template",
+    ]
+
+
+def no_gpu(folder):
+    return ["trainer=gpu"], ["trainer=gpu", "trainer=auto"]
+
+
+def raising_reward(folder):
+    (folder / "my_rewards.py").write_text("def oops(rollout):\n    return rollout.nothing\n")
+    return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.oops"], [
+        "reward=numeric",
+        "'numeric' raised",
+        "nothing",
+    ]
+
+
+def raising_reward_of_a_later_phase(folder):
+    (folder / "my_rewards.py").write_text("def oops(rollout):\n    return rollout.nothing\n")
+    phase = "schedule.phases.refine.reward"
+    return (
+        [
+            "schedule=on_reward",
+            f"+reward@{phase}=numeric",
+            f"{phase}.terms.numeric.fn._target_=my_rewards.oops",
+        ],
+        ["reward=numeric", "'numeric' raised", "nothing"],
+    )
+
+
+def missing_extra(folder):
+    (folder / "math_verify.py").write_text("import a_package_that_is_not_there\n")
+    return ["reward=math_verify"], [install("math"), "reward=numeric"]
+
+
+def reward_that_cannot_score(folder):
+    (folder / "my_rewards.py").write_text("def unsure(rollout):\n    return None\n")
+    return ["reward=numeric", "reward.terms.numeric.fn._target_=my_rewards.unsure"], [
+        "can score none",
+        "arithmetic/train",
+    ]
+
+
+CASES = [
+    raising_reward,
+    raising_reward_of_a_later_phase,
+    missing_extra,
+    reward_that_cannot_score,
+    without_answer,
+    without_number,
+    one_row_without_a_number,
+    broken_row,
+    missing_file,
+    long_row,
+    no_template,
+    no_gpu,
+]
+
+
+@pytest.mark.parametrize("case", cases(CASES, [without_answer]), ids=lambda c: c.__name__)
+def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch, capsys):
+    import torch
+
+    if case is no_gpu and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("my_rewards", None)
+    resolve.cache_clear()  # names are resolved once a process; this one has had another my_rewards
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    overrides, words = case(tmp_path)
+    assert main(["train", *overrides]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+    for word in words:
+        assert word in captured.err
+    assert [p for p in (tmp_path / "work").rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    cases(
+        [
+            (["trian"], "there is no command 'trian'"),
+            (["train", "--stesp"], "there is no flag '--stesp'"),
+            (["train", "seed"], "'seed' is no override"),
+            (["train", "--config-dir", "nowhere"], "no such folder"),
+            (["train", "resume=nowhere"], "no run folder"),
+            (["evaluate", "run=nowhere"], "no run folder"),
+            (["evaluate", "evaluation.samples=2"], "pass@8"),
+            (["train", "-m", "algorithm=grpo,grpp"], "grpp"),
+        ],
+        4,
+        unpack=True,
+    ),
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_wrong_command_lines(words, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert expected in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_group(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for word in (
+        "algorithm",
+        "grpo",
+        "reinforce",
+        "kl",
+        "k3",
+        "reference",
+        "frozen",
+        "task",
+        "gsm8k",
+    ):
+        assert word in text
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys\nfrom rlkit.commands.cli import main\nmain(['--help'])\nassert not {'torch',"
+        " 'hydra', 'lightning'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("text", ["outputs/a", "a=b,c=d", "it's", "back\\slash", '"', "with space"])
+def test_quoting_is_undone(text):
+    """Folders of a sweep hold '=' and ','; their names travel through Hydra's grammar and come
+    back."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    quoted = quote(text)
+    assert unquote(quoted) == unquote(text) == text if text != '"' else unquote(quoted) == text
+    assert OverridesParser.create().parse_overrides([f"name={quoted}"])[0].value() == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_learns(tmp_path, monkeypatch, seed):
+    """From a held-out greedy accuracy of 0.2–0.6 to at least 0.95, as the README says, on every
+    seed."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", f"seed={seed}"]) == 0
+    summary = json.loads(next(tmp_path.glob("outputs/*/*/summary.json")).read_text())
+    assert 0.2 <= summary["before"]["accuracy"] <= 0.6
+    assert summary["after"]["accuracy"] >= 0.95
+
+
+@pytest.mark.slow
+def test_a_report_needs_no_torch_and_the_first_line_of_train_no_lightning(tmp_path):
+    stop = (
+        "import builtins, os, sys\nsays = builtins.print\ndef first(*words, **how):\n   "
+        " says(*words)\n    heavy = {'lightning', 'torchmetrics', 'datasets', 'tensorboard',"
+        " 'sklearn'} & set(sys.modules)\n    os._exit(bool(heavy) or not"
+        " words[0].startswith('rlkit: '))\nbuiltins.print = first\nfrom rlkit.commands.cli import"
+        " main\nmain(['train', 'trainer.steps=1', 'evaluation.n=2',"
+        f" 'hydra.run.dir={tmp_path}/run'])\nos._exit(3)"
+    )
+    report = (
+        "import sys, rlkit.runs.report\nassert not {'torch', 'lightning', 'pyarrow'} &"
+        " set(sys.modules)"
+    )
+    for code in (report, stop):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr + done.stdout

@@ -1,0 +1,329 @@
+"""A run folder from a stranger: its config is data until the user says otherwise, and nothing in it
+ends a command with a traceback."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import yaml
+
+from parametrise import cases, each
+from rlkit.commands.cli import main
+from rlkit.config.compose import compose, conf_dir
+from rlkit.config.trust import (
+    Folder,
+    named_functions,
+    outside,
+    read_yaml,
+    require_trust,
+    with_environment,
+)
+from rlkit.errors import ConfigError, DataError
+from rlkit.runs import folder as runs
+from rlkit.runs.report import write_report
+from rlkit.system.shards import append_lines
+
+MODEL = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny"}
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A run folder whose config names a module; importing that leaves a file behind. (folder, file,
+    module)"""
+    trace, name = (
+        tmp_path / "imported",
+        f"strange_{tmp_path.name}",
+    )  # a name of its own: what was imported once stays
+    (tmp_path / f"{name}.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\n\ndef call(*a, **k):\n    raise ValueError('it ran')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    config = compose([]).config
+    config["model"] = {"_target_": f"{name}.call", "_partial_": False}
+    runs.write_config(folder, config)
+    (folder / ".hydra" / "overrides.yaml").write_text(f"- ++model._target_={name}.call\n")
+    for file in ("batch.pt", "state.ckpt"):
+        (folder / file).write_bytes(b"")
+    return folder, trace, name
+
+
+COMMANDS = {
+    "export": ["export", "run={}"],
+    "agent": ["agent", "Who are you?", "run={}"],
+    "evaluate": ["evaluate", "run={}"],
+    "replay": ["replay", "bundle={}"],
+}
+
+
+@pytest.mark.parametrize("command", cases(COMMANDS, 2))
+def test_code_of_a_stranger_is_not_even_imported(stranger, command, capsys):
+    folder, trace, name = stranger
+    words = [word.format(folder) for word in COMMANDS[command]]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"model calls {name}.call" in said and "say trust=true" in said and said.count("\n") == 1
+    assert not trace.exists()
+    with pytest.raises(
+        Exception, match=r"it ran|path"
+    ):  # it is imported and called; then there is no model
+        assert main([*words, "trust=true"]) == 2
+        raise ConfigError(capsys.readouterr().err)
+    assert trace.exists()
+    assert (
+        main([*words, "trust=perhaps"]) == 2
+        and "trust=perhaps: must be true or false" in capsys.readouterr().err
+    )
+
+
+def test_what_the_user_names_himself_needs_no_trust():
+    """An option of the user's own folder, or a function on the command line, is his."""
+    node = {"reward": {"_target_": f"{__name__}.test_what_rlkit_writes_it_can_read"}}
+    for own in (
+        f"reward._target_={node['reward']['_target_']}",
+        f"_target_: {node['reward']['_target_']}\n",
+    ):
+        assert list(outside(node, Folder(conf_dir(), named_functions(own)))) == []
+    for own in (f"reward={__name__}.test_what_rlkit_writes_it_can_read", ""):
+        said = list(outside(node, Folder(conf_dir(), named_functions(own))))
+        assert said == [f"reward calls {node['reward']['_target_']}"]
+    with pytest.raises(ConfigError, match=r"run=a: .*reward calls .*say trust=true"):
+        require_trust(said, "run=a", trusted=False)
+
+
+def test_what_is_trusted_is_printed(capsys):
+    require_trust(["reward calls strange.call\x1b[2J"], "run=a", trusted=True)
+    assert capsys.readouterr().err == "run=a: trusted: reward calls strange.call\\x1b[2J\n"
+
+
+@each(
+    "node",
+    [
+        {
+            "_target_": "rlkit.distributed.launch.start_ranks",
+            "command": ["sh"],
+            "count": 1,
+        },  # of rlkit, but no part of a run
+        {"_target_": "os.system", "_args_": ["true"]},
+        {"_target_": ["os.system"]},
+        MODEL | {"trust_remote_code": True, "revision": "0" * 40},
+        {"_target_": "rlkit.tasks.verifiers", "id": "someones"},
+        {"_target_": "rlkit.environments.mcp", "servers": {"mine": ["sh", "-c", "true"]}},
+        {"_target_": "rlkit.engines.VLLM", "server": "http://elsewhere"},
+        {"_target_": "rlkit.engines.VLLM", "addresses": ["http://elsewhere"]},
+        MODEL | {"path": "someone/${oc.env:HOME}"},
+    ],
+)
+def test_every_way_to_code_outside_is_seen(node):
+    for place in (node, {"deep": [{"down": node}]}):
+        assert len(list(outside(place, Folder(conf_dir())))) >= 1
+
+
+def test_values_of_the_environment_come_from_it_again(monkeypatch):
+    monkeypatch.setenv("WHERE", "somewhere/else")
+    assert with_environment({"a": ["${oc.env:WHERE}/b", 3]}) == {"a": ["somewhere/else/b", 3]}
+    monkeypatch.delenv("WHERE")
+    with pytest.raises(ConfigError, match=r"a: .*environment variable WHERE, which is not set"):
+        with_environment({"a": ["${oc.env:WHERE}/b"]})
+
+
+# -------------------------------------------------------------------------------- files that attack
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+BAD = {
+    "aliases that explode": LAUGHS,
+    "merge keys that explode": "a: &a {x: 1}\nb: {<<: *a}\n",
+    "an alias of itself": "a: &a [*a]\n",
+    "too deep": "[" * 3000,
+    "too large": "a: " + "x" * (5 << 20),
+    "a tag": "!!python/object/apply:os.system [true]\n",
+    "no mapping": "- 1\n- 2\n",
+    "nothing": "",
+    "half": "model: {path: ti",
+    "no text": "\x00\x01\x02",
+}
+
+
+@pytest.mark.parametrize("kind", cases(BAD, 1))
+def test_a_config_that_attacks_is_one_sentence(tmp_path, kind, capsys):
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / "config.yaml").write_text(BAD[kind])
+    with pytest.raises(DataError, match=r"config\.yaml"):
+        runs.read_config(folder)
+    assert main(["export", f"run={folder}"]) == main(["agent", "Who?", f"run={folder}"]) == 2
+    (folder / ".hydra" / "overrides.yaml").write_text(
+        BAD[kind] if kind != "no mapping" else "a: 1\n"
+    )
+    assert main(["evaluate", f"run={folder}"]) == main(["train", f"resume={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 4 and "Traceback" not in said
+    assert runs.newest_unfinished("run", {}) is None
+
+
+def test_what_rlkit_writes_it_can_read(tmp_path):
+    """A list that stands at two places is written twice, not as an alias."""
+    shared = ["q_proj", "v_proj"]
+    runs.write_config(tmp_path, {"a": shared, "b": {"c": shared, "d": None, "e": 1e-06}})
+    assert runs.read_config(tmp_path) == {"a": shared, "b": {"c": shared, "d": None, "e": 1e-06}}
+    assert read_yaml(tmp_path / "config.yaml")["b"]["c"] == shared
+
+
+# ------------------------------------------------------------------------------ readers of odd rows
+
+ODD = [
+    None,
+    True,
+    -1,
+    3.5,
+    1e308,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 300,
+    "\ud800",
+    [],
+    {},
+    [1],
+    {"a": {"b": []}},
+    [[[]]],
+]
+
+
+@pytest.mark.parametrize(
+    "first, last", cases([(0, 1), *((n, n + 2) for n in range(1, 17, 2))], [(0, 1)], unpack=True)
+)
+def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path):
+    """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is
+    replaced by another type, at random."""
+    pytest.importorskip("matplotlib")
+    from rlkit.episodes import save_rollouts
+    from rlkit.types import Rollout, Step, Task
+
+    generator = random.Random(first)
+    metrics = (
+        "reward/mean",
+        "reward/term/mean",
+        "eval/accuracy",
+        "kl/ref_k3",
+        "perf/step_s",
+        "schedule/optimizer.lr",
+        "adv/abs_mean",
+    )
+    side = {
+        "accuracy": 0.5,
+        "interval": [0.4, 0.6],
+        "reward": 0.4,
+        "reward_interval": [0.3, 0.5],
+        "n": 9,
+        "distinct": 9,
+        "split": "test",
+        "parts": {},
+    }
+    step = Step(
+        ({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho"
+    )
+    for case in range(first, last):
+        folder = tmp_path / "runs" / str(case)
+        (folder / "rollouts").mkdir(parents=True)
+        rows = [{"step": s, **dict.fromkeys(metrics, s / 9)} for s in range(6)]
+        rows.append(
+            {
+                "step": 4,
+                "schedule/switch": "phase a → b after step 4",
+                "reward/" + "y" * 400 + "/mean": 0.3,
+            }
+        )
+        summary = {
+            "ended": "finished",
+            "before": dict(side),
+            "after": dict(side),
+            "steps": 5,
+            "tokens": 9,
+            "wall_seconds": 3.0,
+            "seed": 1,
+        }
+        for node in (*rows, summary, summary["before"], summary["after"]):
+            for key in list(node):
+                if generator.random() < 0.15:
+                    node[key] = generator.choice(ODD)
+                elif generator.random() < 0.05:
+                    del node[key]
+        odd = [
+            json.dumps(generator.choice(ODD)),
+            "{",
+            "\x00",
+            "[" * 5000,
+            '{"step": 1e999}',
+            '{"a": 1}',
+        ][case % 6]
+        lines = [json.dumps(row) for row in rows]
+        lines.insert(3, odd)
+        (folder / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
+        (folder / "summary.json").write_text(
+            json.dumps(summary if case % 5 else generator.choice(ODD))
+        )
+        (folder / "run.json").write_text(
+            json.dumps(generator.choice([[], [1], {}, [{"versions": 1}], [{"versions": {}}]]))
+        )
+        (folder / "config.yaml").write_text(
+            LAUGHS if case % 7 == 0 else yaml.safe_dump({"name": case, "seed": 0, "a": {"b": case}})
+        )
+        file = tmp_path / "damaged.jsonl"
+        save_rollouts(
+            file,
+            [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0, rewards={"term": 1.0})] * 3,
+        )
+        damaged = [json.loads(line) for line in file.read_text().splitlines()]
+        for node in (damaged[0], damaged[0]["steps"][0], damaged[1]["task"]):
+            node[generator.choice(list(node))] = generator.choice(ODD)
+        append_lines(
+            folder / "rollouts", 1, "\n".join(json.dumps(line) for line in damaged).encode()
+        )
+        runs.write_start(folder, {}, {})
+        runs.read_summary(folder)
+        text = write_report([folder], tmp_path / f"{case}.html").read_text()
+        assert "metrics.jsonl: " in text and "left out" in text and "<script" in text
+    if last - first > 1:
+        assert write_report([tmp_path / "runs"], tmp_path / "all.html").stat().st_size > 10_000
+
+
+def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):
+    """It was loaded, and the first reader that touched the field failed."""
+    from rlkit.episodes import load_rollouts, save_rollouts
+    from rlkit.types import Rollout, Step, Task
+
+    step = Step(
+        ({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho"
+    )
+    file = tmp_path / "rollouts.jsonl"
+    save_rollouts(file, [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0)] * 2)
+    good, bad = (json.loads(line) for line in file.read_text().splitlines())
+    for place, key, value in (
+        ("steps", "content", 3),
+        ("steps", "logprobs", ["x"]),
+        ("steps", "tool_calls", "xxx"),
+        ("task", "answer", []),
+        ("", "reward", "high"),
+    ):
+        broken = json.loads(json.dumps(bad))
+        node = (
+            broken["steps"][0]
+            if place == "steps"
+            else broken["task"]
+            if place == "task"
+            else broken
+        )
+        node[key] = value
+        file.write_text(json.dumps(good) + "\n" + json.dumps(broken))
+        with pytest.warns(
+            UserWarning, match=rf"rollouts\.jsonl:2: not a rollout.*{key} is of another type"
+        ):
+            assert len(load_rollouts(file)) == 1

@@ -1,0 +1,78 @@
+"""The runs that tests/laws/goldens holds, run again: the same tokens, and the same numbers up to
+rounding.
+
+Token ids are equal, everything else is within 1e-4 of its size. Another order of the same float32
+sums moves a number by some 1e-7, and five steps on an Intel processor in place of an AMD one moved
+log-probs and norms by up to 4e-5.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+FOLDER = Path(__file__).parent / "goldens"
+spec = importlib.util.spec_from_file_location("take", FOLDER / "take.py")
+assert spec and spec.loader
+take = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(take)
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+# Metrics that consist of rounding, with how far another processor may move them: the largest
+# difference of two log-probs that
+# are equal but for their rounding, and the share of tokens whose KL does not round to 0.
+# KL and the spread of the ratio are squares of small differences, so their error is some times
+# larger than that of the log-probs.
+ROUNDING = {
+    "mismatch/logp_abs_max": 2e-5,
+    "kl/nonzero_frac": 0.03,
+    "kl/old": 1e-5,
+    "kl/step": 1e-5,
+    "ratio/max": 2e-3,
+    "ratio/var": 1e-4,
+}
+WITHIN = 1e-4
+
+
+def close(now: float | None, then: float | None, size: float = 0.0, rounding: float = 1e-6) -> bool:
+    """Within 1e-4 of the golden's size, or of `size`; a difference below `rounding` is nothing
+    else."""
+    if now is None or then is None or isinstance(then, bool | str):
+        return now == then
+    return math.isclose(now, then, rel_tol=WITHIN, abs_tol=max(rounding, WITHIN * size))
+
+
+def test_every_case_has_a_golden_and_every_golden_a_case():
+    assert {f.stem for f in FOLDER.glob("*.yaml")} == set(take.CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", take.CASES)
+def test_a_run_is_what_it_was(name):
+    then, now = yaml.load(take.path_of(name).read_text(), LOADER), take.measure(name)
+    assert now["tokens"] == then["tokens"]
+    for step, values in then["logprobs"].items():
+        assert all(map(close, now["logprobs"][step], values)), step
+    gone = set(then["metrics"]) - set(now["metrics"])
+    assert not gone, f"metrics that are no longer there: {sorted(gone)}"
+
+    def is_close(key: str) -> bool:
+        pairs = zip(now["metrics"][key], then["metrics"][key], strict=True)
+        return all(close(*pair, rounding=ROUNDING.get(key, 1e-6)) for pair in pairs)
+
+    moved = {
+        key: (now["metrics"][key], values)
+        for key, values in then["metrics"].items()
+        if not is_close(key)
+    }
+    assert not moved
+    assert set(now["weights"]) == set(then["weights"])
+    for key, (total, norm) in then["weights"].items():
+        assert close(now["weights"][key][0], total, size=norm) and close(
+            now["weights"][key][1], norm
+        ), key

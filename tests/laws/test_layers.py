@@ -1,0 +1,403 @@
+"""Who may import whom. Read from the source, so that a forgotten lazy import shows before anything
+is slow."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import io
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from parametrise import each
+from rlkit.config.compose import conf_dir
+
+PACKAGE = Path(__file__).resolve().parents[2] / "rlkit"
+MODULES = {
+    ".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): f
+    for f in sorted(PACKAGE.rglob("*.py"))
+}
+# The folders in the order of their layers: each imports only from those before it, in functions
+# too.
+ROOMS = [
+    "errors",
+    "display",
+    "types",
+    "system",
+    "distributed",
+    "statistics",
+    "functional",
+    "sandbox",
+    "environments",
+    "gateway",
+    "tasks",
+    "rewards",
+    "models",
+    "engines",
+    "algorithm",
+    "episodes",
+    "training",
+    "config",
+    "runs",
+    "commands",
+    "notebook",
+    "__main__",
+]
+BACK: set[str] = set()  # imports that point back, as "config.compose -> runs"; the list stays empty
+# Tighter than the order: parts that know the contracts and these only.
+ONLY: dict[str, set[str]] = {
+    "errors": set(),
+    "display": {"errors"},
+    "types": set(),
+    "system": {"errors"},
+    "distributed": {"errors", "system"},  # a rank that waits for the others says so
+    "statistics": set(),
+    "functional": {"types"},  # for what an advantage with a critic gives
+    "sandbox": {"types", "errors", "system"},
+    "rewards": {"types", "errors", "system", "sandbox", "distributed"},
+    "tasks": {"types", "errors", "environments", "sandbox"},
+    "environments": {"types", "errors", "sandbox", "system"},
+    "gateway": {"types", "errors", "sandbox", "system", "environments"},
+    "models": {"types", "errors", "functional", "system"},
+    "engines": {"types", "errors", "functional", "models", "system"},
+    "algorithm": {"types", "errors", "functional"},
+}
+# Tokens of each room, by `tokens_of`. A limit is raised only by a commit that says what was bought
+# with it.
+TOKENS = {
+    "training": 49_300,
+    "runs": 35_500,
+    "engines": 24_500,
+    "commands": 20_900,
+    "config": 22_400,
+    "notebook": 17_900,
+    "episodes": 17_250,
+    "rewards": 16_600,
+    "models": 18_000,
+    "environments": 15_300,
+    "statistics": 1_500,
+    "functional": 15_400,
+    "sandbox": 13_800,
+    "tasks": 10_800,
+    "system": 18_500,
+    "gateway": 9_500,
+    "algorithm": 4_700,
+    "types": 4_100,
+    "distributed": 3_600,
+    "display": 900,
+    "errors": 1_100,
+    "": 400,  # rlkit/__init__.py
+    "__main__": 18,
+}
+FILE_TOKENS = 4_500
+LARGER_FILES = {
+    "rlkit.algorithm": 4_650,
+    "rlkit.engines.cached.scheduler": 5_250,
+    "rlkit.sandbox._child": 5_000,
+}
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+HEAVY = {
+    "datasets",
+    "transformers",
+    "peft",
+    "lightning",
+    "hydra",
+    "omegaconf",
+    "tensorboard",
+    "matplotlib",
+    "pyarrow",
+    "vllm",
+}
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+def imports(module: str, *, lazy: bool) -> Iterator[str]:
+    """The names that a module imports at top level; with `lazy`, those inside its functions as
+    well."""
+    pending: list[ast.AST] = [tree_of(module)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not lazy:
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not lazy:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            yield node.module or ""
+            yield from (
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if f"{node.module}.{alias.name}" in MODULES
+            )
+        pending += ast.iter_child_nodes(node)
+
+
+def part(module: str) -> str:
+    """rlkit.models.chat → models; rlkit itself is no part."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def rooms_used(module: str, *, lazy: bool) -> set[str]:
+    """The other rooms that a module imports."""
+    return {part(name) for name in imports(module, lazy=lazy) if name.startswith("rlkit.")} - {
+        part(module),
+        "",
+    }
+
+
+@functools.cache
+def tokens_of(module: str) -> int:
+    """Tokens of a file without comments, docstrings, newlines and indentation, so that long lines
+    save nothing.
+
+    An f-string counts as one token, as it did before Python 3.12 split it.
+    """
+    count, depth, before = 0, 0, None
+    for token in tokenize.generate_tokens(io.StringIO(MODULES[module].read_text()).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            count += depth == 0
+            depth += 1
+        elif kind == "FSTRING_END":
+            depth -= 1
+        elif depth == 0 and token.type not in LAYOUT:
+            starts_statement = before in (None, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+            docstring = token.type == tokenize.STRING and starts_statement
+            count += not docstring
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.type
+    return count
+
+
+def test_every_room_stays_small():
+    sizes: Counter[str] = Counter()
+    for module in MODULES:
+        sizes[part(module)] += tokens_of(module)
+    assert set(sizes) == set(TOKENS)
+    assert {room: size for room, size in sizes.items() if size > TOKENS[room]} == {}
+
+
+def test_no_file_is_too_long_to_find_the_way_in():
+    sizes = {module: tokens_of(module) for module in MODULES}
+    assert {
+        module: size
+        for module, size in sizes.items()
+        if size > LARGER_FILES.get(module, FILE_TOKENS)
+    } == {}
+
+
+def test_every_room_has_its_place():
+    assert {part(m) for m in MODULES} - {""} == set(ROOMS)
+
+
+def test_imports_go_down():
+    found = {
+        f"{module.removeprefix('rlkit.')} -> {used}"
+        for module in MODULES
+        if part(module)
+        for used in rooms_used(module, lazy=True)
+        if ROOMS.index(used) > ROOMS.index(part(module))
+    }
+    assert found == BACK
+
+
+@each("name", ONLY)
+def test_rooms_know_no_more_than_they_need(name):
+    used = set().union(*(rooms_used(m, lazy=False) for m in MODULES if part(m) == name))
+    assert used <= ONLY[name]
+
+
+def test_no_import_goes_in_a_circle():
+    """At the level of files, so that none ever sees another half imported."""
+    graph = {m: {n for n in imports(m, lazy=False) if n in MODULES and n != m} for m in MODULES}
+    done: set[str] = set()
+    while len(done) < len(graph):
+        # a package's own __init__ re-exports its files, which do not import it
+        ready = {m for m in graph if m not in done and graph[m] <= done}
+        assert ready, f"a circle among {sorted(set(graph) - done)}"
+        done |= ready
+
+
+def test_the_package_itself_imports_nothing():
+    """`import rlkit` is free; names come when they are asked for."""
+    assert {n.split(".")[0] for n in imports("rlkit", lazy=False)} <= {
+        "__future__",
+        "importlib",
+        "typing",
+    }
+
+
+def test_hydra_stays_in_compose_and_the_command_line():
+    """Also inside functions: every part works without Hydra."""
+    used = {
+        m
+        for m in MODULES
+        if {n.split(".")[0] for n in imports(m, lazy=True)} & {"hydra", "omegaconf"}
+    }
+    assert used <= {
+        "rlkit.config.compose",
+        "rlkit.commands.train",
+        "rlkit.runs.sweeps.plan",
+        "rlkit.runs.sweeps.run",
+    }
+
+
+def test_internals_of_hydra_are_used_in_one_file():
+    """pyproject bounds Hydra above as long as there is such a file."""
+    assert {
+        m for m in MODULES if any(n.startswith("hydra._internal") for n in imports(m, lazy=True))
+    } == {"rlkit.config.compose"}
+
+
+def test_lightning_stays_in_the_loop_and_its_callbacks():
+    used = {
+        m
+        for m in MODULES
+        if {n.split(".")[0] for n in imports(m, lazy=False)} & {"lightning", "pytorch_lightning"}
+    }
+    used -= {"rlkit.training.module", "rlkit.distributed.strategies"}
+    assert {m for m in used if not m.startswith("rlkit.training.callbacks.")} == set()
+
+
+def target_names() -> set[str]:
+    """The parts of rlkit that a `_target_` of conf/ names."""
+
+    def walk(node) -> Iterator[str]:
+        if isinstance(node, dict):
+            if "_target_" in node:
+                yield node["_target_"]
+            for value in node.values():
+                yield from walk(value)
+        if isinstance(node, list):
+            for value in node:
+                yield from walk(value)
+
+    return {
+        t
+        for file in conf_dir().rglob("*.yaml")
+        for t in walk(yaml.safe_load(file.read_text()))
+        if t.startswith("rlkit.")
+    }
+
+
+def targets() -> set[str]:
+    """The modules of those parts."""
+    return {name.rpartition(".")[0] for name in target_names()}
+
+
+def closure(module: str) -> set[str]:
+    """All that importing a module imports, its packages included."""
+    seen, pending = set(), [module]
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in MODULES:
+            pending += imports(name, lazy=False)
+            if part(name) and name.count(".") > 1:
+                pending.append(name.rpartition(".")[0])
+    return seen
+
+
+@each("module", sorted(targets()))
+def test_what_a_config_names_imports_at_most_torch(module):
+    """A config is composed and refused before seconds are spent on transformers, peft, lightning or
+    datasets."""
+    heavy = {n.split(".")[0] for n in closure(module)} & HEAVY
+    assert not heavy, f"importing {module} imports {heavy}"
+
+
+@each(
+    "module",
+    [
+        "rlkit.commands.cli",
+        "rlkit.config.compose",
+        "rlkit.runs",
+        "rlkit.system.files",
+        "rlkit.training.run",
+        "rlkit.commands.evaluate",
+        "rlkit.notebook",
+        "rlkit.commands.agent",
+        "rlkit.commands.doctor",
+        "rlkit.commands.check",
+        "rlkit.commands.export",
+    ],
+)
+def test_commands_start_light(module):
+    assert not {n.split(".")[0] for n in closure(module)} & HEAVY
+
+
+def test_the_module_needs_neither_hydra_nor_datasets():
+    """Tests on a bare machine with a GPU import the loop with torch, transformers, lightning and
+    peft alone."""
+    assert not {n.split(".")[0] for n in closure("rlkit.training.module")} & {
+        "hydra",
+        "omegaconf",
+        "datasets",
+        "pyarrow",
+        "tensorboard",
+    }
+
+
+@each("module", [m for m, f in MODULES.items() if f.name == "__init__.py"])
+def test_every_name_that_a_package_promises_is_there(module):
+    """`from rlkit import train` and `from rlkit.functional import *` must not fail."""
+    package = importlib.import_module(module)
+    promised = getattr(package, "__all__", [])
+    assert [name for name in promised if not hasattr(package, name)] == []
+    assert len(set(promised)) == len(promised)
+
+
+def test_no_part_of_a_package_hides_a_file_of_its_own():
+    """`rlkit.rewards.numeric` is the function, so the file that holds it has a leading
+    underscore."""
+    exported = [
+        f"{package}.{alias.name}"
+        for package, file in MODULES.items()
+        if file.name == "__init__.py"
+        for node in ast.walk(tree_of(package))
+        if isinstance(node, ast.ImportFrom) and node.module != package
+        for alias in node.names
+    ]
+    assert set(exported) & set(MODULES) == set()
+
+
+NAMED_TWICE = {
+    "commands.command": "every command of the command line has one",
+    "config.experiment": "of a composed config; from overrides and keywords",
+}
+
+
+def test_no_public_name_is_defined_twice_in_a_package():
+    """The names of the documents (notebook/) and the scripts that run alone in a child process are
+    their own."""
+    own = [m for m in MODULES if part(m) != "notebook" and not m.endswith("_child")]
+    places: dict[str, list[str]] = {}
+    for module in own:
+        for node in tree_of(module).body:
+            if isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            ) and not node.name.startswith("_"):
+                places.setdefault(f"{part(module)}.{node.name}", []).append(module)
+    assert {
+        name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_TWICE
+    } == {}

@@ -1,0 +1,71 @@
+"""Every preset takes a real step on the embedded model; where it names a large one or a data set of
+the hub, that alone is replaced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parametrise import cases
+from rlkit.commands import check
+from rlkit.config.compose import compose, conf_dir, experiment
+from rlkit.config.problems.rows import load_tasks
+from rlkit.config.problems.schedules import first_steps
+
+PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
+CHEAP = ("tool_tracking",)  # the others take a minute together
+
+
+@pytest.mark.parametrize("name", cases(PRESETS, CHEAP))
+def test_a_preset_takes_a_step(name, tmp_path):
+    path = tmp_path / "talk.jsonl"
+    row = {
+        "messages": [
+            {"role": "user", "content": "How are you?"},
+            {"role": "assistant", "content": "#### 7"},
+        ]
+    }
+    path.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, row["messages"][1]]})
+            + "\n"
+            for i in range(9)
+        )
+    )
+    overrides = [
+        f"experiment={name}",
+        "evaluation.n=0",
+        "evaluation.every=0",
+        "evaluation.stop_at=null",
+        "logger=none",
+    ]
+    config = compose([*overrides, *([f"task.path={path}"] if name == "sft" else [])]).config
+    overrides += [f"task.path={path}"] if name == "sft" else []
+    overrides += ["model=tiny"] if "Qwen" in config["model"]["path"] else []
+    overrides += (
+        ["task=arithmetic"]
+        if config["task"]["_target_"] in ("rlkit.tasks.gsm8k", "rlkit.tasks.mbpp")
+        else []
+    )
+    overrides += ["batch.group_size=4"] if config["batch"]["group_size"] > 8 else []
+    x = experiment(compose(overrides))
+    report = check.run(next(iter(first_steps(x).values())), load_tasks(x))
+    assert report.metrics["optim/updates"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    sorted(Path(__file__).parents[2].glob("experiments/*/study.yaml")),
+    ids=lambda path: path.parent.name,
+)
+def test_a_study_can_run(path):
+    study = yaml.safe_load(path.read_text())
+    assert set(study) <= {"title", "variants", "once"} and set(study.get("once", ())) < set(
+        study["variants"]
+    )
+    for overrides in study["variants"].values():
+        experiment(compose(overrides))

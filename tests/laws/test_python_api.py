@@ -1,0 +1,298 @@
+"""`import rlkit`: its names, experiments from keywords and Python objects, whole runs and single
+steps, and how they look."""
+
+import asyncio
+import functools
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rlkit
+from parametrise import cases, count_threads
+from rlkit.commands.cli import main
+from rlkit.config.experiment import override
+from rlkit.display import LINES, rollout_html, rollout_text
+from rlkit.functional import group_mean
+from rlkit.types import Step
+
+SMALL = {
+    "batch__prompts": 2,
+    "batch__group_size": 2,
+    "trainer__steps": 2,
+    "evaluation__n": 0,
+    "trainer__threads": 1,
+}
+TASK = rlkit.Task("t/0", ({"role": "user", "content": "What is 1 + 1?"},), answer="2")
+
+
+F = rlkit.functional
+ALGORITHM = rlkit.Algorithm("mine", group_mean, F.token_ratio, F.clipped, F.token_mean, F.keep_all)
+
+
+def brief(rollout):
+    return float(len(rollout.final_content) < 20)
+
+
+def doubled(rewards, group_ids, *, by=2.0):
+    return by * group_mean(rewards, group_ids)
+
+
+# -------------------------------------------------------------------------------------------- names
+
+
+def test_the_names_at_the_top_are_few_and_all_there():
+    assert len(dir(rlkit)) <= 50 and all(getattr(rlkit, name) is not None for name in dir(rlkit))
+    assert (
+        rlkit.functional.k3
+        and rlkit.rewards.numeric
+        and rlkit.references.ema(decay=0.99).name == "ema"
+        and rlkit.engines.Cached()
+    )
+
+
+def test_a_name_of_a_namespace_is_not_at_the_top():
+    with pytest.raises(AttributeError, match="no attribute 'k3'"):
+        _ = rlkit.k3
+
+
+def test_the_notebooks_names_are_there_and_not_listed():
+    from rlkit import create_rollout
+
+    assert callable(create_rollout) and "create_rollout" not in dir(rlkit)
+
+
+def test_importing_rlkit_imports_nothing_heavy():
+    heavy = {"torch", "numpy", "hydra", "lightning", "transformers", "yaml"}
+    code = f"import sys, rlkit; dir(rlkit); print(sorted({heavy} & set(sys.modules)))"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
+
+
+# -------------------------------------------------------------------------------------- experiments
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    cases(
+        [
+            ("trainer.steps", 3, "trainer.steps=3"),
+            ("trainer.max_time", None, "trainer.max_time=null"),
+            ("resume", "never", "resume='never'"),
+            ("name", "it's", r"name='it\'s'"),
+            ("reward.normalize", True, "reward.normalize=true"),
+            ("kl", "none", "kl=none"),
+            ("algorithm.advantage", "leave_one_out", "algorithm/advantage=leave_one_out"),
+            ("reward", ["numeric", "format"], "reward=[numeric,format]"),
+            ("evaluation.k", [1, 2], "evaluation.k=[1,2]"),
+        ],
+        3,
+        unpack=True,
+    ),
+)
+def test_a_keyword_is_an_override(key, value, text):
+    assert override(key, value) == text
+    x = rlkit.experiment(**{key.replace(".", "__"): value})
+    assert x.config == rlkit.experiment(text).config
+
+
+def test_a_python_object_stands_where_the_part_stood():
+    x = rlkit.experiment(
+        "algorithm=dapo",
+        kl="k3",
+        reward=brief,
+        algorithm__advantage=functools.partial(doubled, by=3.0),
+        reference=rlkit.references.ema(decay=0.5),
+        task=[TASK],
+        generation__engine=(engine := rlkit.engines.Cached()),
+        schedule__numbers={"kl.coef": lambda step: 0.1},
+        **SMALL,
+    )
+    assert (
+        x.reward.terms["brief"].fn is brief
+        and x.reward.name == "brief"
+        and x.algorithm.advantage.keywords == {"by": 3.0}
+    )
+    assert (
+        x.reference.name == "ema"
+        and x.generation.engine is engine
+        and list(x.task(split="train")) == [TASK]
+    )
+    assert list(x.schedule.paths) == ["kl.coef"] and x.config["reward"]["terms"]["brief"]["fn"][
+        "_target_"
+    ].endswith(".brief")
+
+
+def test_rewards_may_come_in_a_list_by_name_or_as_one_more_term():
+    numeric = rlkit.rewards.numeric
+    assert list(rlkit.experiment(reward=[numeric, rlkit.Term(0.5, brief)]).reward.terms) == [
+        "numeric",
+        "brief",
+    ]
+    assert rlkit.experiment(reward={"right": numeric, "short": brief}).reward.name == "right+short"
+    assert list(rlkit.experiment(reward__terms__short=rlkit.Term(0.0, brief)).reward.terms) == [
+        "task",
+        "short",
+    ]
+    selector = rlkit.functional.best_worst
+    paired = rlkit.experiment(algorithm="pairwise", algorithm__advantage__pair_selector=selector)
+    assert paired.algorithm.advantage.keywords["pair_selector"] is selector
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"kl": brief},
+            (
+                "kl: .* cannot stand there; give a value of the type KL, or replace one of its"
+                " parts: kl__name, kl__estimator"
+            ),
+        ),
+        (
+            {"algorithm__advantge": doubled},
+            "algorithm.advantge: there is no 'advantge'. Did you mean 'advantage'?",
+        ),
+        ({"reward": object()}, "reward: .* is no term of a reward; give a function"),
+        (
+            {"generation__engine": brief},
+            "generation.engine: .* cannot stand there; give a value of the type Engine",
+        ),
+        ({"task": [brief]}, "task: .* are no tasks; give a list of Task"),
+        ({"trainer__steps": 0}, "trainer.steps=0: must be at least 1"),
+        ({"algorithm": "grp"}, "algorithm=grp: no such option. Did you mean 'grpo'?"),
+        (
+            {"algorithm__advantage": lambda rewards, nonsense: rewards},
+            "algorithm.advantage: asks for a quantity 'nonsense'",
+        ),
+        (
+            {"schedule": "grpo_to_dapo", "algorithm": ALGORITHM},
+            "every phase of the schedule has its own algorithm",
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_in_a_sentence(given, said):
+    with pytest.raises(rlkit.ConfigError, match=said):
+        rlkit.experiment(**given)
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+def test_train_steps_and_the_command_give_the_same_weights(tmp_path, capsys):
+    """From Python whole, from Python step by step, and from the command line."""
+    x = rlkit.experiment(
+        seed=3, kl="k3", logger="none", **SMALL | {"batch__group_size": 4, "task__max_samples": 32}
+    )
+    run = rlkit.train(x)
+    *_, last = rlkit.steps(x)
+    assert main(["train", *x.overrides, f"hydra.run.dir={tmp_path / 'cli'}"]) == 0
+    weights, stepped = run.policy.model.state_dict(), last.policy.model.state_dict()
+    start = rlkit.load_policy(path="tiny").model.state_dict()
+    told = load_file(tmp_path / "cli" / "model" / "model.safetensors")
+    assert all(torch.equal(weights[name], stepped[name]) for name in weights) and not all(
+        torch.equal(weights[n], start[n]) for n in start
+    )
+    assert all(torch.equal(weights[name], told[name]) for name in told) and len(told) > 10
+    assert (
+        run.folder is None
+        and [row["step"] for row in run.metrics] == [1, 2]
+        and len(run.rollouts) == len(last.rollouts) == 8
+    )
+
+
+@pytest.mark.slow
+def test_a_folder_from_python_is_a_run_folder(tmp_path, capsys):
+    x = rlkit.experiment(**SMALL)
+    run = rlkit.train(x, tmp_path / "run")
+    assert (
+        run.folder == tmp_path / "run"
+        and main(["train", f"resume={run.folder}", "trainer.steps=3"]) == 0
+    )
+    with pytest.raises(rlkit.ConfigError, match="already holds a run"):
+        rlkit.train(x, tmp_path / "run")
+    by_hand = rlkit.train(
+        x._replace(reward=rlkit.experiment(reward=brief).reward), tmp_path / "mine"
+    )
+    assert (
+        "fn" in (by_hand.folder / "config.yaml").read_text()
+        and main(["evaluate", f"run={by_hand.folder}", "evaluation.n=2"]) == 0
+    )
+
+
+def test_a_loop_may_be_left_at_any_step_also_inside_a_running_event_loop(tiny, capsys):
+    """As in a notebook, with a policy that is loaded already."""
+    x = rlkit.experiment(model=tiny, **SMALL)
+    before = count_threads()
+
+    async def cell():
+        for step in rlkit.steps(x):
+            return step, asyncio.all_tasks()
+
+    step, tasks = asyncio.run(cell())
+    assert step.step == 1 and step.policy is tiny and len(tasks) == 1 and count_threads() == before
+    assert re.match(r"RL step 1 · reward .* · 4 rollouts · \d+ metrics$", repr(step))
+
+
+def test_episodes_are_collected_with_three_arguments(tiny):
+    (rollout,) = rlkit.collect(tiny, [TASK], rlkit.environments.single_turn(), max_new_tokens=4)
+    assert len(rollout.steps) == 1 and rollout.response_length <= 4
+
+
+# ------------------------------------------------------------------------------------- how it looks
+
+
+def test_a_rollout_reads_as_a_conversation_of_at_most_a_screen():
+    call = rlkit.ToolCall("1", "add", {"a": 1})
+    result = rlkit.ToolResult("1", "add", "<b>\x1b[31m", True)
+    step = Step(
+        TASK.messages, (), (1, 2), (0.0, 0.0), "tool", "hm", "x\n" * 50, True, (call,), (result,)
+    )
+    rollout = rlkit.Rollout(TASK, (step,) * 9, reward=0.5, rewards={"numeric": 0.5})
+    text = rollout_text(rollout)
+    assert (
+        repr(rollout) == text
+        and len(text.splitlines()) <= LINES
+        and max(map(len, text.splitlines()[1:])) <= 100
+    )
+    assert (
+        "reward 0.5 (numeric 0.5) · 9 replies, 18 tokens" in text
+        and "What is 1 + 1?" in text
+        and "expected  2" in text
+    )
+    assert "\x1b" not in text and "thinking" in text
+    page = rollout_html(rollout)
+    assert (
+        rollout._repr_html_() == page
+        and "&lt;b&gt;" in page
+        and not re.search(r"<script|<b>\\|src=|href=|\x1b", page)
+    )
+    assert "add(a=1)" in page
+    assert "no reply" not in repr(rlkit.Rollout(TASK, ())) and "What is 1 + 1?" in repr(
+        rlkit.Rollout(TASK, ())
+    )
+
+
+def test_a_run_reads_as_a_table():
+    rows = [{"step": n, "reward/mean": n / 10, "kl/ref_k3": float("nan")} for n in range(1, 41)]
+    summary = {
+        "name": "<i>",
+        "ended": "finished",
+        "steps": 40,
+        "before": {"accuracy": 0.4},
+        "after": {"accuracy": 0.9},
+    }
+    run = rlkit.Run(rows, [], None, None, summary)
+    lines = repr(run).splitlines()
+    assert lines[0] == "Run <i> · finished after 40 steps · test accuracy 0.4 → 0.9" and lines[
+        1
+    ].split() == ["step", "reward", "KL"]
+    assert len(lines) < 20 and lines[-1].split() == ["40", "4", "–"]
+    assert "&lt;i&gt;" in run._repr_html_() and "<i>" not in run._repr_html_()

@@ -1,0 +1,121 @@
+"""Checks of a whole run: each sees its pathology in simulated curves, none speaks of a healthy run
+or of noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from parametrise import each
+from rlkit.commands.train import closing_lines
+from rlkit.runs.report.read import ReadRun, group_runs, read_run
+from rlkit.runs.report.tables import reward_rows, symptoms
+from rlkit.runs.report.trends import TRENDS, shadows, thirds
+
+STEPS = 60
+HEALTHY = {  # metric → its value at a share of the run
+    "reward/mean": lambda t: 0.2 + 0.6 * t,
+    "policy/entropy": lambda t: 0.5 - 0.2 * t,
+    "kl/ref_k3": lambda t: 0.02 * t,
+    "len/mean": lambda t: 100 + 80 * t,
+    "reward/true/mean": lambda t: 0.2 + 0.5 * t,
+    "eval/accuracy": lambda t: 0.3 + 0.4 * t,
+    "group/frac_all_good": lambda t: 0.1,
+}
+FLAT = {"reward/mean": lambda t: 0.4}
+SICK = {
+    "entropy_collapse": {"policy/entropy": lambda t: 0.5 * math.exp(-6 * t)},
+    "kl_growth": {**FLAT, "kl/ref_k3": lambda t: 0.3 * t**4},
+    "length_growth": {**FLAT, "len/mean": lambda t: 100 + 200 * t},
+    "training_up_validation_down": {"eval/accuracy": lambda t: 0.6 - 0.4 * abs(t - 0.3)},
+    "reward_hacking": {"reward/true/mean": lambda t: 0.6 - 0.4 * t},
+}
+
+
+def run(curves, *, seed=0, noise=0.03):
+    """A run with these curves and noise in proportion; the reward `true` is a shadow."""
+    rng = random.Random(seed)
+    rows = []
+    for step in range(1, STEPS + 1):
+        row = {name: at(step / STEPS) * (1 + rng.gauss(0, noise)) for name, at in curves.items()}
+        row |= {"eval/accuracy_low": row["eval/accuracy"] * (1 - 2 * noise)}
+        rows.append({"step": step, **row})
+    settings = {"reward.terms.true.weight": 0.0, "reward.terms.proxy.weight": 1.0}
+    return ReadRun(Path("run"), "grpo", 0, settings, {}, rows, ())
+
+
+@each("name", SICK)
+def test_each_check_sees_its_pathology_and_no_other(name):
+    found = {check.__name__ for check in TRENDS if check(run(HEALTHY | SICK[name]))}
+    assert found == {name}
+    assert {s.check for s in symptoms(run(HEALTHY | SICK[name])) if not s.steps} == {
+        name.replace("_", " ")
+    }
+
+
+def test_a_healthy_run_and_noise_are_no_pathology():
+    """Constant curves with ten percent of noise: of 200 runs none is reported."""
+    constant = {name: lambda t, at=at: at(0.5) for name, at in HEALTHY.items()}
+    for seed in range(200):
+        assert not [
+            check.__name__ for check in TRENDS if check(run(constant, seed=seed, noise=0.1))
+        ], seed
+    assert not [check.__name__ for check in TRENDS if check(run(HEALTHY))]
+
+
+def test_entropy_that_falls_since_the_problems_are_solved_is_no_collapse():
+    solved = {"group/frac_all_good": lambda t: t}
+    assert not any(check(run(HEALTHY | SICK["entropy_collapse"] | solved)) for check in TRENDS)
+
+
+def test_a_short_run_says_nothing():
+    assert thirds({step: float(step) for step in range(11)}) is None
+    assert thirds({step: float(step) for step in range(12)}).rose(0.0)
+
+
+def test_a_term_with_a_weight_in_some_phase_is_no_shadow():
+    own = run(HEALTHY)
+    phase = {"schedule.phases.late.reward.terms.true.weight": 0.5}
+    assert (
+        shadows(own) == ["true"] and shadows(own._replace(settings={**own.settings, **phase})) == []
+    )
+
+
+def test_rewards_are_told_at_the_start_and_at_the_end(make_run):
+    own = {
+        "reward/format/ok_frac": 0.75,
+        "reward/format/wrong_frac": 0.25,
+        "reward/format/variance_share": 0.3,
+    }
+    whole, task, format_ = reward_rows(group_runs([read_run(make_run("a", change=own))]))
+    assert (whole.name, task.name, format_.name) == ("", "task", "format")
+    assert (whole.first, whole.last) == pytest.approx((0.1, 0.4)) and math.isnan(task.explains)
+    assert format_.statuses == {"ok": 0.75, "wrong": 0.25} and format_.explains == pytest.approx(
+        0.3
+    )
+
+
+def test_the_end_of_a_run_says_what_drifted(tmp_path):
+    """Only the report did, which is read by those who suspect something."""
+    rows = [
+        {**row, "stop_reason/error": 0.25 * (row["step"] in (3, 5))}
+        for row in run(HEALTHY | SICK["entropy_collapse"]).rows
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = closing_lines(
+        {"ended": "finished", "steps": len(rows), "wall_seconds": 1.0, "tokens": 1}, tmp_path
+    ).splitlines()
+    warnings = [line for line in said if line.startswith("warning: ")]
+    assert len(warnings) == 2 and "entropy fell" in warnings[0]
+    assert (
+        warnings[1].startswith("warning: the environment failed in 25% of the episodes")
+        and "(step 3, the first of 2)" in warnings[1]
+    )
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "warning" not in "\n".join(
+        closing_lines({"ended": "finished", "steps": 0, "wall_seconds": 1.0, "tokens": 1}, tmp_path)
+    )

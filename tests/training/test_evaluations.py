@@ -1,0 +1,291 @@
+"""Validation on the way, test before and after: what is played when, what may decide what, and
+which figure is of which split."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from parametrise import cases
+from rlkit.commands.cli import main
+from rlkit.commands.train import closing_lines
+from rlkit.config.compose import compose, experiment
+from rlkit.config.problems.rows import load_tasks
+from rlkit.config.problems.schedules import schedule_problems
+from rlkit.episodes.record import load_rollouts
+from rlkit.errors import ConfigError, DataError
+from rlkit.system import shards
+from rlkit.training.callbacks.checkpoints import load_checkpoint
+from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
+from rlkit.training.run import how_it_ended
+from rlkit.training.schedules import Schedule, adaptive
+from rlkit.types import SPLITS, Splits, Task
+
+TASK = Task("t", ({"role": "user", "content": "?"},), "1")
+ALL = Splits([TASK], [TASK], [TASK])
+
+
+class Played(HeldOut):
+    """Without a model: what was played is written down, and each split has an accuracy of its
+    own."""
+
+    def evaluate(self, trainer, module, split):
+        if not getattr(self.tasks, split):
+            return {}
+        accuracy = {"validation": 0.1 * module.rl_step, "test": 1.0}[split]
+        self.results.setdefault(split, {})[module.rl_step] = {"split": split, "accuracy": accuracy}
+        return {
+            f"{PREFIXES[split]}accuracy": accuracy,
+            f"{PREFIXES[split]}reward": accuracy,
+            "perf/eval_s": 1.0,
+        }
+
+
+def play(folder, *, steps: int, every: int, stop_at: float | None = None, tasks=ALL):
+    """A run of so many steps: its module and the callback."""
+    settings = SimpleNamespace(every=every, stop_at=stop_at, curve_temperature=0.0)
+    module = SimpleNamespace(
+        rl_step=0,
+        total_steps=steps,
+        metrics={},
+        experiment=SimpleNamespace(evaluation=settings),
+        out_of_time=lambda: False,
+    )
+    trainer = SimpleNamespace(should_stop=False, loggers=[], print=lambda *_: None)
+    held_out = Played(tasks, folder / "metrics.jsonl", {})
+    held_out.on_train_start(trainer, module)
+    while not trainer.should_stop:
+        module.rl_step, module.metrics = module.rl_step + 1, {}
+        trainer.should_stop = module.rl_step == steps
+        held_out.on_train_batch_end(trainer, module)
+    return module, held_out.results
+
+
+@pytest.mark.parametrize(("steps", "every"), list(itertools.product((1, 4, 5), (0, 1, 2, 5, 9))))
+def test_what_is_played_when(tmp_path, steps, every):
+    """Validation at the first step, every so many and the last, or never; test at the first and the
+    last."""
+    _, results = play(tmp_path, steps=steps, every=every)
+    assert sorted(results["test"]) == [0, steps]
+    assert sorted(results.get("validation", {0: 0})) == sorted(
+        {0} | ({*range(0, steps, every), steps} if every else set())
+    )
+
+
+def test_validation_ends_a_run_and_test_never_does(tmp_path):
+    """Test accuracy is 1 from the start on here; validation reaches 0.3 at step 3 and is looked at
+    every second step."""
+    module, results = play(tmp_path, steps=9, every=2, stop_at=0.3)
+    assert module.rl_step == 4 and how_it_ended(module, results)[0] == "finished"
+    assert sorted(results["test"]) == [
+        0,
+        4,
+    ], "test is played after the step that turned out to be the last"
+    module, results = play(tmp_path, steps=3, every=2, stop_at=0.9)
+    assert module.rl_step == 3 and module.metrics["perf/eval_s"] == 2.0, "the time of both"
+    assert (
+        how_it_ended(SimpleNamespace(**vars(module) | {"total_steps": 9}), results)[0]
+        == "interrupted"
+    )
+
+
+def test_a_run_without_evaluations_writes_nothing(tmp_path):
+    play(tmp_path, steps=2, every=0, tasks=Splits([TASK]))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def rows_file(folder, count: int) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": f"What is {i} + 0?", "answer": str(i)}) + "\n"
+            for i in range(count)
+        )
+    )
+    return str(path)
+
+
+def test_validation_problems_are_loaded_where_they_are_played(tmp_path):
+    words = ["task=jsonl", f"task.path={rows_file(tmp_path, 60)}"]
+    never, often = (
+        load_tasks(experiment(compose([*words, *more])))
+        for more in ([], ["evaluation.every=5", "evaluation.n=3"])
+    )
+    assert never.train == often.train, "how often is evaluated does not change what is trained on"
+    assert not never.validation and never.test and len(often.validation) == len(often.test) == 3
+
+
+def test_an_empty_validation_split_is_refused_with_what_to_set(tmp_path):
+    words = ["task=jsonl", f"task.path={rows_file(tmp_path, 60)}", "task.validation=0.0"]
+    load_tasks(experiment(compose(words)))
+    with pytest.raises(
+        DataError, match=r"task\.validation=0\.0 leaves no validation rows.*evaluation\.every=0"
+    ):
+        load_tasks(experiment(compose([*words, "evaluation.every=5"])))
+    x = experiment(compose(["evaluation.every=5"]))
+    own = x._replace(task=lambda *, split: [] if split == "validation" else x.task(split=split))
+    with pytest.raises(
+        ConfigError, match=r"no validation problems.*task\.validation.*evaluation\.every=0"
+    ):
+        load_tasks(own)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["callbacks.checkpoint.best=test/accuracy", "evaluation.every=2"],
+            r"best=test/accuracy.*choose eval/accuracy",
+        ),
+        (["callbacks.checkpoint.best=eval/accuracy"], r"best=eval/accuracy.*set evaluation\.every"),
+        (
+            [
+                "schedule=grpo_to_dapo",
+                "schedule.phases.explore.until='test/accuracy > 0.5'",
+                "evaluation.every=2",
+            ],
+            "wait for 'eval/accuracy'",
+        ),
+    ],
+)
+def test_what_would_let_test_problems_decide_is_refused(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        experiment(compose(overrides))
+
+
+def test_a_number_that_waits_for_a_test_figure_is_refused():
+    x = experiment(compose(["evaluation.every=2"]))
+    waits = x._replace(
+        kl=x.kl._replace(coef=0.5),
+        schedule=Schedule({"kl.coef": adaptive(start=1, target=0.9, metric="test/accuracy")}),
+    )
+    assert any(
+        "kl.coef: waits for 'test/accuracy'" in problem for problem in schedule_problems(waits)
+    )
+
+
+def test_an_unknown_split_is_refused(capsys):
+    assert main(["evaluate", "model=tiny", "split=dev"]) == 2
+    assert "split=dev: there are train, validation, test" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------- a run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Three steps with an evaluation every second one: the folder, its rows, its summary."""
+    folder = tmp_path_factory.mktemp("evaluated") / "run"
+    words = [
+        "debug=fast",
+        "trainer.accelerator=cpu",
+        "trainer.steps=3",
+        "evaluation.every=2",
+        "evaluation.n=3",
+        "logger=none",
+        "task.max_samples=64",
+        "generation.max_new_tokens=32",
+    ]
+    assert (
+        main(
+            ["train", *words, "callbacks.checkpoint.best=eval/accuracy", f"hydra.run.dir={folder}"]
+        )
+        == 0
+    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return folder, rows, json.loads((folder / "summary.json").read_text())
+
+
+def test_rows_and_summary_name_the_split(run, tmp_path):
+    _, rows, summary = run
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
+    assert [row["step"] for row in rows if "test/accuracy" in row] == [0, 3]
+    assert (
+        summary["before"]["split"] == summary["after"]["split"] == "test"
+        and summary["validation"]["split"] == "validation"
+    )
+    assert (
+        summary["after"]["accuracy"] == rows[-1]["test/accuracy"]
+        and summary["validation"]["accuracy"] == rows[-1]["eval/accuracy"]
+    )
+    table = closing_lines(summary, tmp_path).splitlines()
+    assert any(line.split() == ["test", "before", "after"] for line in table)
+
+
+def test_the_recorded_replies_are_of_their_split(run):
+    folder, *_ = run
+    for split, steps in (("validation", (0, 2, 3)), ("test", (0, 3))):
+        recorded = shards.recorded(folder / "held_out" / split)
+        assert [*recorded] == list(steps)
+        assert {
+            r.task.id.split("/")[1] for part in recorded.values() for r in load_rollouts(part)
+        } == {split}
+
+
+def test_the_best_checkpoint_is_the_best_on_validation(run):
+    folder, rows, _ = run
+    best = json.loads((folder / "checkpoints" / "best.json").read_text())
+    values = {
+        row["step"]: row["eval/accuracy"] for row in rows if row["step"] and "eval/accuracy" in row
+    }
+    assert (
+        best["metric"] == "eval/accuracy"
+        and best["value"] == max(values.values()) == values[best["step"]]
+    )
+
+
+def test_a_resumed_run_reads_back_both_splits(run):
+    folder, _, summary = run
+    results = load_checkpoint(folder / "checkpoints")[1]["callbacks"]["HeldOut"]["results"]
+    assert results["test"] == {0: summary["before"], 3: summary["after"]}
+    assert results["validation"][3] | {"step": 3} == summary["validation"] and sorted(
+        results["validation"]
+    ) == [0, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_keeps_what_was_validation_and_what_was_test(run, tmp_path):
+    """Its `before` is the one of its first process, and the rows before it stay."""
+    old, rows, summary = run
+    folder = Path(shutil.copytree(old, tmp_path / "run", symlinks=True))
+    assert main(["train", f"resume={folder}", "trainer.steps=5"]) == 0
+    longer = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert longer[:4] == rows
+    assert [row["step"] for row in longer if "eval/accuracy" in row] == [0, 2, 3, 4, 5]
+    assert [row["step"] for row in longer if "test/accuracy" in row] == [0, 3, 5]
+    after = json.loads((folder / "summary.json").read_text())
+    assert (
+        after["before"] == summary["before"]
+        and after["after"]["split"] == "test"
+        and after["validation"]["step"] == 5
+    )
+
+
+@pytest.mark.parametrize("split", cases(SPLITS, 1))
+def test_rollout_plays_the_split_that_is_named(split, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main(
+            [
+                "rollout",
+                f"split={split}",
+                "n=2",
+                "task.max_samples=2",
+                "generation.max_new_tokens=4",
+                "trainer.accelerator=cpu",
+            ]
+        )
+        == 0
+    )
+    (out,) = (tmp_path / "outputs" / "rollout").iterdir()
+    assert json.loads((out / "summary.json").read_text())["split"] == split
+    assert {r.task.id.split("/")[1] for r in load_rollouts(out / "rollouts.jsonl.gz")} == {split}
+    assert ["split", split] in [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -1,0 +1,463 @@
+"""asynchrony=overlap: a second process samples what asynchrony=lag would, whoever is faster, and
+ends with the run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlap_parts import CLOCK
+from parametrise import cases
+from rlkit.config.compose import builder, compose, experiment
+from rlkit.config.problems.rows import load_tasks
+from rlkit.errors import ConfigError, EngineError
+from rlkit.system import rng
+from rlkit.training import overlap
+from rlkit.training.flight import Asked, Flight, continued, next_groups, packed, restored
+from rlkit.training.learner import Learner
+from rlkit.training.overlap import WeightSlots, sampling_process, serve, shared_memory
+from training.test_asynchrony import COMMON, KINDS, LAG, TURNS
+from training.test_asynchrony import trained as trained_in_one
+
+TALKS = ["environment=dialogue", "environment.max_turns=3", "generation.max_new_tokens=48"]
+WAITS = [
+    "environment=tool_use",
+    "environment._target_=overlap_parts.slowed",
+    "+environment.seconds=0.05",
+    "+environment.straggler=10",
+]
+LAWS = {
+    "grpo": [],
+    **{
+        kind: KINDS[kind]
+        for kind in ("sampler", "turns", "tools", "lora", "ppo", "phases", "moments")
+    },
+    "draws": [*TALKS, "environment.prompt_fn._target_=overlap_parts.drawn"],
+    "delays": [*TURNS[:2], *WAITS, "task=arithmetic", "model=tiny"],
+    "transformers": ["generation=transformers"],
+}
+ALONE = (
+    "grpo",
+    "draws",
+    "delays",
+    "lora",
+    "transformers",
+)  # in a process of their own; the others save its start
+
+
+class Thread:
+    """In place of a process: the same function in a thread."""
+
+    def __init__(self, command, pass_fds, stdin, **_):
+        setup = pickle.load(stdin)
+        link, memory = Connection(os.dup(pass_fds[0])), os.dup(pass_fds[1])
+
+        def run():
+            with link:
+                serve(lambda: setup, link.recv, link.send_bytes, memory)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def wait(self, seconds=None):
+        self.thread.join(seconds)
+
+    def poll(self):
+        return None if self.thread.is_alive() else 0
+
+    def terminate(self):
+        pass
+
+
+@pytest.fixture
+def in_a_thread(monkeypatch):
+    monkeypatch.setattr(overlap.subprocess, "Popen", Thread)
+
+
+def trained(*overrides, steps=4, between=lambda: None):
+    """The learner after some steps, and of each step version, groups and row, without the clock."""
+    composed = compose([*COMMON, *overrides])
+    x = experiment(composed)
+    torch.set_num_threads(1)
+    rng.seed(x.seed)
+    tasks, flight, out = load_tasks(x).train, Flight(), []
+    learner = Learner(
+        x, x.model(device="cpu"), exact=True
+    )  # first: two threads cannot load a model at the same time
+    with sampling_process(x, builder(composed.config), tasks) as process:
+        for _ in range(steps):
+            groups, flight = next_groups(learner, tasks, flight, process)
+            between()
+            row = learner.step(groups.sampled, groups.trained)
+            row = {
+                k: v
+                for k, v in row.items()
+                if not (k.startswith("perf/") or k.endswith("_s") or "in_flight" in k)
+            }
+            out.append((groups.version, timeless(groups.sampled), timeless(groups.trained), row))
+    return learner, out
+
+
+def timeless(rollouts):
+    """Rollouts without the seconds that tools took."""
+
+    def step(own):
+        return own._replace(
+            tool_results=tuple(result._replace(seconds=0.0) for result in own.tool_results)
+        )
+
+    return [r._replace(steps=tuple(map(step, r.steps))) for r in rollouts]
+
+
+def mode(name, staleness):
+    return [f"asynchrony={name}", f"asynchrony.staleness={staleness}"]
+
+
+def test_a_second_sampler_gives_the_same_run(in_a_thread, same):
+    (lag, rows), (ahead, others) = (trained(*mode(name, 1), steps=3) for name in ("lag", "overlap"))
+    assert same(lag.state_dict(), ahead.state_dict()) and same(rows, others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("kind", LAWS)
+def test_overlap_is_lag_whoever_is_faster(kind, staleness, same, monkeypatch):
+    """Weights, groups and rows, with random waits in the environment and between the trainer's
+    steps; none is lag(0).
+
+    So nothing is dropped and nothing overtakes, however long some episodes take.
+    """
+    if kind not in ALONE:
+        monkeypatch.setattr(overlap.subprocess, "Popen", Thread)
+
+    def between():
+        time.sleep(0.2 * CLOCK.random())
+
+    waits = between if kind in ("grpo", "delays") else lambda: None
+    (one, rows), (ahead, others) = (
+        trained(*LAWS[kind], *mode("lag", staleness)),
+        trained(*LAWS[kind], *mode("overlap", staleness), between=waits),
+    )
+    assert same(one.state_dict(), ahead.state_dict()) and same(rows, others)
+    if not staleness and kind not in KINDS:  # those are laws of asynchrony=lag
+        assert same(trained(*LAWS[kind])[0].state_dict(), ahead.state_dict())
+
+
+def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
+    in_a_thread, tmp_path, same
+):
+    """From a checkpoint that was written while nothing had arrived yet: with it go the weights that
+    are due to sample them."""
+    words = [*COMMON, *mode("overlap", 2)]
+    composed = compose(words)
+    x = experiment(composed)
+    tasks = load_tasks(x).train
+
+    rng.seed(x.seed)
+    learner, other = (Learner(x, x.model(device="cpu"), exact=True) for _ in range(2))
+    with sampling_process(x, builder(composed.config), tasks) as process:
+        groups, flight = next_groups(learner, tasks, Flight(), process)
+        learner.step(groups.sampled, groups.trained)
+        while process.answers.empty():
+            time.sleep(0.01)
+        assert packed(flight, process)[
+            "flight"
+        ]  # what has arrived is saved, and still there for the next step
+        groups, flight = next_groups(learner, tasks, flight, process)
+        learner.step(groups.sampled, groups.trained)
+        process.arrived = lambda ahead: ahead
+        state = learner.state_dict() | {"flight": packed(flight, process)}
+        torch.save(state, tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    assert [r["version"] for r in state["flight"]["requests"]] == [0, 1] and set(
+        state["flight"]["weights"]
+    ) == {0, 1}
+    learner = other
+    learner.load_state_dict(state)
+    with sampling_process(x, builder(composed.config), tasks) as process:
+        flight = restored(state["flight"], tasks, seed=3)
+        assert packed(flight) == {**packed(flight), "flight": []} and isinstance(
+            flight.ahead[0], Asked
+        )
+        assert (
+            continued(learner, flight).ahead == ()
+        )  # without a second process they are sampled anew
+        flight = continued(learner, flight, process)
+        for _ in range(2):
+            groups, flight = next_groups(learner, tasks, flight, process)
+            learner.step(groups.sampled, groups.trained)
+    assert same(learner.state_dict(), trained_in_one(*LAG)[0].state_dict())
+
+
+def test_every_version_has_its_place_in_memory(monkeypatch):
+    """Of several types and shapes, also larger than what is copied at a time; a place that holds
+    another version is refused."""
+    monkeypatch.setattr(overlap, "PIECE", 5)
+    torch.manual_seed(0)
+    model = torch.nn.ParameterDict(
+        {
+            "a": torch.nn.Parameter(torch.randn(3, 5).t()),
+            "b": torch.nn.Parameter(torch.randn(4).bfloat16()),
+            "frozen": torch.nn.Parameter(torch.zeros(2), requires_grad=False),
+            "scalar": torch.nn.Parameter(torch.randn(())),
+        }
+    )
+    memory = shared_memory()
+    slots, kept = WeightSlots(memory, 2, model), {}
+    for version in range(3):
+        for p in model.values():
+            p.data.mul_(2)
+        slots.write(version)
+        kept[version] = [p.clone() for p in model.values()]
+    for version in (1, 2, 1):
+        slots.read(version)
+        assert all(map(torch.equal, model.values(), kept[version]))
+    with pytest.raises(
+        EngineError, match="version 0 are asked for, and their place holds version 2"
+    ):
+        slots.read(0)
+    saved = slots.saved(1)
+    slots.write(3)
+    slots.restore(1, saved)
+    slots.read(1)
+    assert all(map(torch.equal, model.values(), kept[1]))
+    os.close(memory)
+
+
+REFUSED = {
+    "ranks": (
+        ["trainer=ddp", "trainer.devices=2"],
+        "there is one sampling process, and trainer=ddp has 2 ranks; choose asynchrony=lag",
+    ),
+    "vllm": (
+        ["generation=vllm", "generation.engine.addresses=[start]"],
+        "each would start a vLLM of its own",
+    ),
+    "sft": (
+        [
+            "algorithm=sft",
+            "batch.group_size=1",
+            "kl=none",
+            "reference=none",
+            "asynchrony.staleness=0",
+        ],
+        "algorithm=sft samples nothing",
+    ),
+    "threads": (
+        ["asynchrony.sampler.threads=0"],
+        "asynchrony.sampler.threads=0: must be at least 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", cases(REFUSED, ["ranks", "vllm"]))
+def test_what_a_second_process_cannot_sample_is_refused(case, monkeypatch):
+    monkeypatch.setattr(
+        "rlkit.engines.vllm.engine.find_spec", lambda name: True
+    )  # as if vLLM were installed
+    words, said = REFUSED[case]
+    with pytest.raises(ConfigError) as error:
+        experiment(compose([*COMMON, "asynchrony=overlap", *words]))
+    assert said in str(error.value)
+
+
+def test_python_objects_are_refused():
+    x = experiment(compose([*COMMON, "asynchrony=overlap"]))
+    with (
+        pytest.raises(ConfigError, match="Python objects are not part of"),
+        sampling_process(x, None, []),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match="tasks cannot be handed"),
+        sampling_process(x, int, [lambda: 0]),
+    ):
+        pass
+
+
+def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
+    """As itself, with the sentence that it has in one process; and a full memory and another model
+    are said."""
+    with pytest.raises(
+        overlap.RLKitError, match=r"OSError: the door is locked at .*overlap_parts.py"
+    ):
+        trained(*TALKS, "environment.prompt_fn._target_=overlap_parts.locked", *mode("overlap", 1))
+
+    class Full(WeightSlots):
+        def write(self, version):
+            raise OSError(28, "No space left on device")
+
+    composed = compose([*COMMON, *mode("overlap", 1)])
+    x = experiment(composed)
+    model = x.model(device="cpu").model
+    with (
+        sampling_process(x, builder(composed.config), []) as process,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(overlap, "WeightSlots", Full)
+        with pytest.raises(
+            EngineError, match=r"no memory for 2 versions of \d MiB \(No space left"
+        ):
+            process.publish(model, 0, 1)
+    model.model.norm.weight.requires_grad = False
+    with sampling_process(x, builder(composed.config), []) as process:
+        process.publish(model, 0, 1)
+        with pytest.raises(ConfigError, match="different models"):
+            process.receive(Asked(0, 0, None, None, ""))
+
+
+# ---------------------------------------------------------------------------------- whole processes
+
+RUN = [
+    "train",
+    "debug=fast",
+    "trainer.accelerator=cpu",
+    "task.max_samples=32",
+    "trainer.steps=12",
+    "batch.group_size=4",
+    "optimizer.lr=3e-3",
+    "generation.max_new_tokens=24",
+    "evaluation.n=0",
+    "callbacks.checkpoint.every=2",
+    "callbacks.checkpoint.model=false",
+    "logger=none",
+    "trainer.threads=1",
+]
+
+KILLS = int(os.environ.get("RLKIT_KILLS", "5"))
+
+
+def sampler_of(pid):
+    """The process id of the sampling process of a run; None before it is there."""
+    with suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"sampling_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    return None
+
+
+def gone(pid, within=10.0):
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def running(pid, lines, step, log):
+    """Waits until a run has done a step; the process id of its sampling process."""
+    while (lines.read_text().count('"reward/mean"') if lines.exists() else 0) < step or sampler_of(
+        pid
+    ) is None:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), log.read_text()[-3000:]
+        time.sleep(0.01)
+    return sampler_of(pid)
+
+
+@pytest.mark.slow
+def test_kills_of_either_process_lose_and_repeat_nothing(tmp_path, monkeypatch, forked, same):
+    """Five of them; RLKIT_KILLS=20 in the environment for twenty, which take two minutes."""
+    monkeypatch.chdir(tmp_path)
+    whole, run, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log.txt"
+    words, draw = [*RUN, f"trainer.steps={2 * KILLS + 2}"], random.Random("kills")
+    child = forked(
+        [*words, "asynchrony=lag", "asynchrony.staleness=2", f"hydra.run.dir={whole}"], log
+    )
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, log.read_text()[-3000:]
+    words += ["asynchrony=overlap", "asynchrony.staleness=2"]
+    for kill in range(KILLS):
+        who = draw.choice(["trainer", "sampler"])
+        start = ["train", f"resume={run}"] if run.exists() else [*words, f"hydra.run.dir={run}"]
+        child = forked(start, log)
+        sampler = running(child, run / "metrics.jsonl", 2 * kill, log)
+        time.sleep(0.5 * draw.random())
+        os.kill(child if who == "trainer" else sampler, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == (-signal.SIGKILL if who == "trainer" else 1), (
+            kill,
+            who,
+            log.read_text()[-3000:],
+        )
+        assert gone(sampler), (kill, who)
+    assert "the sampling process was killed by SIGKILL; what it printed" in log.read_text()
+    assert (
+        os.waitstatus_to_exitcode(os.waitpid(forked(["train", f"resume={run}"], log), 0)[1]) == 0
+    ), log.read_text()[-3000:]
+    a, b = (
+        torch.load(f / "checkpoints" / f"step_{2 * KILLS + 2:06d}.ckpt", weights_only=True)
+        for f in (whole, run)
+    )
+    assert same(a["state_dict"], b["state_dict"]) and same(
+        a["optimizer_states"], b["optimizer_states"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_both_and_saves(signum, tmp_path, monkeypatch, forked, same):
+    monkeypatch.chdir(tmp_path)
+    run, whole, log = tmp_path / "run", tmp_path / "whole", tmp_path / "log.txt"
+    words = [*RUN, *mode("overlap", 1), "callbacks.checkpoint.every=50"]
+    child = forked([*words, f"hydra.run.dir={run}"], log)
+    sampler = running(child, run / "metrics.jsonl", 3, log)
+    os.kill(child, signum)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum, log.read_text()[
+        -3000:
+    ]
+    assert gone(sampler)
+    for own in (["train", f"resume={run}"], [*RUN, *mode("lag", 1), f"hydra.run.dir={whole}"]):
+        assert os.waitstatus_to_exitcode(os.waitpid(forked(own, log), 0)[1]) == 0, log.read_text()[
+            -3000:
+        ]
+    a, b = (
+        torch.load(f / "checkpoints" / "step_000012.ckpt", weights_only=True) for f in (whole, run)
+    )
+    assert same(a["state_dict"], b["state_dict"])
+
+
+@pytest.mark.slow
+def test_a_sampler_that_dies_by_itself_ends_the_run_with_a_sentence(tmp_path, monkeypatch, forked):
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "log.txt"
+    words = [
+        *RUN,
+        *mode("overlap", 1),
+        *TALKS,
+        "environment.prompt_fn._target_=overlap_parts.killed",
+    ]
+    assert (
+        os.waitstatus_to_exitcode(
+            os.waitpid(forked([*words, f"hydra.run.dir={tmp_path / 'run'}"], log), 0)[1]
+        )
+        == 1
+    )
+    said = [line for line in log.read_text().splitlines() if line.startswith("rlkit:")][-1]
+    assert said.endswith(
+        f"the sampling process was killed by SIGKILL; what it printed: {tmp_path}/run/sampler.log. "
+        "The run can be resumed from its last checkpoint"
+    )
+
+
+def test_a_message_that_cannot_be_read_ends_the_sampling_process(monkeypatch, capfd):
+    """It waited for the next one for ever, also where the trainer was long gone."""
+    ours, theirs = Pipe()
+    ours.send_bytes(b"no pickle")
+    ended = []
+    monkeypatch.setattr(overlap, "end_process", ended.append)
+    overlap._listen(theirs, queue.SimpleQueue(), os.getppid())
+    assert ended == [0] and "UnpicklingError" in capfd.readouterr().err

@@ -1,0 +1,306 @@
+"""What is proved before the first step: verifiers that score gold answers, and a trainer that sees
+what the sampler sampled."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+from parametrise import each
+from rlkit.config.problems.rows import check_truths, check_verifier
+from rlkit.engines import Batched, Cached, Transformers
+from rlkit.engines.transformers import complete
+from rlkit.errors import DataError, EngineError, EnvironmentFailed, SelfCheckError, TemplateError
+from rlkit.gateway import program
+from rlkit.models import make_renderer
+from rlkit.rewards import Reward, Term, by_task, exact_match, few_turns, numeric, weighted_sum
+from rlkit.tasks import arithmetic
+from rlkit.training.selfcheck import check_policy
+from rlkit.types import Task
+
+
+def reward_of(function) -> Reward:
+    return Reward("mine", {"mine": Term(1.0, function)}, weighted_sum)
+
+
+def rows(*answers):
+    return [
+        Task(f"rows.jsonl:{i}", ({"role": "user", "content": "?"},), a, "mine")
+        for i, a in enumerate(answers, start=1)
+    ]
+
+
+# ---------------------------------------------------------------------------------------- verifiers
+
+
+def test_gold_answers_that_score_and_empty_ones_that_do_not_pass():
+    check_verifier(rows("7", "#### 1,000", "3/4"), reward_of(numeric))
+    check_verifier(rows("yes"), reward_of(exact_match))
+
+
+def test_a_gold_answer_that_does_not_score_names_its_row():
+    """A wrong column, or a verifier for other rows, would train on rewards that are all 0."""
+    with pytest.raises(
+        DataError,
+        match=(
+            r"row rows.jsonl:2: the gold answer 'no number' scores None with reward 'mine', not 1"
+        ),
+    ):
+        check_verifier(rows("7", "no number"), reward_of(numeric))
+    with pytest.raises(DataError, match=r"row rows.jsonl:1: the gold answer '7' scores 0.5"):
+        check_verifier(rows("7"), reward_of(lambda r: 0.5))
+
+
+@each(
+    "function",
+    [
+        numeric,
+        few_turns,
+        partial(numeric, wrong=-1.0),
+        partial(by_task, rewards={"mine": partial(numeric)}),
+    ],
+)
+@each("truth", [r"3\sqrt{2}", "10:30", "2k+2", "3,5,7", "two", "x = 5"])
+def test_a_truth_that_is_not_one_number_names_its_row_wherever_it_is(truth, function):
+    """Far behind the first rows too: it would be read in part, or leave its row out of every step
+    without a word."""
+    fine = rows(*map(str, range(300)), r"\frac{3}{4}", "#### 1,000", "18 apples", "- 5")
+    check_truths(fine, reward_of(function))
+    with pytest.raises(
+        DataError,
+        match=(
+            r"row rows.jsonl:305: the gold answer '.*' of reward 'mine' is not one number.*\(1 more"
+            r" rows are like it\)"
+        ),
+    ) as refusal:
+        check_truths(
+            rows(*(task.answer for task in fine), truth, "6", "seven"), reward_of(function)
+        )
+    assert f"'{truth}'" in str(refusal.value)
+
+
+def test_truths_are_asked_of_terms_that_read_them_and_count():
+    shadow = Reward(
+        "mine", {"mine": Term(1.0, exact_match), "number": Term(0.0, numeric)}, weighted_sum
+    )
+    check_truths(rows("two"), shadow)
+    by_row = partial(by_task, rewards={"mine": exact_match, "number": numeric})
+    check_truths(rows("two"), reward_of(by_row))
+    with pytest.raises(DataError, match=r"row rows.jsonl:1: the gold answer 'two'"):
+        check_truths([rows("two")[0]._replace(reward="number")], reward_of(by_row))
+
+
+def test_an_empty_answer_that_counts_as_right_names_its_row():
+    with pytest.raises(
+        DataError, match=r"row rows.jsonl:1: an empty answer scores 1.0 with reward 'mine'"
+    ):
+        check_verifier(rows("7"), reward_of(lambda r: 1.0))
+
+
+def test_an_empty_answer_may_be_unscored():
+    check_verifier(rows("7"), reward_of(lambda r: 1.0 if r.final_content else None))
+
+
+def test_the_embedded_rows_pass(experiment):
+    for split in ("train", "test"):
+        check_verifier(experiment.task(split=split)[:32], experiment.evaluation.reward)
+
+
+# ----------------------------------------------------------------------------------------- policies
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return arithmetic(max_samples=2)
+
+
+def with_engine(experiment, engine, **more):
+    """`engine`: one, or a function that is one."""
+    engine = engine if hasattr(engine, "load") else Batched(engine)
+    return experiment._replace(
+        generation=experiment.generation._replace(engine=engine, max_new_tokens=12, **more)
+    )
+
+
+def copied(policy):
+    return policy._replace(model=copy.deepcopy(policy.model))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_right_scorer_passes_at_any_temperature(tiny, tasks, experiment, temperature):
+    assert check_policy(
+        tiny, tasks, with_engine(experiment, complete, temperature=temperature)
+    ) == ([], True)
+
+
+def test_a_sampler_at_another_temperature_is_refused(tiny, tasks, experiment):
+    """The most common silent bug: log-probs before temperature on one side, after it on the
+    other."""
+
+    def hotter(policy, contexts, seeds, params):
+        return complete(
+            policy, contexts, seeds, params._replace(temperature=params.temperature * 1.2)
+        )
+
+    with pytest.raises(SelfCheckError, match="log-probs of sampler and trainer differ by up to"):
+        check_policy(tiny, tasks, with_engine(experiment, hotter))
+
+
+def test_weights_that_change_between_sampling_and_scoring_are_refused(tiny, tasks, experiment):
+    """A norm in another precision, a stale copy in the engine: the smallest change of the model
+    shows."""
+    policy = copied(tiny)
+
+    def stale(policy, contexts, seeds, params):
+        replies = complete(policy, contexts, seeds, params)
+        with torch.no_grad():
+            policy.model.model.norm.weight *= 1.05
+        return replies
+
+    with pytest.raises(SelfCheckError, match="training would be wrong"):
+        check_policy(policy, tasks, with_engine(experiment, stale))
+
+
+def test_log_probs_of_other_tokens_are_refused(tiny, tasks, experiment):
+    """Off by one position."""
+
+    def shifted(policy, contexts, seeds, params):
+        replies = complete(policy, contexts, seeds, params)
+        return [r._replace(logprobs=(*r.logprobs[1:], r.logprobs[0])) for r in replies]
+
+    with pytest.raises(SelfCheckError):
+        check_policy(tiny, tasks, with_engine(experiment, shifted))
+
+
+def test_tokens_that_a_thinking_budget_wrote_are_no_difference(tiny, tasks, experiment):
+    """The policy's own log-prob of a tag that was forced is far from the engine's 0."""
+    seen = []
+
+    def engine(policy, contexts, seeds, params):
+        seen.extend(complete(policy, contexts, seeds, params))
+        return seen[-len(contexts) :]
+
+    limited = with_engine(experiment, engine)
+    limited = limited._replace(generation=limited.generation._replace(max_thinking_tokens=1))
+    assert check_policy(tiny, tasks, limited).warnings == []
+    assert any(reply.forced for reply in seen)
+
+
+@pytest.mark.parametrize("engine", [Transformers, Cached])
+def test_logits_that_change_behind_the_trainers_back_are_refused(tiny, tasks, experiment, engine):
+    """A forward put in the place of the model's own is not what the trainer applies. An engine may
+    leave it out too, and agree."""
+    policy = copied(tiny)
+    forward = policy.model.forward
+
+    def capped(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = 5 * torch.tanh(out.logits / 5)
+        return out
+
+    policy.model.forward = capped
+    with pytest.raises(SelfCheckError, match="the trainer and the model's own forward differ"):
+        check_policy(policy, tasks, with_engine(experiment, engine()))
+
+
+def unknown(policy, contexts, seeds, params):
+    """An engine that does not give log-probs."""
+    return [
+        r._replace(logprobs=(float("nan"),) * len(r.token_ids))
+        for r in complete(policy, contexts, seeds, params)
+    ]
+
+
+def test_log_probs_that_are_not_numbers_are_refused(tiny, tasks, experiment):
+    """Every comparison with nan is False, also that it is too large."""
+    with pytest.raises(EngineError, match="not finite"):
+        check_policy(tiny, tasks, with_engine(experiment, unknown))
+
+
+def half(policy):
+    return policy._replace(model=copy.deepcopy(policy.model).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "gap, says",
+    [(0.0, None), (0.04, None), (0.2, "sampler and trainer differ by 0.2"), (0.7, "refused")],
+)
+def test_half_precision_may_differ_a_little_warns_of_more_and_refuses_much(
+    tiny, tasks, experiment, gap, says
+):
+    """bfloat16 rounds at 0.4 %: a mean gap above 0.05 nats is no rounding, and one above 0.5 is
+    another policy."""
+    policy = half(tiny)
+
+    def off(policy, contexts, seeds, params):
+        return [
+            r._replace(logprobs=tuple(p - gap for p in r.logprobs))
+            for r in complete(policy, contexts, seeds, params)
+        ]
+
+    if says == "refused":
+        with pytest.raises(
+            SelfCheckError,
+            match=r"sampler and trainer differ by 0.7.* a token on average, more than 0.5",
+        ):
+            check_policy(policy, tasks, with_engine(experiment, off))
+        return
+    found = check_policy(policy, tasks, with_engine(experiment, off))
+    assert (
+        not found.exact
+        and len(found.warnings) == (says is not None)
+        and all(says in line for line in found.warnings)
+    )
+
+
+def test_log_probs_that_are_not_numbers_are_refused_in_half_precision_too(tiny, tasks, experiment):
+    with pytest.raises(EngineError, match="not finite"):
+        check_policy(half(tiny), tasks, with_engine(experiment, unknown))
+
+
+def test_a_prompt_that_does_not_fit_is_the_rows_fault(tiny, tasks, experiment):
+    """Also where it is not among the first: the longest rows are measured, and the one that is too
+    long is named."""
+    long = tasks[0]._replace(
+        id="rows.jsonl:9", messages=({"role": "user", "content": "How many? " * 99},)
+    )
+    with pytest.raises(
+        DataError,
+        match=r"row rows.jsonl:9: its prompt has \d+ tokens, and the model's context is 200",
+    ):
+        check_policy(
+            tiny._replace(context_length=200),
+            [*arithmetic(max_samples=8), long],
+            with_engine(experiment, complete),
+        )
+
+
+def test_a_template_that_cannot_carry_the_tools_is_refused(tiny, tasks, experiment):
+    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(TemplateError, match="does not write the tools"):
+        check_policy(
+            tiny._replace(renderer=make_renderer(tokenizer)),
+            tasks,
+            with_engine(experiment, complete),
+        )
+
+
+def test_one_row_is_enough_to_check(tiny, tasks, experiment):
+    assert check_policy(tiny, tasks[:1], with_engine(experiment, complete)).warnings == []
+
+
+@pytest.mark.parametrize(
+    "play, says",
+    [
+        (lambda task, ask: None, "ended before the policy was asked"),
+        (lambda task, ask: 1 / 0, "division by zero"),
+    ],
+)
+def test_a_program_that_never_asks_is_named_with_its_reason(play, says, tiny, tasks, experiment):
+    """A mistyped script is the first mistake with programs."""
+    with pytest.raises((DataError, EnvironmentFailed), match=says):
+        check_policy(tiny, tasks, experiment._replace(environment=program(function=play)))
