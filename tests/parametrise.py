@@ -12,17 +12,20 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 
 import rlkit.functional as f
 from rlkit.algorithm import KL
 from rlkit.config.compose import conf_dir
+from rlkit.system.extras import explain_missing
 
 
 def cases(
@@ -258,8 +261,37 @@ SLOTS: dict[str, dict[str, Any]] = {
 # --------------------------------------------------------------- overrides, from the files of conf/
 
 
+def available(word: str) -> bool:
+    """Whether the extras that an option needs are there, those of the options it selects included.
+
+    Args:
+      word: an override such as "environment=mcp"; one that selects no option is available.
+    """
+    group, _, option = word.lstrip("+~").partition("=")
+    group = group.partition("@")[0]
+    file = conf_dir() / group / f"{option}.yaml"
+    if not option or not file.is_file():
+        return True
+    text = file.read_text()
+    if any(explain_missing(name) for name in re.findall(r"_target_: *([\w.]+)", text)):
+        return False
+    return all(available(chosen) for chosen in _selected(group, yaml.safe_load(text) or {}))
+
+
+def _selected(group: str, node: dict[str, Any]) -> Iterator[str]:
+    """The options that the defaults list of an option selects, as overrides."""
+    for entry in node.get("defaults", ()):
+        for key, value in entry.items() if isinstance(entry, dict) else [("", entry)]:
+            name = key.removeprefix("override ").removeprefix("optional ").partition("@")[0]
+            place = name[1:] if name.startswith("/") else f"{group}/{name}".rstrip("/")
+            for option in value if isinstance(value, list) else [value]:
+                yield f"{place}={option}"
+
+
 def options(group: str) -> list[str]:
-    return sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
+    """The options of a group that are available."""
+    names = sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
+    return [name for name in names if available(f"{group}={name}")]
 
 
 ALGORITHMS = [(f"algorithm={name}",) for name in options("algorithm")]

@@ -51,6 +51,8 @@ from rlkit.types import (
     ToolResult,
 )
 
+TAKES_TEXTS = True
+
 if TYPE_CHECKING:
     from rlkit.training.experiment import AgentRun
 

@@ -7,10 +7,11 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rlkit.commands.arguments import drop, is_trusted, parse
+from rlkit.commands.arguments import Arguments, drop, is_trusted, parse
 from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
+from rlkit.system import extras
 from rlkit.system.leaving import leave_process
 from rlkit.system.parent import end_with_parent
 from rlkit.system.processors import wait_without_spinning
@@ -33,14 +34,6 @@ COMMANDS = (
     "replay",
     "metrics",
 )
-READ_NO_CODE = (
-    "report",
-    "runs",
-    "compare",
-    "plan",
-    "doctor",
-    "metrics",
-)  # what they read of a folder is data
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
   rlkit train                                    the embedded default: learns offline, on a CPU, in about a minute
@@ -64,7 +57,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit check model=qwen3_0.6b trainer=gpu check.device=h200   what it would take on a card that is not here, and what to change
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
   rlkit metrics kl/ref_k3                        what a number of metrics.jsonl means, a healthy value, and what to do otherwise
-  rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite
+  rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite{more}
 
   --config FILE       overrides from YAML, or the flat config of a GSM8K/MBPP trainer; what stands behind it wins
   --config-dir DIR    options of your own; --config-name NAME takes overrides from DIR/NAME.yaml
@@ -122,27 +115,29 @@ def run_command(argv: Sequence[str]) -> int:
         )
         return 2
     if not words or words[0] in ("-h", "--help"):
-        print(HELP + list_groups())
+        print(full_help())
         return 0
     try:
-        if words[0] not in COMMANDS:
-            raise ConfigError(f"there is no command '{words[0]}'; there are: {', '.join(COMMANDS)}")
-        arguments = parse(
-            words[1:], texts=words[0] in ("agent", "report", "runs", "compare", "plan", "metrics")
-        )
+        if words[0] not in list_commands():
+            raise ConfigError(
+                f"there is no command '{words[0]}'; there are: {', '.join(list_commands())}"
+            )
+        run = find_command(words[0])
+        module = sys.modules[run.__module__]
+        arguments = parse(words[1:], texts=getattr(module, "TAKES_TEXTS", False))
         if arguments.help:
-            print(HELP + list_groups())
+            print(full_help())
             return 0
         if arguments.multirun and words[0] != "train":
             raise ConfigError(
                 f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train"
             )
         is_trusted(arguments.overrides)  # every command takes the word, and no other value of it
-        if words[0] in READ_NO_CODE:
+        if getattr(module, "READS_NO_CODE", False):
             arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
         if arguments.shown:
             return importlib.import_module("rlkit.commands.show").command(words[0], arguments)
-        return importlib.import_module(f"rlkit.commands.{words[0]}").command(arguments)
+        return run(arguments)
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         return 2
@@ -160,6 +155,35 @@ def run_command(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def list_commands() -> tuple[str, ...]:
+    """Commands of the core, of the extras that are there, and of other packages."""
+    return tuple(dict.fromkeys([*COMMANDS, *extras.find_commands(), *extras.outside_commands()]))
+
+
+def find_command(name: str) -> Callable[[Arguments], int]:
+    """The function of a command. A name of the core stays the core's, whoever else has it.
+
+    Its module may set TAKES_TEXTS, if words that set no key are allowed, and READS_NO_CODE, if all
+    that it reads of a folder is data, so that trust=true changes nothing.
+    """
+    if name in COMMANDS:
+        return importlib.import_module(f"rlkit.commands.{name}").command
+    found = extras.load_command(name)
+    assert found is not None, f"list_commands names {name}"
+    return found
+
+
+def full_help() -> str:
+    """The page of `rlkit --help`."""
+    lines = [f"  rlkit {name:<40} {said}" for name, said in extras.summarize_commands().items()]
+    lines += [
+        f"  rlkit {name:<40} from {point.value}"
+        for name, point in extras.outside_commands().items()
+    ]
+    more = "\n".join(lines)
+    return HELP.format(more=f"\n{more}" if more else "") + list_groups()
 
 
 def list_groups() -> str:

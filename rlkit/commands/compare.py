@@ -9,6 +9,9 @@ from rlkit.errors import ConfigError
 from rlkit.runs.report import verdicts
 from rlkit.runs.report.read import Group, find_runs, group_runs, read_run
 
+TAKES_TEXTS = True
+READS_NO_CODE = True
+
 SETTINGS = ("figure", "at", "pairs", "effect", "seeds")
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from rlkit.commands.arguments import Arguments
 from rlkit.errors import ConfigError
 
+READS_NO_CODE = True
+
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 

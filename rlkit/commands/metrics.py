@@ -8,6 +8,9 @@ from rlkit.commands.arguments import Arguments
 from rlkit.errors import ConfigError, nearest
 from rlkit.training.glossary import Entry, meaning_of, sections
 
+TAKES_TEXTS = True
+READS_NO_CODE = True
+
 
 def command(arguments: Arguments) -> int:
     """NAME…: what a metric means, its unit, a healthy run's value and what to do otherwise; without

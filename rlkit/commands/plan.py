@@ -14,6 +14,9 @@ from rlkit.runs.report.read import Group
 from rlkit.statistics import FEWEST
 from rlkit.system.output import clock
 
+TAKES_TEXTS = True
+READS_NO_CODE = True
+
 EFFECT = 0.02  # two points of accuracy
 
 

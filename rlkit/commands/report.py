@@ -5,6 +5,9 @@ from __future__ import annotations
 from rlkit.commands.arguments import Arguments, option
 from rlkit.errors import ConfigError
 
+TAKES_TEXTS = True
+READS_NO_CODE = True
+
 
 def command(arguments: Arguments) -> int:
     """Runs as one HTML page: RUN…, and out=FILE, smooth=STEPS, limit=CONVERSATIONS."""

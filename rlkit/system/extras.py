@@ -1,0 +1,77 @@
+"""Which extras are in this copy of rlkit, and the commands that they and other packages bring.
+
+An extra is a folder of rlkit/extras. It is found by looking there, so a bare checkout works, and a
+folder that was deleted is an extra that is missing. Nothing is imported before it is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "rlkit.extras"
+FOLDER = Path(__file__).resolve().parents[1] / "extras"
+GROUP = "rlkit.commands"  # of the entry points of other packages
+
+
+def list_extras() -> list[str]:
+    """Names of the extras that are there."""
+    return sorted(file.parent.name for file in FOLDER.glob("*/__init__.py"))
+
+
+def extra_of(name: str) -> str | None:
+    """The extra that a dotted name is of; None for a name of the core or of another package.
+
+    >>> extra_of("rlkit.extras.vllm.VLLM"), extra_of("rlkit.rewards.numeric")
+    ('vllm', None)
+    """
+    rest = name.removeprefix(f"{PACKAGE}.")
+    return None if rest == name else rest.partition(".")[0]
+
+
+def explain_missing(name: str) -> str | None:
+    """A sentence for a dotted name whose extra is not there, else None."""
+    extra = extra_of(name)
+    if extra is None or extra in list_extras():
+        return None
+    return (
+        f"'{name}' needs the extra '{extra}', which this copy of rlkit does not have: there is no"
+        f" folder rlkit/extras/{extra}"
+    )
+
+
+def find_commands() -> dict[str, str]:
+    """Command → its module, for the extras that are there. Each is a file commands/COMMAND.py."""
+    files = sorted(FOLDER.glob("*/commands/*.py"))
+    return {
+        file.stem: f"{PACKAGE}.{file.parents[1].name}.commands.{file.stem}"
+        for file in files
+        if not file.stem.startswith("_")
+    }
+
+
+def summarize_commands() -> dict[str, str]:
+    """Command → the first line of its module's docstring, which is read without an import."""
+    lines = {}
+    for name, module in find_commands().items():
+        file = FOLDER.joinpath(*module.removeprefix(f"{PACKAGE}.").split(".")).with_suffix(".py")
+        lines[name] = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    return lines
+
+
+def outside_commands() -> dict[str, importlib.metadata.EntryPoint]:
+    """Command → entry point, for the packages installed here that declare the group."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+
+
+def load_command(name: str) -> Callable[[Any], int] | None:
+    """The function of an extra's or an outside package's command; None if there is none."""
+    module = find_commands().get(name)
+    if module is not None:
+        return importlib.import_module(module).command
+    point = outside_commands().get(name)
+    return None if point is None else point.load()
