@@ -62,9 +62,8 @@ Tool = Callable[..., Any] | Mapping[str, Any]
 class AgentResult(NamedTuple):
     """A conversation that is over, in the notebooks' shape and as the rollout that it is."""
 
-    messages: list[
-        Message
-    ]  # the given ones and all that followed, thinking apart, results with the ids of their calls
+    # the given ones and all that followed, thinking apart, results with the ids of their calls
+    messages: list[Message]
     # content of the last reply; '' where a limit or stop_condition cut the episode off before an
     # answer
     final_response: str
@@ -149,6 +148,11 @@ def run_agent(
         max_new_tokens=max_new_tokens,
         **settings,
     )
+    return _read_result(rollout, conversation)
+
+
+def _read_result(rollout: Rollout, conversation: Messages) -> AgentResult:
+    """What an episode that began with this conversation came to."""
     answered = rollout.status == "terminated" and not rollout.steps[-1].tool_calls
     return AgentResult(
         messages=rollout.conversation if rollout.steps else list(conversation),
@@ -179,8 +183,10 @@ def named_tools(
             name = (
                 str(schema.get("function", {}).get("name")) if isinstance(schema, Mapping) else ""
             )
-            default: Any = _by_the_executor if executed else None
-            tool = with_schema(schema, implementations.get(name, default))
+            function: Any = implementations.get(name)
+            if function is None and executed:
+                function = _by_the_executor
+            tool = with_schema(schema, function)
         if tool_name(tool) in named:
             raise ConfigError(
                 f"tools: there are two tools of the name {tool_name(tool)!r}; rename one"
@@ -413,7 +419,8 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     named = option(arguments.overrides, "run")
     overrides = drop(arguments.overrides, "run")
     run = runs.find_run(named, "run") if named else None
-    if run is not None and (other := [o for o in overrides if re.match(r"[+~]*model\b", o)]):
+    other = [o for o in overrides if re.match(r"[+~]*model\b", o)]
+    if run is not None and other:
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
     trusted = is_trusted(overrides)
     composed = compose(
@@ -422,10 +429,8 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     config = composed.config
     checkpoint = None
     if named and run is not None:
-        config["model"], checkpoint = (
-            model_of(run, f"run={named}", arguments),
-            runs.checkpoint_source(named, run),
-        )
+        config["model"] = model_of(run, f"run={named}", arguments)
+        checkpoint = runs.checkpoint_source(named, run)
         problems = check(config["model"], f"{run}/config.yaml, model")
         if problems:
             raise ConfigError("\n".join(problems))

@@ -95,7 +95,10 @@ def _no_flag(word: str, value: str) -> str:
     """What is written in place of a flag that does not exist."""
     flag, given, behind = word.lstrip("-").partition("=")
     key = flag.replace("-", "_")
-    value = behind if given else "VALUE" if value.startswith("-") or "=" in value else value
+    if given:
+        value = behind
+    elif value.startswith("-") or "=" in value:
+        value = "VALUE"
     if key in MEANT:
         return f"there is no flag '{word}'; write {MEANT[key].removesuffix('=')}={value}"
     flags = "-m, --config FILE, --config-name NAME, --config-dir DIR, --cfg job, --info and --help"

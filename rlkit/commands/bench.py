@@ -77,7 +77,8 @@ def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
 
     bench.write_rows(folder / "results.csv", rows)
     found = bench.scores(rows)
-    if len(found.seeds) > 1 and (compared := bench.pairs(found)):
+    compared = bench.pairs(found) if len(found.seeds) > 1 else []
+    if compared:
         bench.write_rows(
             folder / "comparisons.csv",
             [

@@ -132,7 +132,8 @@ def run(x: Experiment, tasks: Splits) -> Report:
         )
         metrics = learner.step(sampled, trained)
         found = memory(learner, device)
-    clock["generate"], clock["update"] = metrics["perf/generate_s"], metrics["perf/update_s"]
+    clock["generate"] = metrics["perf/generate_s"]
+    clock["update"] = metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
     return Report(agreement.warnings, played, spread, metrics, found, clock, text)
 
@@ -171,9 +172,29 @@ def size_of(node: Any) -> int:
 
 def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
     """The report in lines: what was done, with its numbers, then memory."""
+    rows = _list_rows(report, phases)
+    if len(phases) > 1:
+        rows.append(
+            (
+                "phases",
+                f"the step was one of '{phases[0]}'; the others were tried on fake data only",
+            )
+        )
+    return "\n".join(
+        [
+            report.header,
+            "",
+            *(f"{name:<18}{text}" for name, text in rows),
+            "",
+            "ready: rlkit train with the same overrides",
+        ]
+    )
+
+
+def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
+    """(what was done, its numbers) of each stage."""
     m = report.metrics
     clock = report.seconds
-    memory = report.memory
     own = [r.total_reward for r in report.rollouts]
     scored = [r for r in own if r is not None]
     terms = ", ".join(
@@ -191,7 +212,8 @@ def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
         for key, label in names.items()
         if isinstance(m.get(key), float) and m[key] == m[key]
     )
-    rows = [
+    spread = "all rewards were equal, so 0 and 1 in turn stood for them"
+    return [
         (
             "config",
             "composed, checked, dry-run on fake data"
@@ -213,29 +235,13 @@ def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
             (numbers if m["optim/updates"] else "none: this step had nothing to learn from")
             + f", {clock['update']:.1f} s",
         ),
+        *([("", spread)] if report.spread else []),
         *(
-            [("", "all rewards were equal, so 0 and 1 in turn stood for them")]
-            if report.spread
-            else []
+            (f"memory: {name}", _size(size))
+            for name, size in report.memory._asdict().items()
+            if size
         ),
-        *((f"memory: {name}", _size(size)) for name, size in memory._asdict().items() if size),
     ]
-    if len(phases) > 1:
-        rows.append(
-            (
-                "phases",
-                f"the step was one of '{phases[0]}'; the others were tried on fake data only",
-            )
-        )
-    return "\n".join(
-        [
-            report.header,
-            "",
-            *(f"{name:<18}{text}" for name, text in rows),
-            "",
-            "ready: rlkit train with the same overrides",
-        ]
-    )
 
 
 def _mean(values: Sequence[float | None]) -> str:

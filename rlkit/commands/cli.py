@@ -68,7 +68,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   -m, --multirun      a sweep
 
 groups and their options:
-"""
+"""  # noqa: E501
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,6 +88,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _dispatch(name: str, words: Sequence[str]) -> int:
+    """Runs the command of this name with its words; its exit status."""
+    if name not in list_commands():
+        raise ConfigError(f"there is no command '{name}'; there are: {', '.join(list_commands())}")
+    run = find_command(name)
+    module = sys.modules[run.__module__]
+    arguments = parse(words, texts=getattr(module, "TAKES_TEXTS", False))
+    if arguments.help:
+        print(full_help())
+        return 0
+    if arguments.multirun and name != "train":
+        raise ConfigError(f"rlkit {name} takes one run at a time; -m belongs to rlkit train")
+    is_trusted(arguments.overrides)  # every command takes the word, and no other value of it
+    if getattr(module, "READS_NO_CODE", False):
+        arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
+    if arguments.shown:
+        return importlib.import_module("rlkit.commands.show").command(name, arguments)
+    return run(arguments)
+
+
 def run_command(argv: Sequence[str]) -> int:
     """Runs a command in this process; its exit status."""
     end_with_parent()
@@ -96,9 +116,8 @@ def run_command(argv: Sequence[str]) -> int:
 
     guard_output()
     words = list(argv)
-    if (
-        "debug=true" in words
-    ):  # in the environment, for ranks and the jobs of a sweep are processes of their own
+    # in the environment, for ranks and the jobs of a sweep are processes of their own
+    if "debug=true" in words:
         os.environ[TRACEBACK] = "1"
         try:
             return run_command([word for word in words if word != "debug=true"])
@@ -118,26 +137,7 @@ def run_command(argv: Sequence[str]) -> int:
         print(full_help())
         return 0
     try:
-        if words[0] not in list_commands():
-            raise ConfigError(
-                f"there is no command '{words[0]}'; there are: {', '.join(list_commands())}"
-            )
-        run = find_command(words[0])
-        module = sys.modules[run.__module__]
-        arguments = parse(words[1:], texts=getattr(module, "TAKES_TEXTS", False))
-        if arguments.help:
-            print(full_help())
-            return 0
-        if arguments.multirun and words[0] != "train":
-            raise ConfigError(
-                f"rlkit {words[0]} takes one run at a time; -m belongs to rlkit train"
-            )
-        is_trusted(arguments.overrides)  # every command takes the word, and no other value of it
-        if getattr(module, "READS_NO_CODE", False):
-            arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
-        if arguments.shown:
-            return importlib.import_module("rlkit.commands.show").command(words[0], arguments)
-        return run(arguments)
+        return _dispatch(words[0], words[1:])
     except Refusal as error:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         return 2

@@ -28,11 +28,8 @@ FLAT = {
     "training.num_iterations": "trainer.steps",
 }
 BASE = "experiment=gsm8k_tools"  # the trainer's own numbers, where the file leaves one out
-ENTRIES = (
-    "train",
-    "evaluate",
-    "rollout",
-)  # rlkit's own configs, on which a user's defaults list may build
+# rlkit's own configs, on which a user's defaults list may build
+ENTRIES = ("train", "evaluate", "rollout")
 DATASETS = ("gsm8k", "mbpp")
 
 
@@ -86,9 +83,8 @@ def _chosen(file: str, defaults: Any) -> list[str]:
                 f"--config {file}: defaults: {entry!r} chooses nothing; write GROUP: OPTION"
             )
         (group, option), *_ = entry.items()
-        found.append(
-            f"{str(group).removeprefix('override ').removeprefix('/')}={'null' if option is None else option}"
-        )
+        key = str(group).removeprefix("override ").removeprefix("/")
+        found.append(f"{key}={'null' if option is None else option}")
     return found
 
 

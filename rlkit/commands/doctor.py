@@ -21,9 +21,8 @@ READS_NO_CODE = True
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-LOW_DISK_GB = (
-    10.0  # a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
-)
+# a checkpoint of Qwen3-1.7B with its optimizer takes some 20 GB, adapters megabytes
+LOW_DISK_GB = 10.0
 
 
 class Finding(NamedTuple):

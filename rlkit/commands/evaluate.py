@@ -41,11 +41,8 @@ def evaluate_run(
     Raises: RewardError where a reward fails; its note names the file in the new folder that keeps
       the rollout.
     """
-    from rlkit.episodes import failures
-    from rlkit.episodes.evaluation import greedy_accuracy, sampled_accuracy
     from rlkit.sandbox import seen
     from rlkit.system.device import autocast, on_device, versions
-    from rlkit.training.callbacks.evaluation import in_time
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy
 
@@ -58,27 +55,9 @@ def evaluate_run(
         check_policy(policy, tasks, x)
         print(settle_kernels(x.generation.engine, policy.model), flush=True)
         out = runs.fresh(parent)
-        with failed_rollout_kept(out), in_time(settings, "the greedy evaluation"):
-            greedy, greedy_rollouts = greedy_accuracy(
-                policy, tasks, version=step or 0, **x.held_out(0.0)
-            )
-            with lenient("greedy.jsonl.gz"):
-                save_rollouts(out / "greedy.jsonl.gz", greedy_rollouts)
-            said = failures(greedy_rollouts)
-            if said:
-                print(f"warning: {said}", flush=True)
-        with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
-            sampled, sampled_rollouts = sampled_accuracy(
-                policy,
-                tasks,
-                samples=settings.samples,
-                k=settings.k,
-                seed=settings.seed,
-                version=step or 0,
-                **x.held_out(settings.temperature),
-            )
-            with lenient("sampled.jsonl.gz"):
-                save_rollouts(out / "sampled.jsonl.gz", sampled_rollouts)
+        greedy = _evaluate_greedily(x, policy, tasks, step or 0, out)
+        sampled = _evaluate_samples(x, policy, tasks, step or 0, out)
+    level = seen()
     result = {
         "checkpoint": str(path) if path else None,
         "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
@@ -93,11 +72,52 @@ def evaluate_run(
         "seed": settings.seed,
         "wall_seconds": round(time.perf_counter() - started, 2),
         "versions": versions(),
-        "sandbox": str(level) if (level := seen()) else None,
+        "sandbox": str(level) if level else None,
     }
     with lenient("result.json"):
         write_json(out / "result.json", result)
     return result, out
+
+
+def _evaluate_greedily(
+    x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
+) -> dict[str, Any]:
+    """The result of one greedy reply to each task; the rollouts are written to `out`."""
+    from rlkit.episodes import failures
+    from rlkit.episodes.evaluation import greedy_accuracy
+    from rlkit.training.callbacks.evaluation import in_time
+
+    with failed_rollout_kept(out), in_time(x.evaluation, "the greedy evaluation"):
+        result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
+        with lenient("greedy.jsonl.gz"):
+            save_rollouts(out / "greedy.jsonl.gz", rollouts)
+        said = failures(rollouts)
+        if said:
+            print(f"warning: {said}", flush=True)
+    return result
+
+
+def _evaluate_samples(
+    x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
+) -> dict[str, Any]:
+    """The result of several sampled replies to each task; the rollouts are written to `out`."""
+    from rlkit.episodes.evaluation import sampled_accuracy
+    from rlkit.training.callbacks.evaluation import in_time
+
+    settings = x.evaluation
+    with failed_rollout_kept(out), in_time(settings, "the sampled evaluation"):
+        result, rollouts = sampled_accuracy(
+            policy,
+            tasks,
+            samples=settings.samples,
+            k=settings.k,
+            seed=settings.seed,
+            version=version,
+            **x.held_out(settings.temperature),
+        )
+        with lenient("sampled.jsonl.gz"):
+            save_rollouts(out / "sampled.jsonl.gz", rollouts)
+    return result
 
 
 def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tuple[Path, int]:
@@ -126,9 +146,8 @@ def restored_policy(policy: Policy, checkpoint: Path, engine: Any = None) -> tup
             f"{path} belongs to another model: {strange[0]} and {len(strange) - 1} other weights"
             " are in one of the two only; use the model settings of its run"
         )
-    policy.model.load_state_dict(
-        weights, strict=False
-    )  # under LoRA the frozen base is not in the checkpoint
+    # under LoRA the frozen base is not in the checkpoint
+    policy.model.load_state_dict(weights, strict=False)
     for said in keep_kernels(engine, policy.model, state["rlkit"]) if engine is not None else ():
         print(f"evaluate: {said}", flush=True)
     return path, int(state["rlkit"]["rl_step"])

@@ -50,9 +50,8 @@ def export(
     if out.exists():
         raise ConfigError(f"to={out}: exists already; name a folder that does not")
     quiet()
-    policy = build(dict(model))(
-        device="cpu"
-    )  # the caller has looked at what it calls: rlkit.config.trust
+    # the caller has looked at what it calls: rlkit.config.trust
+    policy = build(dict(model))(device="cpu")
     adapters = hasattr(policy.model, "merge_and_unload")
     if adapters and not merge and EMBEDDED.get(model["path"]):
         raise ConfigError(
@@ -84,7 +83,8 @@ def command(arguments: Arguments) -> int:
     if merge not in (None, "true", "false"):
         raise ConfigError(f"merge={merge}: must be true or false")
     run = runs.find_run(named, "run")
-    out = Path(place).expanduser() if place else run / ("merged" if merge == "true" else "export")
+    name = "merged" if merge == "true" else "export"
+    out = Path(place).expanduser() if place else run / name
     path, step = export(
         model_of(run, f"run={named}", arguments),
         checkpoint=runs.checkpoint_source(named, run),

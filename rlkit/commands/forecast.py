@@ -54,11 +54,9 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """The forecast: lengths, memory, seconds and where they go, decoding, what to change."""
-    card, shape, (load, lengths) = (
-        CARDS[given["device"]],
-        shape_of_run(x),
-        load_of(x, config, given),
-    )
+    card = CARDS[given["device"]]
+    shape = shape_of_run(x)
+    load, lengths = load_of(x, config, given)
     found = forecast(card, shape, load)
     held = ", ".join(
         f"{name} {size / 1e9:.1f}" for name, size in found.memory.items() if size >= 5e7
@@ -152,7 +150,9 @@ def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) 
         epochs=a.epochs,
         steps=x.trainer.steps,
     )
-    source = "counted" if counted else "given" if "prompt_tokens" in given else "assumed"
+    source = "given" if "prompt_tokens" in given else "assumed"
+    if counted:
+        source = "counted"
     replies = f"replies of {load.reply} ({share:.0%} of generation.max_new_tokens={limit})"
     return load, f"prompts of {prompt} tokens ({source}), {replies}, {load.turns} a rollout"
 

@@ -21,9 +21,8 @@ def command(arguments: Arguments) -> int:
         )
     if not arguments.texts:
         for section in sections():
-            print(
-                f"{section.title}\n{behind_label('  ', ', '.join(name for entry in section.entries for name in entry.names))}\n"
-            )
+            names = ", ".join(name for entry in section.entries for name in entry.names)
+            print(f"{section.title}\n{behind_label('  ', names)}\n")
     for name in arguments.texts:
         print(explained(name))
     return 0

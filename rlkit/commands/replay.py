@@ -45,9 +45,8 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     if not is_noted(folder):
         by = Folder(conf_dir())
         require_trust(list(outside(written, by)), f"bundle={folder}", trusted=trusted)
-        written = without(
-            written, frozenset(leak.path for leak in leaks(written, by))
-        )  # an update needs no key
+        # an update needs no key
+        written = without(written, frozenset(leak.path for leak in leaks(written, by)))
     config = with_environment(written)
     learn(config, written)
     problems = check(config, f"{folder}/config.yaml")
@@ -127,7 +126,8 @@ def not_finite(tensors: Mapping[str, Any], what: str) -> list[str]:
 def _line(rows: Any, mask: Any, loss: float, norm: float) -> str:
     """One row of the table."""
     names = ", ".join(map(str, rows.tolist()))
-    return f"{names if len(names) < 23 else f'{names[:20]}…':<24}{int(mask[rows].sum()):>8}{loss:>14.6g}{norm:>14.6g}"
+    names = names if len(names) < 23 else f"{names[:20]}…"
+    return f"{names:<24}{int(mask[rows].sum()):>8}{loss:>14.6g}{norm:>14.6g}"
 
 
 def command(arguments: Arguments) -> int:

@@ -73,9 +73,8 @@ def run_table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list
         for path in place.rglob("config.yaml")
         if path.parent.name != ".hydra"
     }
-    folders = {
-        folder for folder in folders if folders.isdisjoint(folder.parents)
-    }  # no debug bundle inside a run
+    # no debug bundle inside a run
+    folders = {folder for folder in folders if folders.isdisjoint(folder.parents)}
     found = sorted(
         (f for f in folders if _passes(f, wanted)),
         key=lambda f: (f / "config.yaml").stat().st_mtime,
@@ -187,13 +186,9 @@ def _results(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return (
-        f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool)
-        else "-"
-        if value is None
-        else str(value)
-    )
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "-" if value is None else str(value)
 
 
 def _table(first: str, rows: Mapping[str, tuple[str, str]]) -> list[str]:

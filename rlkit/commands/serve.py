@@ -32,11 +32,9 @@ async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
     from rlkit.episodes.programs import Conversations
     from rlkit.gateway.server import addresses, opened_door
 
-    engine, params, keys = (
-        x.generation.engine,
-        SamplingParams(**x.generation.params)._replace(admission="free"),
-        count(),
-    )
+    engine = x.generation.engine
+    params = SamplingParams(**x.generation.params)._replace(admission="free")
+    keys = count()
     await engine.load(policy, 0)
     environment = Environment(parse_calls=x.parse_calls, max_steps=REMEMBERED)
 

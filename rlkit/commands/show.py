@@ -10,12 +10,8 @@ from rlkit.config.compose import choices, compose, conf_dir, unresolved
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import redacted
 
-ENTRIES = {
-    "train": "train",
-    "check": "train",
-    "rollout": "rollout",
-    "evaluate": "evaluate",
-}  # command → its config
+# command → its config
+ENTRIES = {"train": "train", "check": "train", "rollout": "rollout", "evaluate": "evaluate"}
 
 
 def command(name: str, arguments: Arguments) -> int:

@@ -42,9 +42,6 @@ def command(arguments: Arguments) -> int:
             overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides)
         )
     from rlkit.config.compose import compose, experiment, length_keys
-    from rlkit.config.problems.doubts import warnings
-    from rlkit.config.problems.rows import load_tasks
-    from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
     trusted = is_trusted(arguments.overrides)
@@ -86,6 +83,21 @@ def command(arguments: Arguments) -> int:
             ranks.leave()
             return 0
         resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
+    status = _train_owned(x, composed, folder, resume, outputs)
+    if status == 0:
+        ranks.leave()
+    return status
+
+
+def _train_owned(
+    x: Experiment, composed: Composed, folder: Path | None, resume: Path | None, outputs: Path
+) -> int:
+    """Takes the run's folder (None: a new one in `outputs`), and trains inside Hydra's main; the
+    exit status."""
+    from rlkit.config.problems.doubts import warnings
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.tasks.splits import overlaps
+
     with ExitStack() as owning:
 
         def own(run: Path) -> Path:
@@ -102,11 +114,12 @@ def command(arguments: Arguments) -> int:
         tasks = load_tasks(x)
         for line in (*warnings(x), *overlaps(tasks)):
             print(f"warning: {line}")
+        # one for all ranks, which by now have read what is there
         target = ranks.broadcast(
             lambda: (
                 folder or runs.fresh(outputs / x.name, runs.label_of(composed.overrides, x.name))
             )
-        )  # one for all ranks, which by now have read what is there
+        )
         occupied = not known and target.is_dir() and any(target.iterdir())  # by files of the user
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
@@ -119,8 +132,6 @@ def command(arguments: Arguments) -> int:
         status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
         if status == 2 and not known and ranks.rank() == 0 and not owner.lost(target):
             remove_start(target, whole=not occupied)
-    if status == 0:
-        ranks.leave()
     return status
 
 
@@ -146,9 +157,8 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
     config = composed.config
     overrides = [str(text) for text in composed.full.hydra.overrides.task]
     with refusing(folder):
-        if (
-            not identity and (folder / "run.json").exists()
-        ):  # of a process that ended before it wrote config.yaml
+        # of a process that ended before it wrote config.yaml
+        if not identity and (folder / "run.json").exists():
             set_aside(folder, "run.json")
         said = runs.write_start(
             folder, config, versions(), identity=identity or identify(config), overrides=overrides
@@ -271,12 +281,10 @@ def run_in_folder(
     try:
         with refusing(folder):
             provenance = ranks.broadcast(lambda: runs.read_start(folder))
-            if ranks.rank() == 0:
-                (
-                    runs.write_config(folder, config, provenance["identity"], new=True)
-                    if fresh
-                    else runs.cover_overrides(folder)
-                )
+            if ranks.rank() == 0 and fresh:
+                runs.write_config(folder, config, provenance["identity"], new=True)
+            elif ranks.rank() == 0:
+                runs.cover_overrides(folder)
         with guard_state(x, kinds=[FOLDER]):
             summary, _ = train_in(
                 x,
@@ -302,10 +310,15 @@ def run_in_folder(
         return 1
     if ranks.rank() == 0:
         with lenient("config.yaml"):
-            runs.write_config(
-                folder, config, provenance["identity"]
-            )  # a resumed run's, once it has gone on with it
+            # a resumed run's, once it has gone on with it
+            runs.write_config(folder, config, provenance["identity"])
     print(closing_lines(summary, folder), flush=True)
+    return _exit_status(x, summary, folder)
+
+
+def _exit_status(x: Experiment, summary: Mapping[str, Any], folder: Path) -> int:
+    """The exit status of a run that came to an end. A run that SLURM interrupted is queued again,
+    where the trainer asks for that."""
     if summary["ended"] == "interrupted":
         if (
             ranks.rank() == 0
@@ -321,38 +334,39 @@ def run_in_folder(
     return 1 if LOST else 0
 
 
-def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
-    """The before/after table of the test problems, the folder and the commands that come next."""
+def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The table of the test problems, before and after training."""
     from rlkit.training.callbacks.terminal import how_sampled
 
+    lines = [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
+    named = [("accuracy", "interval")]
+    # else the reward is the accuracy
+    if any(r["reward"] != r["accuracy"] for r in (before, after)):
+        named.append(("reward", "reward_interval"))
+    for name, interval in named:
+        lines.append(f"{name:<22}{before[name]:>16.3f}{after[name]:>16.3f}")
+        spans = [f"{r[interval][0]:.3f} – {r[interval][1]:.3f}" for r in (before, after)]
+        lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
+    lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
+    distinct = [r["distinct"] for r in (before, after)]
+    if distinct != [before["n"], after["n"]]:
+        lines.append(f"{'of these distinct':<22}{distinct[0]:>16}{distinct[1]:>16}")
+    for part, own in after.get("parts", {}).items():
+        was = before.get("parts", {}).get(part)
+        cells = [f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)]
+        lines.append(f"{f'accuracy, {part}':<22}{''.join(cells)}")
+    lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
+    return lines
+
+
+def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
+    """The before/after table of the test problems, the folder and the commands that come next."""
     where = shlex.quote(runs.shown(folder))
     lines = [""]
     before = summary.get("before")
     after = summary.get("after")
     if before and after:
-        lines += [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
-        shaped = any(
-            r["reward"] != r["accuracy"] for r in (before, after)
-        )  # else the reward is the accuracy
-        for name, interval in [
-            ("accuracy", "interval"),
-            *([("reward", "reward_interval")] if shaped else []),
-        ]:
-            lines.append(f"{name:<22}{before[name]:>16.3f}{after[name]:>16.3f}")
-            spans = [f"{r[interval][0]:.3f} – {r[interval][1]:.3f}" for r in (before, after)]
-            lines.append(f"{'95 % interval':<22}{spans[0]:>16}{spans[1]:>16}")
-        lines.append(f"{'problems':<22}{before['n']:>16}{after['n']:>16}")
-        distinct = [r["distinct"] for r in (before, after)]
-        if distinct != [before["n"], after["n"]]:
-            lines.append(f"{'of these distinct':<22}{distinct[0]:>16}{distinct[1]:>16}")
-        for part, own in after.get("parts", {}).items():
-            was = before.get("parts", {}).get(part)
-            lines.append(
-                f"{f'accuracy, {part}':<22}"
-                + "".join(f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own))
-            )
-        lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
-        lines.append("")
+        lines += [*_compare_tests(before, after), ""]
     why = summary.get("why", "")
     lines.append(
         f"{summary['ended']} after {summary['steps']} steps, {summary['wall_seconds']:.0f} s,"
