@@ -15,28 +15,19 @@ from rlkit.training.schedules.paths import flat
 ONCE = ("resume", "takeover")  # keys that say how a process begins, and nothing of the run
 
 
-LENGTH = (
-    "trainer.steps",
-    "trainer.max_time",
-    *ONCE,
-)  # keys that two configs of one run may differ in
+# keys that two configs of one run may differ in
+LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)
 
 
-PLACE = (
-    "trainer.devices",
-    "trainer.nodes",
-    "trainer.strategy",
-    "trainer.timeout",
-)  # and these: the result does not depend on the ranks
+# and these: the result does not depend on the ranks
+PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")
 
 
 FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
 
 
-APART = (
-    "logger",
-    "callbacks",
-)  # sections that say what is written and shown, and nothing of the run's numbers
+# sections that say what is written and shown, and nothing of the run's numbers
+APART = ("logger", "callbacks")
 
 
 def identify(config: Mapping[str, Any]) -> str:

@@ -297,7 +297,8 @@ def _load(
             raise ConfigError(f"'{text}' cannot be read: {said}") from error
         raise ConfigError(one_sentence(error)) from error
     own = [text for text in accepted if not text.startswith("hydra")]
-    full.hydra.overrides.task, full.hydra.job.override_dirname = own, ",".join(sorted(own))
+    full.hydra.overrides.task = own
+    full.hydra.job.override_dirname = ",".join(sorted(own))
     full.hydra.runtime.cwd = os.getcwd()
     return full, accepted
 
@@ -364,12 +365,10 @@ def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
         except (OmegaConfBaseException, ValueError):
             written: Any = OmegaConf.to_container(node, resolve=False)
             return where, str(written[key])
-        if (
-            OmegaConf.is_config(value)
-            and not OmegaConf.is_interpolation(node, key)
-            and (found := _unresolved(value, where))[0]
-        ):
-            return found
+        if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, key):
+            found = _unresolved(value, where)
+            if found[0]:
+                return found
     return "", ""
 
 
@@ -439,9 +438,8 @@ def _check_overrides(
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
     parser = OverridesParser.create(config_loader=hydra.config_loader)
-    elsewhere = bool(search) or any(
-        text.startswith("hydra.searchpath=") for text in overrides
-    )  # options that are looked for later
+    # options that are looked for later
+    elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)
     problems = []
     accepted = []
     for given in overrides:
@@ -525,9 +523,8 @@ def builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
 def checked(x: Experiment) -> Experiment:
     """The experiment itself, after every check that needs no model and no data. Raises ConfigError
     with all problems at once."""
-    with guard_state(
-        x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]
-    ):  # their functions run on fake data
+    # their functions run on fake data
+    with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):
         problems = run_problems(x)
         if problems:
             raise ConfigError("\n".join(problems))

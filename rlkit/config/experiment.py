@@ -27,9 +27,8 @@ class Configured(Experiment):
     would no longer describe it."""
 
     config: Mapping[str, Any] = MappingProxyType({})
-    overrides: tuple[
-        str, ...
-    ] = ()  # that give the config to Hydra; empty where a part is a Python object
+    # that give the config to Hydra; empty where a part is a Python object
+    overrides: tuple[str, ...] = ()
 
 
 def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) -> Experiment:
@@ -70,15 +69,14 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
         x = placed(x, path, part, Experiment, path)
         config = with_value(config, path, described(reduce(inside, path.split("."), x)))
     if hasattr(x.model, "__dict__"):
-        vars(x.model)["suggests"] = (
-            suggested  # the other numbers are those of the option that the object replaces
-        )
-    x = (
-        x if isinstance(x.task, partial) else x._replace(task=partial(x.task))
-    )  # a user's own function stays as it is
+        # the other numbers are those of the option that the object replaces
+        vars(x.model)["suggests"] = suggested
+    # a user's own function stays as it is
+    x = x if isinstance(x.task, partial) else x._replace(task=partial(x.task))
     vars(x.task).update(beside)  # they are the run's, whatever gives the tasks
     configured = Configured(*checked(x))
-    configured.config, configured.overrides = config, () if parts else tuple(composed.overrides)
+    configured.config = config
+    configured.overrides = () if parts else tuple(composed.overrides)
     return configured
 
 
@@ -99,7 +97,8 @@ def override(path: str, value: Any) -> str:
         and isinstance(chosen, list | tuple)
         and all(isinstance(name, str) for name in chosen)
     ):
-        return f"{path.replace('.', '/')}={value if isinstance(value, str) else '[' + ','.join(chosen) + ']'}"
+        options = value if isinstance(value, str) else f"[{','.join(chosen)}]"
+        return f"{path.replace('.', '/')}={options}"
     return f"{path}={literal(value)}"
 
 
@@ -167,14 +166,11 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
 def inside(owner: Any, name: str) -> Any:
     """What stands under a name: a field, an entry or a keyword argument; None where nothing
     does."""
-    named = (
-        owner.keywords
-        if isinstance(owner, partial)
-        else owner
-        if isinstance(owner, Mapping)
-        else None
-    )
-    return getattr(owner, name, None) if named is None else named.get(name)
+    if isinstance(owner, partial):
+        return owner.keywords.get(name)
+    if isinstance(owner, Mapping):
+        return owner.get(name)
+    return getattr(owner, name, None)
 
 
 def _hints(target: Any) -> dict[str, Any]:

@@ -78,9 +78,8 @@ def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
     a leaf of the same name anywhere, then similar ones.
     """
     parent, _, word = path.rpartition(".")
-    same_part = (
-        f".{path}" if parent else "."
-    )  # evaluation.reward.terms.task is no other place than reward.terms.task
+    # evaluation.reward.terms.task is no other place than reward.terms.task
+    same_part = f".{path}" if parent else "."
     below = [
         leaf
         for leaf in leaves
@@ -120,9 +119,7 @@ def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _sentence(keys: list[str]) -> str:
-    return (
-        " Did you mean"
-        f" {' or '.join(repr(key + 'OPTION' if key.endswith('=') else key) for key in keys)}?"
-        if keys
-        else ""
-    )
+    if not keys:
+        return ""
+    shown = [repr(f"{key}OPTION" if key.endswith("=") else key) for key in keys]
+    return f" Did you mean {' or '.join(shown)}?"

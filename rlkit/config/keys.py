@@ -68,7 +68,8 @@ def leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
         if named:
             found += _beside(function, own_base, path, named[0])
     for path, text, own in _leaves(node, base, "") if places else ():
-        if not own and (names := FROM_ENVIRONMENT.findall(text)):
+        names = FROM_ENVIRONMENT.findall(text)
+        if names and not own:
             found.append(Leak(path, f"the value of {names[0]}", places[0]))
     return list({leak.path: leak for leak in reversed(found)}.values())[::-1]
 

@@ -122,9 +122,8 @@ def _check_call(
             problems += _check_value(node[key], hints.get(key, Any), where, leaves)
         elif not takes_any:
             label = f"'{node['_target_']}'" if path else "a run"
-            own = path and not str(node["_target_"]).startswith(
-                "rlkit."
-            )  # put in place of a part that had such a key
+            # put in place of a part that had such a key
+            own = path and not str(node["_target_"]).startswith("rlkit.")
             away = (
                 f"; where the option behind it sets '{key}', take it out with ~{where}"
                 if own
@@ -392,9 +391,8 @@ def build(node: Any, path: str = "") -> Any:
     }
     if node.get("_partial_"):
         part = functools.partial(target, *arguments, **values)
-        vars(part).update(
-            beside, suggests=node.get("suggests", {})
-        )  # for problems/doubts.py; no call sees them
+        # for problems/doubts.py; no call sees them
+        vars(part).update(beside, suggests=node.get("suggests", {}))
         return part
     try:
         with guard_state(target, kinds=[FOLDER]):

@@ -19,7 +19,9 @@ def learning_rate(otherwise: float, *, _root_: Any) -> float:
     rank = _read(_root_, "model.lora.rank")
     adapters = isinstance(rank, int) and rank > 0
     suggested = _read(_root_, "model.suggests.lora_lr" if adapters else "model.suggests.lr")
-    return suggested if suggested is not None else otherwise * (TIMES if adapters else 1)
+    if suggested is not None:
+        return suggested
+    return otherwise * (TIMES if adapters else 1)
 
 
 def reply_length(short: int, thinking: int, *, _root_: Any) -> int:

@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,11 +33,8 @@ NAME = re.compile(r"\b(?:rlkit|torch)\.[\w.]+")
 CALLS = ("_target_", "_partial_", "_args_")
 ABSENT: Any = object()
 UNDECLARED = "something: no verdict is declared for it"
-SENDS = (
-    "program",
-    "address",
-    "import",
-)  # where a value can leave this process by what a function of the config does
+# where a value can leave this process by what a function of the config does
+SENDS = ("program", "address", "import")
 MODEL = ("rlkit.models.load_policy", "path")
 
 
@@ -91,9 +88,10 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     found: dict[str, dict[str, list[Any]]] = {}
 
     def collect(node: Any) -> None:
-        for value in (
-            node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-        ):
+        values: Iterable[Any] = node if isinstance(node, list) else ()
+        if isinstance(node, dict):
+            values = node.values()
+        for value in values:
             collect(value)
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             for name in NAME.findall(node["_target_"]):  # a reference with a default names one too
@@ -110,10 +108,8 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     }
     for option in options.values():
         collect(option)
-    for (
-        file,
-        option,
-    ) in options.items():  # one that takes its function from another option of its group
+    # one that takes its function from another option of its group
+    for file, option in options.items():
         if isinstance(option, dict) and "_target_" not in option:
             group = [
                 other
@@ -215,8 +211,10 @@ def _outside(node: Any, by: Folder, base: Any, path: str, word: str) -> Iterator
     elif isinstance(node, list):
         for i, value in enumerate(node):
             yield from _outside(value, by, item(base, i), f"{path}[{i}]", word)
-    elif isinstance(node, str) and (names := FROM_ENVIRONMENT.findall(node)):
-        yield f"{path} reads the environment variable {names[0]}"
+    elif isinstance(node, str):
+        names = FROM_ENVIRONMENT.findall(node)
+        if names:
+            yield f"{path} reads the environment variable {names[0]}"
 
 
 def is_same(node: Any, base: Any) -> bool:

@@ -17,9 +17,8 @@ from rlkit.types import ASSUMPTIONS, GUARANTEES, Environment, Task, declarations
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment
 
-OF_REWARDS = {
-    f"{word}_rewards": word for word in GUARANTEES
-}  # assumption → the guarantee that it asks for
+# assumption → the guarantee that it asks for
+OF_REWARDS = {f"{word}_rewards": word for word in GUARANTEES}
 NEEDED = {
     "binary": (
         "choose a reward of 0 and 1 (numeric, exact_match, contains, format, code_exec,"
@@ -132,9 +131,8 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
                 ["binary"], f"{path} gives a score to every step; {NEEDED['binary']}"
             )
     aggregator = x.reward.aggregator
-    if len(counted) > 1 or not declarations(
-        aggregator, "keeps"
-    ):  # of one component all of them give that component
+    # of one component all of them give that component
+    if len(counted) > 1 or not declarations(aggregator, "keeps"):
         why = (
             f"reward.aggregator ({written(aggregator)}) joins {', '.join(counted)}; give one of"
             " them a weight, and the others 0"
@@ -176,9 +174,8 @@ def _reply_budgets(x: Experiment) -> list[str]:
 
 def _episode_budgets(x: Experiment) -> list[str]:
     """Limits of an episode of several replies that one reply may use up."""
-    turns = (
-        x.environment.max_steps if isinstance(x.environment, Environment) else 1
-    )  # by row: each has its own
+    # by row: each has its own
+    turns = x.environment.max_steps if isinstance(x.environment, Environment) else 1
     out = []
     for name, term in x.reward.terms.items():
         limit = getattr(term.fn, "keywords", {}).get("limit")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.errors import nearest, written
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
-    from rlkit.algorithm import Algorithm
+    from rlkit.algorithm import Algorithm, Stream
     from rlkit.training.experiment import Experiment
 
 
@@ -99,9 +99,8 @@ def _check_groups(x: Experiment) -> list[str]:
             f"batch.group_size={x.batch.group_size}: algorithm={x.algorithm.name} samples nothing,"
             " so a row is one episode; set it to 1"
         )
-    numbers = inspect.signature(
-        x.algorithm.advantage
-    ).parameters  # a partial's defaults are what the config has bound
+    # a partial's defaults are what the config has bound
+    numbers = inspect.signature(x.algorithm.advantage).parameters
     if x.batch.group_size == 1 and (
         asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")
     ):
@@ -264,40 +263,44 @@ def _check_old(x: Experiment) -> list[str]:
     ]
 
 
-def _check_streams(x: Experiment) -> list[str]:
+def _check_stream(name: str, stream: Stream) -> list[str]:
     from rlkit.algorithm import STREAMS
 
-    a = x.algorithm
     problems = []
     masks = {
         "reward": (None,),
         "teacher": (None, "sampled"),
         "imitation": ("observations", "demonstrations"),
     }
-    for name, stream in a.streams.items():
-        path = f"algorithm.streams.{name}"
-        if name not in STREAMS:
-            problems.append(
-                f"{path}: there is no such stream.{nearest(name, STREAMS)} There are:"
-                f" {', '.join(STREAMS)}"
-            )
-        elif stream.mask not in masks[name]:
-            problems.append(
-                f"{path}.mask={stream.mask}: must be"
-                f" {' or '.join(str(mask or 'null') for mask in masks[name])}"
-            )
-        if (stream.loss is None) == (name == "teacher"):
-            said = (
-                "needs a divergence, such as rlkit.functional.kl_student_teacher"
-                if name == "teacher"
-                else "only a teacher has a divergence"
-            )
-            problems.append(f"{path}.loss: {said}")
-        if name == "reward" and stream.aggregation is not None:
-            problems.append(
-                f"{path}.aggregation: the reward's weights are those of algorithm/aggregation; set"
-                " that instead"
-            )
+    path = f"algorithm.streams.{name}"
+    if name not in STREAMS:
+        problems.append(
+            f"{path}: there is no such stream.{nearest(name, STREAMS)} There are:"
+            f" {', '.join(STREAMS)}"
+        )
+    elif stream.mask not in masks[name]:
+        problems.append(
+            f"{path}.mask={stream.mask}: must be"
+            f" {' or '.join(str(mask or 'null') for mask in masks[name])}"
+        )
+    if (stream.loss is None) == (name == "teacher"):
+        said = (
+            "needs a divergence, such as rlkit.functional.kl_student_teacher"
+            if name == "teacher"
+            else "only a teacher has a divergence"
+        )
+        problems.append(f"{path}.loss: {said}")
+    if name == "reward" and stream.aggregation is not None:
+        problems.append(
+            f"{path}.aggregation: the reward's weights are those of algorithm/aggregation; set that"
+            " instead"
+        )
+    return problems
+
+
+def _check_streams(x: Experiment) -> list[str]:
+    a = x.algorithm
+    problems = [said for name, stream in a.streams.items() for said in _check_stream(name, stream)]
     if "teacher" in a.streams and not x.teacher.models:
         problems.append(
             "algorithm.streams.teacher needs a teacher, but teacher=none; choose teacher=path"

@@ -18,18 +18,9 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment, RolloutRun
 
 
-def warnings(x: Experiment) -> list[str]:
-    """What is legal but probably not meant."""
-    from rlkit.functional import forward, k1
-
-    a = x.algorithm
-    out = schedule_warnings(x) + list(
-        dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))
-    )
-    updates = a.epochs * a.minibatches
-    out += embedded_numbers(
-        x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
-    ) + _adapter_rate(x)
+def _list_unused(x: Experiment) -> list[str]:
+    """Parts that were chosen and do nothing."""
+    out = []
     # The algorithm suggests no KL, and the reference is the default: nobody chose what is not
     # built.
     by_default = x.kl.name != "none" and x.reference.name == "frozen"
@@ -51,6 +42,22 @@ def warnings(x: Experiment) -> list[str]:
             f"teacher={x.teacher.name} is not built: no algorithm.streams.teacher asks for it;"
             " choose algorithm=opd, or teacher=none"
         )
+    return out
+
+
+def warnings(x: Experiment) -> list[str]:
+    """What is legal but probably not meant."""
+    from rlkit.functional import forward, k1
+
+    a = x.algorithm
+    out = schedule_warnings(x) + list(
+        dict.fromkeys(text for p in phases(x).values() for text in assumption_warnings(p))
+    )
+    updates = a.epochs * a.minibatches
+    out += embedded_numbers(
+        x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
+    ) + _adapter_rate(x)
+    out += _list_unused(x)
     lora = getattr(x.model, "keywords", {}).get("lora")
     if (
         x.needs_reference

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 LONGEST = 200  # bytes of one part; a file system takes 255
-SOURCES = (
-    "schedule",
-    "algorithm",
-)  # groups that the name of a run comes from, the first that has one
+# groups that the name of a run comes from, the first that has one
+SOURCES = ("schedule", "algorithm")
 
 
 def name_problems(config: Mapping[str, Any]) -> list[str]:

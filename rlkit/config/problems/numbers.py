@@ -21,9 +21,10 @@ def range_problems(node: Any, path: str = "") -> list[str]:
     limits = getattr(part, "__ranges__", {})
     problems = []
     for key, value in enumerate(node) if isinstance(node, list) else fields(node).items():
-        where = (
-            f"{path}[{key}]" if isinstance(node, list) else f"{path}.{key}" if path else str(key)
-        )
+        if isinstance(node, list):
+            where = f"{path}[{key}]"
+        else:
+            where = f"{path}.{key}" if path else str(key)
         low, high = (
             limits.get(key, (None, None)) if isinstance(value, int | float) else (None, None)
         )

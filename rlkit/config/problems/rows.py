@@ -23,15 +23,8 @@ from rlkit.training.selfcheck import ROWS, first_rows
 from rlkit.training.teachers import answer, demonstration
 from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
-JUDGED = (
-    "environment",
-    "verifiers",
-    "reasoning_gym",
-    "listed",
-    "paid",
-    "priced",
-    "judge",
-)  # rewards of rows without a gold answer
+# rewards of rows without a gold answer
+JUDGED = ("environment", "verifiers", "reasoning_gym", "listed", "paid", "priced", "judge")
 
 
 def load_tasks(x: Experiment) -> Splits:
@@ -58,9 +51,8 @@ def _checked_tasks(x: Experiment) -> Splits:
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
         rewarded = phase.algorithm.streams.get("reward", Stream())
-        if (
-            "reward" in phase.algorithm.streams or not phase.algorithm.streams
-        ):  # else it is only measured
+        # else it is only measured
+        if "reward" in phase.algorithm.streams or not phase.algorithm.streams:
             own = [task for task in train if rewarded.of(task.part)]
             check_truths(own, phase.reward)
             check_reward(own, phase.reward, x.environment)
@@ -138,13 +130,12 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
     teacher = x.teacher
     for name, stream in streams.items():
         known = {task.part for task in tasks}
-        if stream.parts is not None and (
-            odd := [
-                part
-                for part in stream.parts
-                if not any(Stream(parts=[part]).of(own) for own in known)
-            ]
-        ):
+        odd = [
+            part
+            for part in stream.parts or ()
+            if not any(Stream(parts=[part]).of(own) for own in known)
+        ]
+        if odd:
             there = ", ".join(sorted(known - {""})) or "none, since task is no mixture"
             raise ConfigError(
                 f"algorithm.streams.{name}.parts: there is no part {odd[0]!r} of the task; there"
@@ -152,19 +143,18 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
             )
     demonstrates = "imitation" in streams and streams["imitation"].mask == "demonstrations"
     mine = [task for task in tasks if "imitation" in streams and streams["imitation"].of(task.part)]
-    if demonstrates and (
-        task := next((task for task in mine if "messages" not in task.metadata), None)
-    ):
+    silent = [task for task in mine if "messages" not in task.metadata]
+    if demonstrates and silent:
         raise DataError(
-            f"row {task.id}: holds no conversation, and"
+            f"row {silent[0].id}: holds no conversation, and"
             " algorithm.streams.imitation.mask=demonstrations learns from them"
         )
     if "teacher" not in streams:
         return
     tasks = [task for task in tasks if streams["teacher"].of(task.part)]
-    if "" not in teacher.models and (
-        task := next((task for task in tasks if task.part not in teacher.models), None)
-    ):
+    untaught = [task for task in tasks if task.part not in teacher.models]
+    if untaught and "" not in teacher.models:
+        task = untaught[0]
         key, value = (
             ("parts", "[http://HOST:8000]") if teacher.name == "vllm" else ("paths", "FOLDER")
         )
@@ -239,10 +229,7 @@ def check_tools(
             sandbox = getattr(
                 tool, "sandbox", getattr(getattr(tool, "__self__", None), "sandbox", None)
             )
-            if isinstance(
-                sandbox,
-                Sandbox,
-            ):
+            if isinstance(sandbox, Sandbox):
                 require(sandbox)
 
 

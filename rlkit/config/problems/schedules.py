@@ -29,8 +29,37 @@ RESETS = ("optimizer", "reference")
 
 def schedule_problems(experiment: Any) -> list[str]:
     """What of a schedule cannot run, as sentences."""
-    problems = []
     given = experiment.schedule.phases
+    problems = _check_whole(given)
+    if problems:
+        return problems
+    numbers = {"schedule.numbers": experiment.schedule.paths}
+    numbers |= {f"schedule.phases.{name}.numbers": flat(p.numbers) for name, p in given.items()}
+    for where, paths in numbers.items():
+        problems += [
+            f"{where}.{path}={f!r}: is no function of the step; give it a _target_ such as "
+            "rlkit.training.schedules.constant with _partial_: true"
+            for path, f in paths.items()
+            if not callable(f) and not isinstance(f, Controller)
+        ]
+    for name, phase in given.items():
+        problems += _check_phase(f"schedule.phases.{name}", phase, last=name == list(given)[-1])
+    if not problems:
+        problems = _check_waiting(experiment)
+    for name, x in phases(experiment).items():
+        where = f"schedule.phases.{name}: " if name else ""
+        twice = x.schedule.paths.keys() & dict(inline_controllers(x._replace(schedule=None))).keys()
+        problems += [
+            f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of"
+            " the two"
+            for path in sorted(twice)
+        ]
+    return problems
+
+
+def _check_whole(given: Mapping[str, Any]) -> list[str]:
+    """What of these is no phase, or part of one."""
+    problems = []
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
         if not isinstance(phase, Phase):
@@ -45,56 +74,46 @@ def schedule_problems(experiment: Any) -> list[str]:
             for group in PHASED
             if isinstance(getattr(phase, group), Mapping)
         ]
-    if problems:
-        return problems
-    shared = [("schedule.numbers", experiment.schedule.paths)]
-    for where, paths in [
-        *shared,
-        *(
-            (f"schedule.phases.{name}.numbers", flat(phase.numbers))
-            for name, phase in given.items()
-        ),
-    ]:
-        problems += [
-            f"{where}.{path}={f!r}: is no function of the step; give it a _target_ such as "
-            "rlkit.training.schedules.constant with _partial_: true"
-            for path, f in paths.items()
-            if not callable(f) and not isinstance(f, Controller)
-        ]
-    for name, phase in given.items():
-        where = f"schedule.phases.{name}"
-        if phase.until is None and name != list(given)[-1]:
-            problems.append(
-                f"{where}: has no end, so no later phase begins; set {where}.until to RL steps or"
-                " to a condition"
-            )
-        if isinstance(phase.until, int) and phase.until < 1:
-            problems.append(f"{where}.until={phase.until}: must be at least 1 RL step")
-        if isinstance(phase.until, float) and not 0 < phase.until < 1:
-            problems.append(
-                f"{where}.until={phase.until}: a share of the run's steps lies between 0 and 1; RL"
-                " steps are a whole number"
-            )
-        if isinstance(phase.until, str):
-            try:
-                condition(phase.until)
-            except ValueError as error:
-                problems.append(f"{where}.until: {error}")
-        problems += [
-            f"{where}.reset: '{word}' is not one of {', '.join(RESETS)}"
-            for word in phase.reset
-            if word not in RESETS
-        ]
+    return problems
+
+
+def _check_phase(where: str, phase: Phase, *, last: bool) -> list[str]:
+    """What of a phase's end and of its resets cannot be."""
+    problems = []
+    if phase.until is None and not last:
+        problems.append(
+            f"{where}: has no end, so no later phase begins; set {where}.until to RL steps or to a"
+            " condition"
+        )
+    if isinstance(phase.until, int) and phase.until < 1:
+        problems.append(f"{where}.until={phase.until}: must be at least 1 RL step")
+    if isinstance(phase.until, float) and not 0 < phase.until < 1:
+        problems.append(
+            f"{where}.until={phase.until}: a share of the run's steps lies between 0 and 1; RL"
+            " steps are a whole number"
+        )
+    if isinstance(phase.until, str):
+        try:
+            condition(phase.until)
+        except ValueError as error:
+            problems.append(f"{where}.until: {error}")
+    problems += [
+        f"{where}.reset: '{word}' is not one of {', '.join(RESETS)}"
+        for word in phase.reset
+        if word not in RESETS
+    ]
+    return problems
+
+
+def _check_waiting(experiment: Any) -> list[str]:
+    """Metrics that a phase waits for and will not or must not see."""
+    problems = []
     evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
-    waiting = (
-        {}
-        if problems
-        else {
-            p: m
-            for i in range(len(given) or 1)
-            for p, m in watched(experiment, Progress(phase=i)).items()
-        }
-    )
+    waiting = {
+        path: metric
+        for i in range(len(experiment.schedule.phases) or 1)
+        for path, metric in watched(experiment, Progress(phase=i)).items()
+    }
     for path, metric in waiting.items():
         if metric.startswith("test/"):
             instead = f"wait for 'eval/{metric[5:]}' (validation)"
@@ -107,14 +126,6 @@ def schedule_problems(experiment: Any) -> list[str]:
                 f"{path}: waits for '{metric}', which is measured of validation problems only; set"
                 " evaluation.every and evaluation.n"
             )
-    for name, x in phases(experiment).items():
-        where = f"schedule.phases.{name}: " if name else ""
-        twice = x.schedule.paths.keys() & dict(inline_controllers(x._replace(schedule=None))).keys()
-        problems += [
-            f"{where}{path}: is set by a controller and by schedule.numbers.{path}; keep one of"
-            " the two"
-            for path in sorted(twice)
-        ]
     return problems
 
 
@@ -163,9 +174,8 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
         ):
             continue
         places = [f"schedule.phases.{name}.{key.replace('/', '.')}" for name in phases]
-        is_option = (
-            "/" in key or key == group
-        )  # an option is chosen at its new place, group@place=option
+        # an option is chosen at its new place, group@place=option
+        is_option = "/" in key or key == group
         meant = [f"{key}@{place}={value}" if is_option else f"{place}={value}" for place in places]
         out.append(
             f"{text}: changes nothing, every phase of the schedule has its own {group}; write"

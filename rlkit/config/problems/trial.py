@@ -8,6 +8,8 @@ from rlkit.errors import ConfigError, place, written
 from rlkit.training.schedules import phases
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+    from torch import Tensor
+
     from rlkit.algorithm import KL
     from rlkit.training.experiment import Experiment
     from rlkit.types import Batch, TokenLogprobs
@@ -36,7 +38,6 @@ def dry_run(x: Experiment) -> None:
         value_surrogate,
     )
     from rlkit.training.metrics import UpdateTerms, update_metrics
-    from rlkit.types import Batch, TokenLogprobs
 
     if any(
         asks(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)
@@ -44,49 +45,12 @@ def dry_run(x: Experiment) -> None:
         return
     if not x.algorithm.reward_coef:
         return
-    groups = 2
-    size = max(2, min(x.batch.group_size, 64))
-    width = 6
-    vocabulary = 7
-    n = groups * size
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (n, width), generator=generator)
-    mask = (torch.arange(width) >= 2).expand(n, width).clone()
-    logits = torch.randn(n, width, vocabulary, generator=generator).requires_grad_()
-    logprobs = logits.log_softmax(-1).gather(2, ids[:, :, None])[:, :, 0]
-    fixed = logprobs.detach()
-    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-    rewards = (torch.arange(n) % size == 0).float()
-    values = torch.zeros(n, width).requires_grad_()
-    batch = Batch(
-        ids=ids,
-        attention_mask=torch.ones_like(mask),
-        response_mask=mask,
-        rollout_ids=torch.arange(n),
-        step_ids=torch.zeros_like(ids),
-        rewards=rewards,
-        group_ids=torch.arange(n) // size,
-        truncated=torch.zeros(n, dtype=torch.bool),
-        lengths=mask.sum(1),
-        reply_lengths=mask.sum(1),
-        greedy_rewards=torch.zeros(n),
-        token_rewards=torch.zeros(n, width).index_fill(1, torch.tensor([width - 1]), 1.0)
-        * rewards[:, None],
-        logprobs_sampler=fixed,
-        logprobs_old=fixed,
-        entropy_old=entropy.detach(),
-        logprobs_ref=fixed - 0.1,
-        full_kl=torch.full_like(fixed, 0.1),
-        values=values.detach(),
-        versions=torch.zeros_like(ids),
-        components={name: rewards.clone() for name in x.reward.terms},
-        metadata=tuple({} for _ in range(n)),
-    )
+    batch, scores, logits = _fake_batch(x)
+    mask = batch.response_mask
     try:
         batch = place_old(filter_rollouts(batch, x.algorithm), x.algorithm, step=1)
         batch = token_scale(estimate_advantages(batch, x.algorithm, x.kl), x.algorithm)
         batch = loss_weights(batch, x.algorithm)
-        scores = TokenLogprobs(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
         if x.algorithm.critic.active:
             loss = loss + value_surrogate(batch, scores, x.algorithm.critic)[0]
@@ -120,6 +84,55 @@ def dry_run(x: Experiment) -> None:
     _check_vanishing(x, batch, scores)
 
 
+def _fake_batch(x: Experiment) -> tuple[Batch, TokenLogprobs, Tensor]:
+    """Two groups of rollouts, of which one in each is rewarded; what the policy gives for them; and
+    the logits that this depends on."""
+    import torch
+
+    from rlkit.types import Batch, TokenLogprobs
+
+    groups = 2
+    size = max(2, min(x.batch.group_size, 64))
+    width = 6
+    vocabulary = 7
+    n = groups * size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (n, width), generator=generator)
+    mask = (torch.arange(width) >= 2).expand(n, width).clone()
+    logits = torch.randn(n, width, vocabulary, generator=generator).requires_grad_()
+    logprobs = logits.log_softmax(-1).gather(2, ids[:, :, None])[:, :, 0]
+    fixed = logprobs.detach()
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    rewards = (torch.arange(n) % size == 0).float()
+    values = torch.zeros(n, width).requires_grad_()
+    last = torch.zeros(n, width).index_fill(1, torch.tensor([width - 1]), 1.0)
+    batch = Batch(
+        ids=ids,
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        rollout_ids=torch.arange(n),
+        step_ids=torch.zeros_like(ids),
+        rewards=rewards,
+        group_ids=torch.arange(n) // size,
+        truncated=torch.zeros(n, dtype=torch.bool),
+        lengths=mask.sum(1),
+        reply_lengths=mask.sum(1),
+        greedy_rewards=torch.zeros(n),
+        token_rewards=last * rewards[:, None],
+        logprobs_sampler=fixed,
+        logprobs_old=fixed,
+        entropy_old=entropy.detach(),
+        logprobs_ref=fixed - 0.1,
+        full_kl=torch.full_like(fixed, 0.1),
+        values=values.detach(),
+        versions=torch.zeros_like(ids),
+        components={name: rewards.clone() for name in x.reward.terms},
+        metadata=tuple({} for _ in range(n)),
+    )
+    scores = TokenLogprobs(logprobs, entropy, values, full_kl=logprobs - fixed + 0.1)
+    return batch, scores, logits
+
+
 def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None:
     """Tries what the policy loss and the KL estimator declare by `rlkit.types.vanishes`.
 
@@ -144,9 +157,8 @@ def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None
     tried: list[tuple[str, Any, str, KL]] = []
     if "without_advantages" in (declarations(loss, "vanishes") or ()):
         tried.append(("algorithm.policy_loss", loss, "without_advantages", KL("none")))
-        exact = asks(
-            estimator, "full_kl"
-        )  # of the whole vocabulary, which the fake data does not have
+        # of the whole vocabulary, which the fake data does not have
+        exact = asks(estimator, "full_kl")
         if (
             x.kl.in_loss
             and not exact
