@@ -19,12 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-PASSED_ON = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-)  # to the ranks, which end saved
+# to the ranks, which end saved
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 GRACE = 15.0  # seconds in which the others may say what they saw, after a rank has failed
 
 
@@ -69,9 +65,8 @@ def start_ranks(command: Sequence[str], count: int) -> int:
                 "MASTER_PORT": port,
             }
             environ = os.environ | {name: str(value) for name, value in place.items()} | tied()
-            ranks.append(
-                subprocess.Popen(command, env=environ, start_new_session=True)
-            )  # a Ctrl-C comes through here, once
+            # a Ctrl-C comes through here, once
+            ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))
         return _watch(ranks)
     finally:
         _send(ranks, signal.SIGKILL)

@@ -119,9 +119,9 @@ def gather(make: Callable[[], T]) -> list[T]:
     if failed:
         text = "; ".join(f"rank {i} failed: {why}" for i, (why, _) in failed.items())
         kinds = {kind for _, kind in failed.values()}
-        raise (Refusal if kinds == {Refusal} else RankOSError if kinds == {OSError} else RankError)(
-            text
-        )
+        if kinds == {Refusal}:
+            raise Refusal(text)
+        raise RankOSError(text) if kinds == {OSError} else RankError(text)
     return [part for _, part in parts]
 
 
@@ -232,11 +232,12 @@ def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
     A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes
     would make the others wait for ever.
     """
-    missing = all_reduce_max(len(work)) - len(
-        work
-    )  # agreed before the first of them, which may be a collective itself
-    filler = [(work[-1] if work else spare(), False)] if missing else []
-    return [(piece, True) for piece in work] + filler * missing
+    # agreed before the first of them, which may be a collective itself
+    missing = all_reduce_max(len(work)) - len(work)
+    padded = [(piece, True) for piece in work]
+    if missing:
+        padded += [(work[-1] if work else spare(), False)] * missing
+    return padded
 
 
 # ---------------------------------------------------------------------------------- sharded weights
