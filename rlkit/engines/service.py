@@ -82,9 +82,8 @@ class Service:
     def _forget(self) -> None:
         self.waiting: dict[int, Request] = {}  # not in the decoder yet
         self.running: dict[int, Request] = {}
-        self.due: dict[
-            int, float
-        ] = {}  # episodes that wait for something outside → the round in which they join; inf: any
+        # episodes that wait for something outside → the round in which they join; inf: any
+        self.due: dict[int, float] = {}
         self.over: set[int] = set()  # of those in due: the ones that have ended meanwhile
         self.answered: dict[int, SamplingParams] = {}  # episodes that were just given their reply
         self.driver: asyncio.Task[None] | None = None
@@ -143,9 +142,8 @@ class Service:
             self._forget()
             self.news = asyncio.Event()
             self.driver = loop.create_task(self._drive(self.decoder))
-            self.driver.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # the episodes raise it
+            # the episodes raise it
+            self.driver.add_done_callback(lambda task: task.cancelled() or task.exception())
         request = self.waiting[key] = Request(prompt_ids, seed, params, loop.create_future())
         self.news.set()
         return await request.reply
@@ -186,9 +184,8 @@ class Service:
                         await self._hand_out(decoder, replies)
                         yielded = time.perf_counter()
         except BaseException as error:
-            ended = isinstance(
-                error, asyncio.CancelledError
-            )  # with its loop: the decoder is in order
+            # with its loop: the decoder is in order
+            ended = isinstance(error, asyncio.CancelledError)
             self.failure = None if ended else error
             for request in (*self.waiting.values(), *self.running.values()):
                 if not request.reply.done():

@@ -97,7 +97,8 @@ def sampling_mode(model: Any) -> Iterator[None]:
     use_cache = model.config.use_cache
     defaults = model.generation_config
     model.eval()
-    model.config.use_cache, model.generation_config = True, GenerationConfig()
+    model.config.use_cache = True
+    model.generation_config = GenerationConfig()
     try:
         yield
     finally:

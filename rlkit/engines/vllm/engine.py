@@ -102,9 +102,8 @@ class VLLM:
         self.running = 0
         self.since = 0.0
         self.told = False  # how answers join
-        self.lent: Callable[[], None] | None = (
-            None  # of servers that two processes use in turns: waits for the other one's end
-        )
+        # of servers that two processes use in turns: waits for the other one's end
+        self.lent: Callable[[], None] | None = None
 
     async def load(self, weights: Policy, version: int) -> None:
         """Sample from this policy's weights as they are now. What has not moved since the last load
@@ -209,10 +208,8 @@ class VLLM:
             "enable_prefix_caching": True,  # a turn costs its new tokens
         }
         if next(policy.model.parameters()).device.type == "cpu":
-            arguments |= {
-                "enforce_eager": True,
-                "kv_cache_memory_bytes": 1 << 30,
-            }  # seconds to start, and not most of the memory
+            # seconds to start, and not most of the memory
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
         else:
             arguments["gpu_memory_utilization"] = self.share
         if lora is not None:
@@ -242,11 +239,10 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     out = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
-        out += (
-            [f"--{flag}" if value else f"--no-{flag}"]
-            if isinstance(value, bool)
-            else [f"--{flag}", str(value)]
-        )
+        if isinstance(value, bool):
+            out.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            out += [f"--{flag}", str(value)]
     return out
 
 

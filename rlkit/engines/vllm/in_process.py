@@ -58,11 +58,9 @@ class InProcessDecoder:
     @weights.plain_numerics()
     def __init__(self, policy: Policy, arguments: Mapping[str, Any], *, merge: bool, sleeps: bool):
         cuda = next(policy.model.parameters()).device.type == "cuda"
-        self.policy, self.merge, self.adapted = (
-            policy,
-            merge,
-            not merge and weights.lora_rank(policy.model) is not None,
-        )
+        self.policy = policy
+        self.merge = merge
+        self.adapted = not merge and weights.lora_rank(policy.model) is not None
         self.sleeps = sleeps and cuda
         self.asleep = False
         self.base: Any = None  # marks of what was pushed
@@ -174,9 +172,8 @@ class InProcessDecoder:
     def sleep(self) -> None:
         """Leave the memory to the trainer."""
         if self.sleeps and not self.asleep:
-            self.llm.sleep(
-                level=1 if self.adapted else 2
-            )  # 2 forgets the weights: they are pushed when it wakes
+            # 2 forgets the weights: they are pushed when it wakes
+            self.llm.sleep(level=1 if self.adapted else 2)
             self.asleep = True
 
 

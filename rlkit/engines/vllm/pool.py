@@ -153,7 +153,8 @@ class ServerPool:
         until = time.monotonic() + self.restart_wait
         while not self._able():
             for server in self.servers:
-                if server.process is not None and (status := server.process.poll()) is not None:
+                status = None if server.process is None else server.process.poll()
+                if status is not None:
                     raise EngineError(
                         "the vLLM server that rlkit started ended with status"
                         f" {status}{server.obituary()}"
@@ -180,9 +181,8 @@ class ServerPool:
             return
         self._agree()
         self.pushed += 1
-        folder = (
-            self.folder / f"{self.folder.name}-{self.pushed}"
-        )  # a name that no other run has: an adapter is called so
+        # a name that no other run has: an adapter is called so
+        folder = self.folder / f"{self.folder.name}-{self.pushed}"
         try:
             try:
                 (

@@ -77,7 +77,8 @@ class Server:
         """Learn what it serves. Raises: Lost."""
         models = json.loads(await self.ask("/v1/models", limit=SOON))["data"]
         model = next(m for m in models if not m.get("parent"))
-        self.name, self.max_length = model["id"], int(model["max_model_len"])
+        self.name = model["id"]
+        self.max_length = int(model["max_model_len"])
 
     async def push_weights(self, folder: Path) -> None:
         """Have it read whole weights. Raises: Lost; EngineError where it refuses."""
@@ -123,9 +124,8 @@ class Server:
         }
         losses = self.losses
         async with self.slots():
-            if (
-                self.losses != losses
-            ):  # while this waited: it may be back already, without the weights
+            # while this waited: it may be back already, without the weights
+            if self.losses != losses:
                 raise Lost
             with waiting_outside():
                 choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
@@ -150,9 +150,8 @@ class Server:
             "temperature": 0.0,
         }
         async with self.slots():
-            hint = (
-                f"start it with --max-logprobs {k} or more" if k > 20 else ""
-            )  # its own default is 20
+            # its own default is 20
+            hint = f"start it with --max-logprobs {k} or more" if k > 20 else ""
             with waiting("the server", self.url):
                 answer = json.loads(await self.ask("/v1/completions", body, hint=hint))
             return list(answer["choices"][0]["prompt_logprobs"])
@@ -169,7 +168,8 @@ class Server:
         """As many as requests at once. A semaphore belongs to one event loop, and a collect may run
         in a loop of its own."""
         if self.loop is not asyncio.get_running_loop():
-            self.loop, self.free = asyncio.get_running_loop(), asyncio.Semaphore(self.max_rows)
+            self.loop = asyncio.get_running_loop()
+            self.free = asyncio.Semaphore(self.max_rows)
         return self.free
 
     async def ask(
@@ -254,15 +254,13 @@ def start_server(
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    environment.pop(
-        "VLLM_ENABLE_V1_MULTIPROCESSING", None
-    )  # set where vLLM has run in this process
+    # set where vLLM has run in this process
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     environment |= {"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {}
     # `vllm serve` asks for the package vllm, which on a CPU has another name
     server = "vllm.entrypoints.openai.api_server"
-    kind = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[
-        :12
-    ]  # two servers of one model have one name, in any folder
+    # two servers of one model have one name, in any folder
+    kind = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:12]
     address = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", f"rlkit-{kind}"]
     command = [sys.executable, "-m", server, "--model", str(model), *address, *flags]
     with log.open("wb") as out:
