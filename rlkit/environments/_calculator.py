@@ -74,9 +74,8 @@ def _normalise(expression: str) -> str:
     """The expression in Python's spelling: symbols replaced, thousands commas dropped, percent
     signs written out."""
     source = expression.translate(SYMBOLS).strip()
-    if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(
-        source
-    ):  # 1,200 may be two arguments
+    # 1,200 may be two arguments
+    if re.search(r"[A-Za-z_]\s*\(", source) and THOUSANDS.search(source):
         raise ValueError(
             "the comma is ambiguous beside a function; put a space after a comma between arguments,"
             " and none in numbers: 1200"

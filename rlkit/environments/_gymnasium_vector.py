@@ -52,15 +52,15 @@ class Vector:
         self.count = count
         self.make = make
         self.settings = settings
-        self.starting, self.changed = False, asyncio.Event()
+        self.starting = False
+        self.changed = asyncio.Event()
         self.instance: Any = None
         self.first: Any = None
         self.live = set(range(count))
         self.actions: dict[int, Any] = {}  # the last one of each sub-environment
         self.waiting: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
-        self.stepping: dict[
-            int, asyncio.Future[tuple[Any, ...]]
-        ] = {}  # those whose answer is being made
+        # those whose answer is being made
+        self.stepping: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
         self.hung: BaseException | None = None
 
     def player(self, number: int) -> AbstractAsyncContextManager[Any]:

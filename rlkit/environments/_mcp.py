@@ -88,18 +88,9 @@ def mcp(
         )
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     pool = Pool({name: read_server(name, given) for name, given in servers.items()}, start_timeout)
-    needs = sum(not server.shared for server in pool.servers.values())  # processes of an episode
-    if max_servers is not None and max_servers < max(needs, 1):
-        raise ConfigError(
-            f"environment.max_servers is {max_servers}; an episode needs {max(needs, 1)}, one for"
-            " each server that is not shared"
-        )
-    # Taken before the session, never inside it: with counted rounds the decoder waits for an
-    # episode that is in the middle of an answer.
-    slots = AtMost(max_servers // needs) if max_servers and needs else None
-    known: dict[
-        str, Tool
-    ] = {}  # filled when the tools are listed, which is before any call is parsed
+    slots = _limit_episodes(pool, max_servers)
+    # filled when the tools are listed, which is before any call is parsed
+    known: dict[str, Tool] = {}
     base = calling(
         lambda task: known,
         known,
@@ -136,6 +127,20 @@ def mcp(
     )
 
 
+def _limit_episodes(pool: Pool, max_servers: int | None) -> AtMost | None:
+    """How many episodes may have processes of servers at the same time; None: no limit. Raises:
+    ConfigError where not even one may."""
+    needs = sum(not server.shared for server in pool.servers.values())  # processes of an episode
+    if max_servers is not None and max_servers < max(needs, 1):
+        raise ConfigError(
+            f"environment.max_servers is {max_servers}; an episode needs {max(needs, 1)}, one for"
+            " each server that is not shared"
+        )
+    # Taken before the session, never inside it: with counted rounds the decoder waits for an
+    # episode that is in the middle of an answer.
+    return AtMost(max_servers // needs) if max_servers and needs else None
+
+
 class ServedSession(FunctionSession):
     """The session of an episode: functions that call servers, and the error of one that died."""
 
@@ -147,7 +152,10 @@ class ServedSession(FunctionSession):
         listed: Mapping[str, list[ListedTool]],
         timeout: float | None,
     ):
-        self.pool, self.timeout, self.episode, self.failure = pool, timeout, next(EPISODES), ""
+        self.pool = pool
+        self.timeout = timeout
+        self.episode = next(EPISODES)
+        self.failure = ""
         self.env = {
             "RLKIT_TASK": json.dumps({"id": task.id, "metadata": task.metadata}, default=str)
         }
@@ -161,14 +169,14 @@ class ServedSession(FunctionSession):
                         f" both have a tool {tool.name!r}; name those that are used of one of them:"
                         f" environment.servers.{server}.tools=[…]"
                     )
-                tools[tool.name], owners[tool.name] = self._function(server, tool), server
+                tools[tool.name] = self._function(server, tool)
+                owners[tool.name] = server
         super().__init__(base, task, tools)
 
     def _function(self, server: str, tool: ListedTool) -> Tool:
         async def call(**arguments: Any) -> str:
-            if (
-                self.failure
-            ):  # a server that died: the episode is over, and its other calls are not made
+            # a server that died: the episode is over, and its other calls are not made
+            if self.failure:
                 raise ValueError(self.failure)
             try:
                 return await elsewhere(
@@ -240,13 +248,9 @@ def signature_of(schema: Mapping[str, Any]) -> inspect.Signature:
     for name, entry in properties.items():
         kind = entry.get("type") if isinstance(entry, Mapping) else None
         annotation = TYPES.get(kind, Any) if isinstance(kind, str) else Any
-        default = (
-            inspect.Parameter.empty
-            if name in required
-            else entry.get("default")
-            if isinstance(entry, Mapping)
-            else None
-        )
+        default = entry.get("default") if isinstance(entry, Mapping) else None
+        if name in required:
+            default = inspect.Parameter.empty
         try:
             parameters.append(
                 inspect.Parameter(

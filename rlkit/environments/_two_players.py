@@ -80,11 +80,9 @@ class Table:
         self.render = render
         self.system_prompt = prompt
         self.game: Any = None
-        self.starting, self.changed, self.called = (
-            False,
-            asyncio.Event(),
-            (asyncio.Event(), asyncio.Event()),
-        )
+        self.starting = False
+        self.changed = asyncio.Event()
+        self.called = (asyncio.Event(), asyncio.Event())
         self.observation = ""
         self.rewards = [0.0, 0.0]
         self.here = 0

@@ -24,9 +24,8 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
         """
         return _said(run(Job(code, interactive=True), sandbox))
 
-    vars(python)["sandbox"] = (
-        sandbox or Sandbox()
-    )  # for rlkit.training.selfcheck, which asks before the model is loaded
+    # for rlkit.training.selfcheck, which asks before the model is loaded
+    vars(python)["sandbox"] = sandbox or Sandbox()
     return python
 
 
@@ -66,9 +65,8 @@ def _said(outcome: Outcome, more: str = "") -> str:
     problem = _problem(outcome)
     if problem:
         problem += more
-        raise ValueError(
-            f"{problem}; before that it printed:\n{text}" if text else problem
-        )  # the end may be cut
+        # the end may be cut
+        raise ValueError(f"{problem}; before that it printed:\n{text}" if text else problem)
     return text or "(no output)"
 
 

@@ -177,10 +177,8 @@ class Connection:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        for name in (
-            "mcp",
-            "client",
-        ):  # the package's loggers; what is wrong with a server is said where it matters
+        # the package's loggers; what is wrong with a server is said where it matters
+        for name in ("mcp", "client"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         if self.server.url:
             return Client(self.server.url)
@@ -271,9 +269,8 @@ class Pool:
         self.connections: dict[tuple[str, int | None], Connection] = {}
         self.listed: dict[str, list[ListedTool]] = {}
         self.listing = asyncio.Lock()
-        weakref.finalize(
-            self, _ended, self.connections
-        )  # with the environment, or before the interpreter ends
+        # with the environment, or before the interpreter ends
+        weakref.finalize(self, _ended, self.connections)
 
     async def tools(self) -> dict[str, list[ListedTool]]:
         """The tools of every server, which are asked for once. Raises: ConfigError where a server

@@ -28,9 +28,8 @@ from rlkit.types import (
     ToolResult,
 )
 
-Leave = Callable[
-    [type[BaseException] | None, BaseException | None, Any], Any
-]  # as __exit__; plain or async
+# as __exit__; plain or async
+Leave = Callable[[type[BaseException] | None, BaseException | None, Any], Any]
 
 
 @contextmanager
@@ -241,9 +240,8 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         " them"
     )
     try:
-        plain = json.loads(
-            json.dumps(state)
-        )  # a copy, which what the session does later does not change
+        # a copy, which what the session does later does not change
+        plain = json.loads(json.dumps(state))
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentFailed(
             f"{where(tell)}: a session's state is {state!r:.200} ({error}); {needed}"

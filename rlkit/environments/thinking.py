@@ -53,9 +53,8 @@ def _split(texts: Sequence[str], closing: Sequence[bool], opened: bool) -> tuple
         return "", texts[0], True
     if True not in closing and opened:
         return "".join(texts).strip(), "", False
-    last = (
-        len(closing) - list(closing)[::-1].index(True) if True in closing else 0
-    )  # the text behind the last closing tag
+    # the text behind the last closing tag
+    last = len(closing) - list(closing)[::-1].index(True) if True in closing else 0
     unclosed = texts[last + 1 :]
     thinking = [part for part in ("".join(texts[:last]).strip(), "".join(unclosed).strip()) if part]
     return "\n".join(thinking), texts[last].strip(), not unclosed

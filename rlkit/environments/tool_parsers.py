@@ -25,9 +25,8 @@ XML_START = re.compile(r"<tool(?=[\s/>])")
 XML_CLOSE = "</tool>"
 XML_OPEN = re.compile(r"<tool\s+name\s*=\s*(?:\"([^\"<>]*)\"|'([^'<>]*)')\s*>")
 XML_FORM = f'<tool name="tool">text{XML_CLOSE}'
-MAX_DEPTH = (
-    64  # of nested lists and objects; beyond it, rendering the history would run out of stack
-)
+# of nested lists and objects; beyond it, rendering the history would run out of stack
+MAX_DEPTH = 64
 
 
 def hermes(content: str) -> tuple[str, list[ToolCall]]:

@@ -163,9 +163,8 @@ async def execute(
     started = perf_counter()
     content, ok = await _attempt(call, tools, timeout)
     seconds = perf_counter() - started
-    content = content.encode("utf-8", "replace").decode(
-        "utf-8"
-    )  # half surrogates cannot be tokenised
+    # half surrogates cannot be tokenised
+    content = content.encode("utf-8", "replace").decode("utf-8")
     if len(content) > max_chars:
         content = (
             f"{content[:max_chars]}\n[cut: {len(content)} characters, the first {max_chars} are"

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-WEATHER = {
-    "Paris": (18, "light rain"),
-    "London": (15, "cloudy"),
-    "Tokyo": (24, "sunny"),
-}  # °C and sky; never changes
+# °C and sky; never changes
+WEATHER = {"Paris": (18, "light rain"), "London": (15, "cloudy"), "Tokyo": (24, "sunny")}
 
 
 def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -> str:
