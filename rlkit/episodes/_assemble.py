@@ -33,9 +33,8 @@ def rows(rollout: Rollout) -> list[TokenRow]:
     budget wrote is in the row, for the policy read it, and is not trained.
     """
     out: list[TokenRow] = []
-    spot: tuple[TokenRow, int] | None = (
-        None  # the last sampled token so far: where a reward is earned
-    )
+    # the last sampled token so far: where a reward is earned
+    spot: tuple[TokenRow, int] | None = None
     for index, step in enumerate(rollout.steps):
         held = out[-1].ids if out else []
         prompt = held[: step.kept] + list(step.prompt_ids)

@@ -147,9 +147,8 @@ def _write(folder: Path, table: pyarrow.Table) -> None:
 
     first, last = pyarrow.compute.min_max(table["step"]).as_py().values()
     path = folder / f"steps_{first:06d}-{last:06d}.parquet"
-    hidden = path.with_name(
-        f".{path.name}"
-    )  # what a kill leaves half written is read by nobody who opens the folder
+    # what a kill leaves half written is read by nobody who opens the folder
+    hidden = path.with_name(f".{path.name}")
     with atomic(hidden) as file:
         pyarrow.parquet.write_table(table, file, compression="zstd")
     os.replace(hidden, path)

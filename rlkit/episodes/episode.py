@@ -79,9 +79,8 @@ async def _play_to_the_end(
     task = rollout.task
     limit = Countdown(environment.deadline)
     session = None
-    theirs = copied(
-        rollout
-    )  # the same episode as the session sees it: what is changed there changes no row and no record
+    # the same episode as the session sees it: what is changed there changes no row and no record
+    theirs = copied(rollout)
     async with AsyncExitStack() as stack:
         stack.callback(lambda: spent(limit.spent))
         try:

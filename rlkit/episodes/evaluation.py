@@ -16,9 +16,8 @@ from rlkit.statistics import independent, mean_interval, pass_at_k, share_interv
 from rlkit.tasks.splits import problem_of
 from rlkit.types import Environment, Policy, Rollout, Task
 
-Setting = (
-    Environment | Callable[[Task], Environment]
-)  # one for all tasks, or a function that gives each task its own
+# one for all tasks, or a function that gives each task its own
+Setting = Environment | Callable[[Task], Environment]
 
 # a verifier's score of a right answer, where the task's metadata names no other as `correct_from`
 CORRECT = 1.0

@@ -88,9 +88,8 @@ class Conversations:
         self.keys = keys
         self.ready = ready
         self.calls: list[Call] = []
-        self.known: dict[
-            bytes, list[Call]
-        ] = {}  # digest of a conversation with its reply → the replies that end it
+        # digest of a conversation with its reply → the replies that end it
+        self.known: dict[bytes, list[Call]] = {}
         self.drawn: Counter[tuple[int, ...]] = Counter()  # context → replies to it
         # requests; the limit that the last one met
         self.asked = 0
@@ -121,7 +120,7 @@ class Conversations:
         except TemplateError as error:
             raise RequestRefused(str(error)) from error
         if len(ids) >= self.policy.context_length:
-            self.asked = self.asked - 1
+            self.asked -= 1
             self.refused = "context"
             raise RequestRefused(
                 f"context_length_exceeded: the conversation has {len(ids)} tokens, and the context"

@@ -71,9 +71,8 @@ def append_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     with path.open("ab+") as file:
         if path.suffix != ".gz" and file.tell():
             file.seek(-1, os.SEEK_END)
-            data = (
-                data if file.read(1) == b"\n" else b"\n" + data
-            )  # the last line was cut off: it stays alone
+            # the last line was cut off: it stays alone
+            data = data if file.read(1) == b"\n" else b"\n" + data
         file.write(data)
 
 
@@ -87,9 +86,8 @@ def append_step(folder: Path, rl_step: int, rollouts: Sequence[Rollout]) -> None
 def failed_rollout_kept(folder: Path) -> Iterator[None]:
     """Where a reward fails inside, the rollout on which it failed is saved to the folder, and the
     error's note names the file."""
-    from rlkit.rewards import (
-        RewardError,
-    )  # rewards bring torch, and a file of rollouts is read without
+    # rewards bring torch, and a file of rollouts is read without
+    from rlkit.rewards import RewardError
 
     try:
         yield
@@ -186,7 +184,7 @@ def _json_rows(part: Part) -> Iterator[tuple[str, str | DataError]]:
             number += 1
             yield from _json_row(f"{part}:{number}", line)
         if damage is not None:  # instead of the line in whose middle it happened
-            number = number + 1
+            number += 1
             rest = b""
             yield (
                 f"{part}:{number}",
@@ -213,8 +211,11 @@ def _members(data: bytes) -> Iterator[tuple[bytes, str | None]]:
     while start < len(data):
         text, length, damage = _unpacked(memoryview(data)[start:])
         yield text, damage
-        following = MEMBER.search(data, start + 1)
-        start = start + length if damage is None else following.start() if following else len(data)
+        if damage is None:
+            start += length
+        else:
+            following = MEMBER.search(data, start + 1)
+            start = following.start() if following else len(data)
 
 
 def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
@@ -228,9 +229,8 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
             texts.append(stream.decompress(data[position : position + PIECE]))
             position = min(position + PIECE, len(data))
     except zlib.error as error:
-        stream = zlib.decompressobj(
-            wbits=31
-        )  # again, up to the very byte: what raises gives nothing
+        # again, up to the very byte: what raises gives nothing
+        stream = zlib.decompressobj(wbits=31)
         texts = [stream.decompress(data[:position])]
         with suppress(zlib.error):
             texts.extend(stream.decompress(data[i : i + 1]) for i in range(position, len(data)))
@@ -241,24 +241,15 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
 
 # --------------------------------------------------------------------------------------------- rows
 
-COLUMNS = (
-    "rl_step",
-    "task_id",
-    "num_steps",
-    "response_length",
-    "total_reward",
-)  # to filter on; but for the first told by the rest
+# to filter on; but for the first told by the rest
+COLUMNS = ("rl_step", "task_id", "num_steps", "response_length", "total_reward")
 PLAIN = ("role", "content")  # of a message; its other keys are JSON text
 LONE = (  # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
     "d[89a-f][0-9a-f]{2}"
 )
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
-SCALARS: Mapping[Any, Any] = {
-    float: (int, float),
-    int: int,
-    bool: bool,
-    type(None): type(None),
-}  # all else is text
+# all else is text
+SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}
 _fields = functools.cache(typing.get_type_hints)
 
 
@@ -356,12 +347,10 @@ def _restored(value: Any, hint: Any, path: str = "") -> Any:
         )
     if isinstance(hint, types.UnionType):
         return None if value is None else _restored(value, inner[0], path)
-    if (
-        origin is Mapping
-        and isinstance(value, str)
-        and isinstance(items := json.loads(value), dict)
-    ):
-        return {key: _restored(item, inner[1], f"{path}.{key}") for key, item in items.items()}
+    if origin is Mapping and isinstance(value, str):
+        items = json.loads(value)
+        if isinstance(items, dict):
+            return {key: _restored(item, inner[1], f"{path}.{key}") for key, item in items.items()}
     if origin is tuple and isinstance(value, list | tuple):
         if inner[0] not in SCALARS:
             return tuple(_restored(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value))
@@ -416,12 +405,8 @@ def transcript(rollout: Rollout) -> str:
         if content:
             lines += [_indent(content), ""]
         for call in message.get("tool_calls", []):
-            lines += [
-                _indent(
-                    f"→ {call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})"
-                ),
-                "",
-            ]
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            lines += [_indent(f"→ {call['function']['name']}({arguments})"), ""]
     if rollout.task.answer:
         lines += [f"expected: `{visible(rollout.task.answer)}`", ""]
     return "\n".join(lines)

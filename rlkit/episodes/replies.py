@@ -18,6 +18,7 @@ from rlkit.system.loops import awaited
 from rlkit.types import (
     Engine,
     Environment,
+    FinishReason,
     Generation,
     Messages,
     Policy,
@@ -28,9 +29,8 @@ from rlkit.types import (
     Tool,
 )
 
-Encode = Callable[
-    [Messages, Mapping[str, Tool]], tuple[int, ...]
-]  # a first prompt and the tools → ids
+# a first prompt and the tools → ids
+Encode = Callable[[Messages, Mapping[str, Tool]], tuple[int, ...]]
 
 
 def speaker(
@@ -152,20 +152,17 @@ def read_reply(
     number = sum(len(m.get("tool_calls") or ()) for m in first) + sum(
         len(s.tool_calls) for s in rollout.steps
     )
+    finish: FinishReason = "tool" if calls else "stop"
+    if reply.forced:
+        finish = "budget"
+    if reply.finish_reason == "length":
+        finish = "length"
     return Step(
         prompt=tuple(messages),
         prompt_ids=ids,
         response_ids=reply.token_ids,
         logprobs=reply.logprobs,
-        finish_reason=(
-            "length"
-            if reply.finish_reason == "length"
-            else "budget"
-            if reply.forced
-            else "tool"
-            if calls
-            else "stop"
-        ),
+        finish_reason=finish,
         thinking=thinking,
         content=content,
         thinking_closed=closed,

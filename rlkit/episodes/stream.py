@@ -87,7 +87,7 @@ def take(
     drawn: list[Task] = []
     while len(drawn) < n:
         if position == len(tasks):
-            epoch = epoch + 1
+            epoch += 1
             position = 0
         rest = order_of_parts(tasks, seed, epoch)[position : position + n - len(drawn)]
         drawn += [tasks[i] for i in rest]

@@ -147,7 +147,10 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def loops(text: str) -> bool:
     """Whether a text is long and repeats itself: more than 10,000 characters, which zlib makes more
     than 10 times shorter."""
-    return len(text) > 10_000 and len(data := text.encode()) > 10 * len(zlib.compress(data))
+    if len(text) <= 10_000:
+        return False
+    data = text.encode()
+    return len(data) > 10 * len(zlib.compress(data))
 
 
 def group_rewards(rollouts: Sequence[Rollout]) -> dict[int, list[float]]:
@@ -214,7 +217,8 @@ def _variance_share(rollouts: Sequence[Rollout], name: str) -> float:
     groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for r in rollouts:
         value = r.rewards[name]
-        if value is not None and (total := r.total_reward) is not None:
+        total = r.total_reward
+        if value is not None and total is not None:
             groups[r.group].append((value, total))
     pairs = [
         (x - fmean(xs), y - fmean(ys))
