@@ -110,7 +110,6 @@ def _equal_shares(response_mask: Tensor, owners: Tensor) -> Tensor:
     """Weights that give every owner [B] with a trained token the same share, and its tokens the
     same part of it."""
     tokens = segment_sum(response_mask, owners)
-    share = 1.0 / (tokens[owners] * (tokens > 0).sum()).clamp_min(
-        1
-    )  # [B]; the counts are exact integers
+    # [B]; the counts are exact integers
+    share = 1.0 / (tokens[owners] * (tokens > 0).sum()).clamp_min(1)
     return response_mask * share.to(torch.float32).unsqueeze(-1)

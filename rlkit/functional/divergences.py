@@ -196,7 +196,8 @@ def chunked_divergence(
     ... )
     tensor([0.4621])
     """
-    (hidden, head), (states, teacher_head) = student, teacher
+    hidden, head = student
+    states, teacher_head = teacher
     require(
         len(states) == len(hidden),
         "len(hidden of the teacher)",

@@ -23,12 +23,10 @@ def from_log_probs(log_probs: Tensor) -> Tensor:
     tensor(0.)
     """
     log_probs = full_precision(log_probs)
-    finite = log_probs.clamp_min(
-        torch.finfo(log_probs.dtype).min
-    )  # 0 · -inf is nan, 0 · lowest is 0
-    return (
-        (log_probs.exp() * -finite).sum(-1).clamp_min(0.0)
-    )  # rounding of a log-prob above 0 may not sink it below
+    # 0 · -inf is nan, 0 · lowest is 0
+    finite = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
+    # rounding of a log-prob above 0 may not sink it below
+    return (log_probs.exp() * -finite).sum(-1).clamp_min(0.0)
 
 
 def from_logits(logits: Tensor) -> Tensor:

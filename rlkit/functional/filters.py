@@ -137,9 +137,8 @@ def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float =
     if not trained.numel():
         return response_mask
     kept = int(round(fraction * (trained.numel() - 1), 6)) + 1  # rounded: 0.29 · 100 is 28.999…
-    threshold = trained.kthvalue(
-        trained.numel() - kept + 1
-    ).values  # torch.quantile ends at 16 million
+    # torch.quantile ends at 16 million
+    threshold = trained.kthvalue(trained.numel() - kept + 1).values
     return response_mask & ~(entropies < threshold)  # so that nan stays visible
 
 

@@ -106,9 +106,8 @@ def normalize_batch(
             [-0.4000]])
     """
     _require_deviation(std, eps)
-    scale = spread(rewards, torch.zeros_like(rewards, dtype=torch.int64), std, eps)[
-        :1
-    ]  # the same for all; empty where N is 0
+    # the same for all; empty where N is 0
+    scale = spread(rewards, torch.zeros_like(rewards, dtype=torch.int64), std, eps)[:1]
     return (advantages.double() / scale).to(advantages.dtype) if scale.numel() else advantages
 
 

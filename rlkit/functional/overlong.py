@@ -57,9 +57,8 @@ def soft_penalty(
     require(0 < limit < float("inf"), "limit", limit, "> 0 and finite")
     require(0 < buffer <= 1, "buffer", buffer, "0 < buffer ≤ 1")
     exact = full_precision(rewards)  # bfloat16 has no 4001
-    penalty = ((limit - reply_lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(
-        -1.0, 0.0
-    )  # so written, exactly -1 at the limit
+    # so written, exactly -1 at the limit
+    penalty = ((limit - reply_lengths.to(exact.dtype)) / (buffer * limit) - 1).clamp(-1.0, 0.0)
     return (exact + penalty).to(rewards.dtype), torch.ones_like(rewards, dtype=torch.bool)
 
 

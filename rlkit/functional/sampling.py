@@ -15,10 +15,8 @@ from torch import Tensor
 from rlkit.functional._arguments import require
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: the increment of splitmix64
-_ROUNDS = (
-    (30, 0xBF58476D1CE4E5B9),
-    (27, 0x94D049BB133111EB),
-)  # shift and multiplier of its two mixing rounds
+# shift and multiplier of its two mixing rounds
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _WORD = (1 << 64) - 1
 
 
@@ -81,13 +79,11 @@ def gumbel_noise(seeds: Tensor, counter: int | Tensor, vocabulary: int) -> Tenso
     state = _finalise(seeds.to(torch.int64, copy=True).add_(_signed(_GOLDEN)))  # [B]
     state = _finalise(state.bitwise_xor_(counter).add_(_signed(_GOLDEN)))
     tokens = torch.arange(1, vocabulary + 1, device=seeds.device) * _signed(_GOLDEN)  # [V]
-    bits = _mixed(
-        state.unsqueeze(-1) + tokens
-    )  # [B, V]; the last xor of splitmix64 leaves its top 31 bits alone
+    # [B, V]; the last xor of splitmix64 leaves its top 31 bits alone
+    bits = _mixed(state.unsqueeze(-1) + tokens)
     bits.bitwise_right_shift_(33).bitwise_and_((1 << 31) - 1)
-    u = (
-        bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    )  # float32 rounds the very largest to 1
+    # float32 rounds the very largest to 1
+    u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
