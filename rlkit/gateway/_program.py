@@ -32,14 +32,8 @@ from rlkit.types import Ask, Ended, Environment, Messages, Step, Task, ToolParse
 GUARD = Path(__file__).with_name("_guard_child.py")
 KEPT = 2000  # last bytes of a program's output, for the reason of a failure
 GRACE = 10.0  # seconds that the guard has to end a program and all that it started
-PASSED = (
-    "PATH",
-    "LANG",
-    "LC_ALL",
-    "LD_LIBRARY_PATH",
-    "SYSTEMROOT",
-    "VIRTUAL_ENV",
-)  # variables that every program gets
+# variables that every program gets
+PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
 LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
 # What a confined program reads and runs: programs and libraries, and what the C library and TLS
 # look at
@@ -171,17 +165,8 @@ def program(
             "environment.score=file needs Linux, where all that a program started is ended before"
             " its file is read"
         )
-    if confined and function is not None:
-        raise ConfigError(
-            "environment.confined: a function runs in this process and cannot be confined; give"
-            " environment.command"
-        )
-    if confined and (version := landlock_version()) < LANDLOCK:
-        raise ConfigError(
-            f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or"
-            f" aarch64, and this machine has {version or 'none'}; set it to false for programs that"
-            " you trust"
-        )
+    if confined:
+        _check_confinable(function)
     lost = [path for path in readable if not os.path.exists(path)]
     if lost:
         raise ConfigError(f"environment.readable: there is no {lost[0]!r}")
@@ -278,7 +263,8 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
     """A Python function plays the episode. A plain one has a thread of its own: a pool could be too
     small for all to begin."""
     client = Client(f"{address}/v1", door.token)
-    loop, inner = asyncio.get_running_loop(), getattr(function, "func", function)
+    loop = asyncio.get_running_loop()
+    inner = getattr(function, "func", function)
     done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
 
     def tell(value: Any, error: Exception | None) -> None:
@@ -336,6 +322,50 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
 # ---------------------------------------------------------------------------------------- a process
 
 
+def _check_confinable(function: Callable[..., Any] | None) -> None:
+    """Raises: ConfigError where a function is given, and where this machine cannot confine."""
+    if function is not None:
+        raise ConfigError(
+            "environment.confined: a function runs in this process and cannot be confined; give"
+            " environment.command"
+        )
+    version = landlock_version()
+    if version < LANDLOCK:
+        raise ConfigError(
+            f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or"
+            f" aarch64, and this machine has {version or 'none'}; set it to false for programs that"
+            " you trust"
+        )
+
+
+async def _start_guard(
+    where: str, variables: Mapping[str, str], endpoint: Mapping[str, str], text: str
+) -> asyncio.subprocess.Process:
+    """The process that starts a program in its folder and ends all that it leaves."""
+    own = {name: os.environ[name] for name in PASSED if name in os.environ}
+    own |= {
+        "HOME": where,
+        "TMPDIR": where,
+        "PYTHONUNBUFFERED": "1",
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        **endpoint,
+    }
+    own |= {"RLKIT_TASK": text} if len(text) < 1 << 16 else {}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",
+        "-S",
+        "-B",
+        str(GUARD),
+        cwd=where,
+        env={**own, **variables},
+        start_new_session=True,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
 async def _executed(
     command: list[str],
     output: int,
@@ -351,29 +381,8 @@ async def _executed(
     from rlkit.gateway.server import addresses
 
     with folder() as where, opened_folder(where) as place:
-        own = {name: os.environ[name] for name in PASSED if name in os.environ}
-        own |= {
-            "HOME": where,
-            "TMPDIR": where,
-            "PYTHONUNBUFFERED": "1",
-            "OPENAI_AGENTS_DISABLE_TRACING": "1",
-            **addresses(door, address),
-        }
         text = task_text(task)
-        own |= {"RLKIT_TASK": text} if len(text) < 1 << 16 else {}
-        guard = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            "-B",
-            str(GUARD),
-            cwd=where,
-            env={**own, **variables},
-            start_new_session=True,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        guard = await _start_guard(where, variables, addresses(door, address), text)
         try:
             assert guard.stdin is not None
             confine = (
@@ -413,7 +422,7 @@ async def _printed(guard: asyncio.subprocess.Process, limit: int) -> tuple[str, 
     count = 0
     while chunk := await guard.stdout.read(1 << 16):
         last = (last + chunk)[-KEPT:]
-        count = count + len(chunk)
+        count += len(chunk)
         if count > limit:
             return "", True
     return last.decode(errors="replace").strip(), False
@@ -483,8 +492,7 @@ async def _ended(guard: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
             guard.kill()
         await guard.wait()
-    transport = getattr(
-        guard, "_transport", None
-    )  # its pipes; else they are closed by the garbage collector, with a warning
+    # its pipes; else they are closed by the garbage collector, with a warning
+    transport = getattr(guard, "_transport", None)
     if transport is not None:
         transport.close()

@@ -40,11 +40,11 @@ class Door:
     """
 
     def __init__(self, ask: Ask):
-        self.ask, self.token = ask, f"rlkit-{secrets.token_hex(16)}"
+        self.ask = ask
+        self.token = f"rlkit-{secrets.token_hex(16)}"
         self.open = True
-        self.replies: dict[
-            bytes, asyncio.Task[Step]
-        ] = {}  # digest of a request → the last reply to it
+        # digest of a request → the last reply to it
+        self.replies: dict[bytes, asyncio.Task[Step]] = {}
         self.numbers: dict[asyncio.Task[Step], int] = {}
         self.retries = 0
         self.refused = 0  # requests that got no reply
@@ -110,7 +110,8 @@ class Endpoint:
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
             await site.start()
-            self.runner, self.port = runner, runner.addresses[0][1]
+            self.runner = runner
+            self.port = runner.addresses[0][1]
 
     async def stop(self) -> None:
         """Close the socket and all connections, also those whose answer is not read."""
@@ -180,9 +181,8 @@ class Endpoint:
 
     async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.Response:
         try:
-            if (
-                request.content_length or 0
-            ) > MAX_BODY:  # not read at all; one without a length is counted as it comes
+            # not read at all; one without a length is counted as it comes
+            if (request.content_length or 0) > MAX_BODY:
                 raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
             async with asyncio.timeout(BODY_SECONDS):
                 raw = await request.read()

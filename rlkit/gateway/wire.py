@@ -89,9 +89,8 @@ def _tool(name: Any, function: Body, parameters: str, where: str) -> dict[str, A
         "description": function.get("description") or "",
         "parameters": function.get(parameters) or {},
     }
-    result = (
-        {"return": function["output_schema"]} if function.get("output_schema") else {}
-    )  # of /v1/responses
+    # of /v1/responses
+    result = {"return": function["output_schema"]} if function.get("output_schema") else {}
     return {"type": "function", "function": schema | result}
 
 
@@ -340,13 +339,9 @@ def _chat_usage(reply: Reply) -> dict[str, Any]:
 
 
 def _finish(reply: Reply) -> str:
-    return (
-        "length"
-        if reply.step.finish_reason == "length"
-        else "tool_calls"
-        if reply.step.tool_calls
-        else "stop"
-    )
+    if reply.step.finish_reason == "length":
+        return "length"
+    return "tool_calls" if reply.step.tool_calls else "stop"
 
 
 def _named(reply: Reply, kind: str) -> dict[str, Any]:
