@@ -36,9 +36,8 @@ class Renderer(NamedTuple):
     added_ids: frozenset[int]
     thinking: Thinking
     template_arguments: tuple[tuple[str, Any], ...] = ()  # for example enable_thinking
-    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = (
-        None  # (messages, tools) → text, for the template
-    )
+    # (messages, tools) → text, for the template
+    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None
 
 
 def make_renderer(

@@ -92,9 +92,8 @@ def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
         if loaded is not None:
             return loaded
         with locked(folders, recipe.name):
-            loaded = load(
-                find(folders, recipe.name), function
-            )  # another process may have compiled it meanwhile
+            # another process may have compiled it meanwhile
+            loaded = load(find(folders, recipe.name), function)
             if loaded is not None:
                 return loaded
             data = compile_library(recipe)

@@ -20,7 +20,8 @@ class ValueHead(nn.Module):
     def __init__(self, hidden: int):
         super().__init__()
         half = max(1, hidden // 2)
-        self.hidden, self.value = nn.Linear(hidden, half), nn.Linear(half, 1)
+        self.hidden = nn.Linear(hidden, half)
+        self.value = nn.Linear(half, 1)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
@@ -51,9 +52,8 @@ class SeparateCritic(nn.Module):
         super().__init__()
         causal: Any = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy  # type: ignore[operator]
         self.model = copy.deepcopy(causal).float().requires_grad_(True)
-        self.model.get_output_embeddings().requires_grad_(
-            self.model.config.tie_word_embeddings
-        )  # its logits are never asked for
+        # its logits are never asked for
+        self.model.get_output_embeddings().requires_grad_(self.model.config.tie_word_embeddings)
         self.head = ValueHead(width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:

@@ -228,16 +228,16 @@ class Norm(torch.autograd.Function):
         operations().forward(
             *_addresses(x, weight, cosine, sine, y, scale), *ctx.sizes, eps, torch.get_num_threads()
         )
-        ctx.save_for_backward(
-            None if weight is None else x, weight, cosine, sine, scale
-        )  # a rotation needs no x
+        # a rotation needs no x
+        ctx.save_for_backward(None if weight is None else x, weight, cosine, sine, scale)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cosine, sine, scale = ctx.saved_tensors
-        gradient, (rows, _, n) = gradient.contiguous(), ctx.sizes
+        gradient = gradient.contiguous()
+        rows, _, n = ctx.sizes
         to_x = torch.empty_like(gradient)
         sums = gradient.new_zeros(0 if weight is None else -(-rows // BLOCK), n)
         given = (gradient, gradient if x is None else x, weight, cosine, sine, scale, to_x, sums)

@@ -35,11 +35,11 @@ class Head:
     """
 
     def __init__(self, causal: Any):
-        self.causal, self.module = causal, causal.get_output_embeddings()
+        self.causal = causal
+        self.module = causal.get_output_embeddings()
         family = getattr(causal.config, "model_type", None)
-        written = getattr(
-            type(causal).forward, "__module__", None
-        )  # a subclass with a forward of its own has another
+        # a subclass with a forward of its own has another
+        written = getattr(type(causal).forward, "__module__", None)
         plain = (
             family in PLAIN
             and written == f"transformers.models.{family}.modeling_{family}"
@@ -58,9 +58,8 @@ class Head:
     def _forward(self, hidden: Tensor) -> Tensor:
         """The model's own forward on states that its trunk has computed before."""
         causal = self.causal
-        shell = object.__new__(
-            type(causal)
-        )  # the same parts, but for the trunk; the model itself is not touched
+        # the same parts, but for the trunk; the model itself is not touched
+        shell = object.__new__(type(causal))
         trunk = _Computed(causal.base_model, hidden[None])
         shell.__dict__.update(
             vars(causal), _modules={**causal._modules, causal.base_model_prefix: trunk}

@@ -22,10 +22,8 @@ from rlkit.system.digest import SUMS, folder_damage
 from rlkit.types import Policy, ranges, reaches, safe
 
 TINY = Path(__file__).parent / "tiny"
-EMBEDDED = {
-    "tiny": None,
-    "tiny_guess": "guess_number",
-}  # path → variant of the weights in TINY: model.VARIANT.safetensors
+# path → variant of the weights in TINY: model.VARIANT.safetensors
+EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}
 
 
 @safe("targets")
@@ -124,9 +122,8 @@ def load_policy(
     model.to(device)
     check_weights(model, path)
     if head_precision == "float32":
-        model.get_output_embeddings().__class__ = (
-            Float32Head  # for every forward of the model, Hugging Face's own too
-        )
+        # for every forward of the model, Hugging Face's own too
+        model.get_output_embeddings().__class__ = Float32Head
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -220,7 +217,8 @@ def check_vocabulary(
     used = (
         own.values() if own == theirs else [theirs[token] for token in own.keys() & theirs.keys()]
     )
-    if own != theirs and (odd := _odd_token(tokenizer, other)):
+    odd = _odd_token(tokenizer, other) if own != theirs else ""
+    if odd:
         raise ConfigError(
             f"{key}={teacher}: has another vocabulary than model.path={path} ({len(theirs)} tokens"
             f" and {len(own)}; {odd}), so its tokens mean something else; choose a model with the"
@@ -292,7 +290,9 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
                 old, nn.Parameter(old.detach()[list(ids)], requires_grad=old.requires_grad)
             )  # a tied head stays tied
             setattr(layer, name, moved[old])
-    ends[0].padding_idx, ends[0].num_embeddings, ends[1].out_features = None, len(ids), len(ids)
+    ends[0].padding_idx = None
+    ends[0].num_embeddings = len(ids)
+    ends[1].out_features = len(ids)
     model.config.get_text_config().vocab_size = len(ids)
 
 
@@ -300,7 +300,10 @@ def check_weights(model: Any, path: str, key: str = "model.path") -> None:
     """Raises ConfigError naming the first weight that holds nan or infinity: nothing can be sampled
     from such a model."""
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and not (fine := torch.isfinite(weight)).all():
+        if not weight.is_floating_point():
+            continue
+        fine = torch.isfinite(weight)
+        if not fine.all():
             count = int(fine.numel() - fine.sum())
             raise ConfigError(
                 f"{key}={path}: {count:,} of the {weight.numel():,} numbers of the weight {name}"

@@ -58,17 +58,13 @@ def forward_logprobs(
     )
     values = None if critic is None else critic(hidden, packed)
 
-    def placed(tokens: Tensor | None) -> Tensor | None:
+    def placed(tokens: Tensor) -> Tensor:
         mask = packed.response_mask
-        return (
-            None
-            if tokens is None
-            else tokens.new_zeros(mask.shape).masked_scatter(mask, tokens[packed.inverse])
-        )
+        return tokens.new_zeros(mask.shape).masked_scatter(mask, tokens[packed.inverse])
 
     return TokenLogprobs(
-        placed(logprobs),  # type: ignore[arg-type]
-        placed(entropy),  # type: ignore[arg-type]
-        placed(values),
-        placed(divergence[0] if divergence else None),
+        placed(logprobs),
+        placed(entropy),
+        None if values is None else placed(values),
+        placed(divergence[0]) if divergence else None,
     )

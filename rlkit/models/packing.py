@@ -10,7 +10,7 @@ replies cost one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,17 +67,15 @@ def kernels_of(device: torch.device) -> Kernels:
         return KERNELS[0, 0]
     own = torch.cuda.get_device_capability(device)
     kernels = KERNELS[max((row for row in KERNELS if (0, 0) < row <= own), default=(7, 0))]
-    return kernels._replace(
-        varlen=kernels.varlen and torch.__version__ >= "2.12"
-    )  # grouped heads came with it
+    # grouped heads came with it
+    return kernels._replace(varlen=kernels.varlen and torch.__version__ >= "2.12")
 
 
 class Paths(NamedTuple):
     """Rows of nearly one size: queries, and the path that each attends to."""
 
-    queries: (
-        Tensor  # [R, Q] packed tokens: those that these rows add, or whole rows; padding is token 0
-    )
+    # [R, Q] packed tokens: those that these rows add, or whole rows; padding is token 0
+    queries: Tensor
     keys: Tensor  # [R, L] packed tokens from the first of the row to its last; padding is token 0
     starts: Tensor | None  # [R] position of the first query; None: all of them 0
 
@@ -99,9 +97,8 @@ class Packed(NamedTuple):
     positions: Tensor  # [N] int64, in its row
     paths: tuple[Paths, ...]
     home: Tensor  # [N] int64, where each token is among the queries of all paths, flattened
-    parents: (
-        Tensor  # [K] int64, the packed token from which each distinct sampled token is predicted
-    )
+    # [K] int64, the packed token from which each distinct sampled token is predicted
+    parents: Tensor
     targets: Tensor  # [K] int64, the ids of those sampled tokens
     # [M] int64, which of the K a sampled token of the rows is, in the order of the response mask
     inverse: Tensor
@@ -124,20 +121,71 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
     Raises: ValueError where a row begins with a sampled token, from which no state comes.
     """
     kernels = kernels or kernels_of(ids.device)
-    rows, mask = ids.cpu().numpy(), response_mask.cpu().numpy()
+    rows = ids.cpu().numpy()
+    mask = response_mask.cpu().numpy()
     if mask[:, :1].any():
         raise ValueError(
             f"row {int(mask[:, 0].argmax())} begins with a sampled token; a prompt must stand"
             " before it"
         )
     lengths = np.where(mask, np.arange(mask.shape[1]), 0).max(1, initial=0)
-    index = np.zeros(rows.shape, dtype=np.int64)  # row, position → packed token
+    forest = _lay_out(rows, lengths)
+    index = forest.index
+
+    def tensor(values: Any, dtype: Any = np.int64) -> Tensor:
+        return torch.as_tensor(np.asarray(values, dtype=dtype), device=ids.device)
+
+    paths = []
+    home = np.zeros(forest.size, dtype=np.int64)
+    offset = 0
+    for part in _calls(forest.added, lengths, kernels):
+        own, path = _place_part(part, index, lengths, home, offset)
+        starts = [first for _, first, _ in part]
+        paths.append(Paths(tensor(own), tensor(path), tensor(starts) if any(starts) else None))
+        offset += own.size
+    segments = None
+    if kernels.varlen and forest.added:
+        counts = np.array([(lengths[row] - shared, lengths[row]) for row, shared in forest.added])
+        ends = np.pad(counts.cumsum(0), ((1, 0), (0, 0))).T
+        flat = np.concatenate([index[row, : lengths[row]] for row, _ in forest.added])
+        segments = Segments(tensor(flat), tensor(ends, np.int32), counts.max(0).tolist())
+    where, at = np.nonzero(mask)
+    pairs = np.stack([index[where, at - 1], rows[where, at]], 1)
+    distinct, inverse = np.unique(pairs, axis=0, return_inverse=True)
+    return Packed(
+        ids=tensor(np.concatenate(forest.tokens) if forest.tokens else []),
+        positions=tensor(np.concatenate(forest.depths) if forest.depths else []),
+        paths=tuple(paths),
+        home=tensor(home),
+        parents=tensor(distinct[:, 0]),
+        targets=tensor(distinct[:, 1]),
+        inverse=tensor(inverse),
+        response_mask=response_mask,
+        tokens=int(lengths.sum()),
+        kernels=kernels,
+        segments=segments,
+    )
+
+
+class _Forest(NamedTuple):
+    """Rows laid out so that a prefix that several begin with is there once."""
+
+    index: Any  # [B, T] row, position → packed token
+    added: list[tuple[int, int]]  # rows that add tokens, and how many each shares
+    tokens: list[Any]  # ids that each of these adds
+    depths: list[Any]  # and their positions
+    size: int  # packed tokens in all
+
+
+def _lay_out(rows: Any, lengths: Any) -> _Forest:
+    """Packs the first `lengths` tokens of the rows."""
+    index = np.zeros(rows.shape, dtype=np.int64)
     # Sorted, a row shares with the one before it all that it shares with any.
     order = sorted(
         np.flatnonzero(lengths).tolist(),
         key=lambda row: rows[row, : lengths[row]].astype(">i8").tobytes(),
     )
-    added: list[tuple[int, int]] = []  # rows that add tokens, and how many each shares
+    added = []
     tokens = []
     depths = []
     size = 0
@@ -159,50 +207,25 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
         depths.append(np.arange(shared, length))
         size += new
         added.append((row, shared))
+    return _Forest(index, added, tokens, depths, size)
 
-    def tensor(values: Any, dtype: Any = np.int64) -> Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=dtype), device=ids.device)
 
-    paths = []
-    home = np.zeros(size, dtype=np.int64)
-    offset = 0
-    for part in _calls(added, lengths, kernels):
-        width = max(int(lengths[row]) for row, _, _ in part)
-        queries = max(int(lengths[row]) - first for row, first, _ in part)
-        own = np.zeros((len(part), queries), dtype=np.int64)
-        path = np.zeros((len(part), width), dtype=np.int64)
-        for i, (row, first, shared) in enumerate(part):
-            length = lengths[row]
-            path[i, :length] = index[row, :length]
-            own[i, : length - first] = index[row, first:length]
-            home[index[row, shared:length]] = (
-                offset + i * queries + np.arange(shared - first, length - first)
-            )
-        starts = [first for _, first, _ in part]
-        paths.append(Paths(tensor(own), tensor(path), tensor(starts) if any(starts) else None))
-        offset += own.size
-    segments = None
-    if kernels.varlen and added:
-        counts = np.array([(lengths[row] - shared, lengths[row]) for row, shared in added])
-        ends = np.pad(counts.cumsum(0), ((1, 0), (0, 0))).T
-        flat = np.concatenate([index[row, : lengths[row]] for row, _ in added])
-        segments = Segments(tensor(flat), tensor(ends, np.int32), counts.max(0).tolist())
-    where, at = np.nonzero(mask)
-    pairs = np.stack([index[where, at - 1], rows[where, at]], 1)
-    distinct, inverse = np.unique(pairs, axis=0, return_inverse=True)
-    return Packed(
-        ids=tensor(np.concatenate(tokens) if tokens else []),
-        positions=tensor(np.concatenate(depths) if depths else []),
-        paths=tuple(paths),
-        home=tensor(home),
-        parents=tensor(distinct[:, 0]),
-        targets=tensor(distinct[:, 1]),
-        inverse=tensor(inverse),
-        response_mask=response_mask,
-        tokens=int(lengths.sum()),
-        kernels=kernels,
-        segments=segments,
-    )
+def _place_part(
+    part: Sequence[tuple[int, int, int]], index: Any, lengths: Any, home: Any, offset: int
+) -> tuple[Any, Any]:
+    """The queries and the paths of the rows of one call; writes into `home` where each packed token
+    is among the queries, those of this call beginning at `offset`."""
+    width = max(int(lengths[row]) for row, _, _ in part)
+    queries = max(int(lengths[row]) - first for row, first, _ in part)
+    own = np.zeros((len(part), queries), dtype=np.int64)
+    path = np.zeros((len(part), width), dtype=np.int64)
+    for i, (row, first, shared) in enumerate(part):
+        length = lengths[row]
+        path[i, :length] = index[row, :length]
+        own[i, : length - first] = index[row, first:length]
+        places = np.arange(shared - first, length - first)
+        home[index[row, shared:length]] = offset + i * queries + places
+    return own, path
 
 
 def _calls(
@@ -243,17 +266,15 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     beginnings once a row.
     """
     if packed.ids.device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(
-            False
-        )  # for the process: gradient checkpointing attends again in the backward pass
+        # for the process: gradient checkpointing attends again in the backward pass
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
     if trunk.config._attn_implementation == ATTENTION:
         if getattr(trunk, "update_kernel", "eager") == "fused" and serves(trunk):
             return fused_states(trunk, packed.ids, packed.positions, partial(_attend_all, packed))
-        unused = packed.ids.new_ones(
-            1, 1, 1, 1, dtype=torch.bool
-        )  # given, so that no mask of all pairs is built
+        # given, so that no mask of all pairs is built
+        unused = packed.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         states = trunk(
             input_ids=packed.ids[None],
             position_ids=packed.positions[None],

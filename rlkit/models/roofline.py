@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 # moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V
 # numbers a row
 NOISE_BYTES = 8
-LOGIT_BYTES = (
-    16  # the same by the logits: written in bfloat16, read, normalised and searched in float32
-)
+# the same by the logits: written in bfloat16, read, normalised and searched in float32
+LOGIT_BYTES = 16
 ROOM_USED = 0.7  # share of the reserved positions, all of which attention reads, that hold a token
 # kernels of a layer, and of embedding, head, draw and bookkeeping
 LAYER_KERNELS = 24
@@ -348,9 +347,8 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     each = 2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context
     head = 2 * shape.hidden * shape.vocab
     trained = shape.adapters(load.rank) if load.rank else shape.parameters
-    factor = (
-        2 + (not load.rank) + load.checkpointing
-    )  # forward, gradient of the states, of the weights, forward again
+    # forward, gradient of the states, of the weights, forward again
+    factor = 2 + (not load.rank) + load.checkpointing
     elementwise = packed * shape.layers * shape.hidden * card.train_touch_s
     calls = (
         shape.layers
