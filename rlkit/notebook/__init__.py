@@ -16,8 +16,8 @@ _HOMES = {
         "compute_advantages compute_dapo_loss compute_policy_gradient_loss compute_ppo_loss"
     ),
     "chat": (
-        """LLMGenerator ToolUseLLM batch_history calculate create_batch execute_tool_call generate_templates get_weather has_tool_call
-        parse_tool_calls res"""
+        "LLMGenerator ToolUseLLM batch_history calculate create_batch execute_tool_call"
+        " generate_templates get_weather has_tool_call parse_tool_calls res"
     ),
     "checkpoints": "Checkpoint load_checkpoint save_checkpoint",
     "configs": "create_dapo_config create_grpo_config create_ppo_config get_algorithm_config",
@@ -26,23 +26,27 @@ _HOMES = {
         " TrainingState"
     ),
     "generation": (
-        """QWEN3_THINK_END_TOKEN compute_logprobs_for_tokens format_prompt generate load_model load_tokenizer parse_thinking"""
+        "QWEN3_THINK_END_TOKEN compute_logprobs_for_tokens format_prompt generate"
+        " load_model load_tokenizer parse_thinking"
     ),
     "kl": (
-        """compute_forward_kl compute_kl compute_reverse_kl create_adaptive_kl create_ema_updater create_kl_updater
-        create_periodic_updater create_reference_model create_truncated_kl truncated_kl update_reference_model"""
+        "compute_forward_kl compute_kl compute_reverse_kl create_adaptive_kl"
+        " create_ema_updater create_kl_updater create_periodic_updater"
+        " create_reference_model create_truncated_kl truncated_kl update_reference_model"
     ),
     "manager": (
-        """RLStepData RolloutData RolloutManager StepData dummy_prompt_generator dummy_reward_function dummy_termination_check"""
+        "RLStepData RolloutData RolloutManager StepData dummy_prompt_generator"
+        " dummy_reward_function dummy_termination_check"
     ),
     "rewards": (
-        """aggregate_vector_rewards compute_scalar_reward compute_vector_reward exact_match_reward format_reward
-        length_penalty_reward max_aggregator mean_aggregator min_aggregator tool_usage_reward weighted_sum_aggregator"""
+        "aggregate_vector_rewards compute_scalar_reward compute_vector_reward"
+        " exact_match_reward format_reward length_penalty_reward max_aggregator"
+        " mean_aggregator min_aggregator tool_usage_reward weighted_sum_aggregator"
     ),
     "rollouts": "create_batch_rollouts create_multiturn_rollout create_rollout",
     "trainer": (
-        """RLTrainer SimpleValueHead compute_advantages_and_returns compute_kl_divergence compute_value_loss
-        generate_initial_prompts"""
+        "RLTrainer SimpleValueHead compute_advantages_and_returns compute_kl_divergence"
+        " compute_value_loss generate_initial_prompts"
     ),
     "training": "train training_iteration update_ema_metrics",
 }

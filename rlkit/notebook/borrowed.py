@@ -21,7 +21,8 @@ class Share:
     """What one network has of an optimizer that may hold several, as an optimizer of its own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, net: nn.Module):
-        self.optimizer, self.own = optimizer, {id(p) for p in net.parameters()}
+        self.optimizer = optimizer
+        self.own = {id(p) for p in net.parameters()}
         self.param_groups = [
             group
             for group in optimizer.param_groups

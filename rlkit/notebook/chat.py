@@ -222,11 +222,8 @@ class ToolUseLLM(LLMGenerator):
         return answer._asdict()
 
 
-TEMPERATURES = {
-    "San Francisco, CA": (65, 18),
-    "New York, NY": (50, 10),
-    "London, UK": (55, 13),
-}  # °F and °C
+# °F and °C
+TEMPERATURES = {"San Francisco, CA": (65, 18), "New York, NY": (50, 10), "London, UK": (55, 13)}
 
 
 def get_weather(location: str, unit: str = "fahrenheit") -> str:

@@ -29,9 +29,8 @@ class Generation(NamedTuple):
 class Message(NamedTuple):
     role: str  # system, user, assistant or tool
     content: str
-    tool_calls: Sequence[
-        Mapping[str, Any]
-    ] = ()  # as the tool_parser gave them, else as OpenAI writes them
+    # as the tool_parser gave them, else as OpenAI writes them
+    tool_calls: Sequence[Mapping[str, Any]] = ()
     metadata: Mapping[str, Any] = {}  # of a tool's result: id, name and ok
 
 
@@ -48,9 +47,8 @@ class Rollout(NamedTuple):
     generation: Generation
     reward: float | np.ndarray | None  # less kl_penalty; None where it cannot be scored
     kl_penalty: float = 0.0  # coefficient × KL in nats, mean over the tokens
-    conversation: Conversation | None = (
-        None  # of `create_multiturn_rollout`, and of episodes in training
-    )
+    # of `create_multiturn_rollout`, and of episodes in training
+    conversation: Conversation | None = None
     metadata: Mapping[str, Any] = {}  # episode, and rewards: component → number
 
 
@@ -71,9 +69,8 @@ class GenerationConfig(NamedTuple):
     top_k: int = 50  # 0 is off
     do_sample: bool = True  # False is greedy, as temperature 0 is
     enable_thinking: bool | None = False  # for the chat template; None leaves its default
-    parse_thinking: bool = (
-        False  # with enable_thinking: `generate` leaves the thinking out of the text
-    )
+    # with enable_thinking: `generate` leaves the thinking out of the text
+    parse_thinking: bool = False
     use_cache: bool = True  # has no effect: the fast engine has a cache
 
     @property
@@ -87,9 +84,8 @@ class GenerationConfig(NamedTuple):
 class TrainingConfig(NamedTuple):
     """An algorithm and its numbers. The fields after max_grad_norm are not in the document."""
 
-    algorithm: str | Algorithm = (
-        "grpo"  # grpo, pg, dapo (the pairwise loss) or ppo; or one of the core
-    )
+    # grpo, pg, dapo (the pairwise loss) or ppo; or one of the core
+    algorithm: str | Algorithm = "grpo"
     learning_rate: float = 1e-4  # for whoever makes the optimizer, as `train` does
     kl_coef: float = 0.1  # ≥ 0, in units of reward per nat
     clip_range: float = 0.2  # in (0, 1]

@@ -48,10 +48,10 @@ def load_model(
         model = pretrained_model(
             model_id, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
         )
+    if device_map == "auto":
+        device_map = "cuda" if torch.cuda.is_available() else "cpu"
     if device_map is not None:
-        model.to(
-            ("cuda" if torch.cuda.is_available() else "cpu") if device_map == "auto" else device_map
-        )
+        model.to(device_map)
     return (add_lora(model, LoRA(lora_rank, lora_alpha)) if use_lora else model).eval()
 
 

@@ -65,11 +65,9 @@ class RolloutData:
 
     def mark_complete(self, early: bool = False) -> None:
         """The rollout is over; `early` if it ended of itself before the step limit."""
-        self.is_complete, self.terminated_early, self.termination_step = (
-            True,
-            early,
-            len(self.steps),
-        )
+        self.is_complete = True
+        self.terminated_early = early
+        self.termination_step = len(self.steps)
 
     def set_reward(self, reward: float | None) -> None:
         self.reward = reward

@@ -36,7 +36,9 @@ def length_penalty_reward(min_length: int = 50, max_length: int = 500) -> Reward
 
     def reward_fn(rollout: Rollout) -> float:
         length = len(rollout.generation.text.split())
-        return -0.5 if length < min_length else -0.3 if length > max_length else 0.0
+        if length < min_length:
+            return -0.5
+        return -0.3 if length > max_length else 0.0
 
     return reward_fn
 

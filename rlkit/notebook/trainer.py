@@ -195,9 +195,8 @@ class RLTrainer:
             self.generator.policy,
             optimizers=(self.policy_optimizer, self.value_optimizer),
         )
-        self.learner.critic = self.learner.nets["critic"] = HeadOnStates(
-            value_head
-        )  # in place of one that it has made
+        # in place of one that it has made
+        self.learner.critic = self.learner.nets["critic"] = HeadOnStates(value_head)
 
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
         """What a step of the learner is."""
@@ -334,11 +333,9 @@ class RLTrainer:
         for name in SAVED:
             getattr(self, name).load_state_dict(kept[f"{name}_state_dict"])
         self.learner.load({"rlkit": kept["learner"]})
-        self.training_stats, self.generator.calls, self.generator.version = (
-            kept["training_stats"],
-            kept["calls"],
-            self.learner.rl_step,
-        )
+        self.training_stats = kept["training_stats"]
+        self.generator.calls = kept["calls"]
+        self.generator.version = self.learner.rl_step
 
 
 DEFAULTS: Mapping[str, Any] = {

@@ -79,9 +79,8 @@ class IterationLearner(Learner):
         **hooks: Any,
     ):
         micro_batch_tokens = hooks.pop("micro_batch_tokens", 16384)
-        algorithm, kl = with_hooks(
-            weakref.proxy(self), config, **hooks
-        )  # caches keep parts for longer than a learner
+        # caches keep parts for longer than a learner
+        algorithm, kl = with_hooks(weakref.proxy(self), config, **hooks)
         if ref_update_fn is not None:
             kl = kl._replace(estimator=kl.estimator or F.k3, coef=kl.coef or MEASURED)
         run = RUNS.get(optimizer)
@@ -112,7 +111,8 @@ class IterationLearner(Learner):
 
     def make_critic(self) -> nn.Module | None:
         """The run's, or a new one, whose parameters join the optimizer."""
-        if self.own_critic is None and (made := super().make_critic()) is not None:
+        made = super().make_critic() if self.own_critic is None else None
+        if made is not None:
             self.own_critic = made
             self.optimizer.add_param_group(
                 {"params": list(made.parameters()), "lr": self.config.value_learning_rate}
@@ -169,9 +169,8 @@ def training_iteration(
     tasks = [as_task(prompt, i) for i, prompt in enumerate(prompts)]
     stream = run.stream if run and batch_size else StreamState()
     if batch_size is None:
-        places = order_of_parts(
-            tasks, seed, 0
-        )  # the stream draws the task at places[i] as its i-th
+        # the stream draws the task at places[i] as its i-th
+        places = order_of_parts(tasks, seed, 0)
         tasks = [
             task for _, task in sorted(zip(places, tasks, strict=True), key=lambda pair: pair[0])
         ]
@@ -280,7 +279,7 @@ def train(
             model, tokenizer, prompts, *given_once, batch_size=batch_size, seed=seed, **acting
         )
         ema = update_ema_metrics(state.metrics, ema)
-        tokens = tokens + state.total_tokens
+        tokens += state.total_tokens
         (log_fn or partial(_say, num_steps, tokens))(state._replace(ema_metrics=ema))
         if (step + 1) % save_every == 0:
             save_checkpoint(model, tokenizer, step, str(output_dir), checkpoint_fn)
