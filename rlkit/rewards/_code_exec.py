@@ -95,18 +95,15 @@ def judgements(
     jobs = [_job(rollout, tests) for rollout, tests in zip(rollouts, checks, strict=True)]
     distinct = list(dict.fromkeys(job for job in jobs if job))
     outcomes = dict(zip(distinct, run_many(distinct, sandbox), strict=True))
-    return [
-        (
-            None
-            if not tests
-            else (
-                Judgement("unparseable", 0, len(tests), detail="no code")
-                if job is None
-                else _judged(outcomes[job], tests)
-            )
-        )
-        for job, tests in zip(jobs, checks, strict=True)
-    ]
+    judgements: list[Judgement | None] = []
+    for job, tests in zip(jobs, checks, strict=True):
+        if not tests:
+            judgements.append(None)
+        elif job is None:
+            judgements.append(Judgement("unparseable", 0, len(tests), detail="no code"))
+        else:
+            judgements.append(_judged(outcomes[job], tests))
+    return judgements
 
 
 def extract_code(text: str, names: Collection[str] = ()) -> str:
@@ -177,9 +174,8 @@ def _judged(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgemen
     if isinstance(outcome, SandboxError):
         return Judgement("unrun", 0, len(tests), detail=str(outcome))
     given = iter(outcome.results)
-    answers = [
-        tuple(itertools.islice(given, len(check.calls))) for check in tests
-    ]  # fewer where the program ended before them
+    # fewer where the program ended before them
+    answers = [tuple(itertools.islice(given, len(check.calls))) for check in tests]
     right = [passes(check, *results) for check, results in zip(tests, answers, strict=True)]
     judgement = Judgement("wrong", sum(right), len(tests), outcome.seconds)
     if outcome.status == "timeout":

@@ -31,9 +31,8 @@ INSTRUCTIONS = (
     " with a whole number from 0 (not met at all) to {levels} (fully met), and give your reason in"
     " one sentence first."
 )
-SLACK = (
-    2.0  # seconds more than the client's own limit, which begins anew with every byte that arrives
-)
+# seconds more than the client's own limit, which begins anew with every byte that arrives
+SLACK = 2.0
 LONGEST_PAUSE = 60.0  # seconds between two requests, whatever the server asks for
 BUSY = (408, 409, 425, 429)  # statuses below 500 that pass by themselves
 SPENT: Counter[str] = Counter()  # address → requests of this process
@@ -129,37 +128,12 @@ async def judge(
         for rollout in rollouts
     ]
     keys = [hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() for body in asked]
-    places, down = asyncio.Semaphore(concurrency), list[Exception]()
+    places = asyncio.Semaphore(concurrency)
+    down: list[Exception] = []
 
     async def points(key: str, body: Mapping[str, Any]) -> Mapping[str, int] | Exception:
         file = None if cache is None else Path(cache).expanduser() / key[:2] / f"{key}.json"
-        known = _kept(file, settings)
-        if known is not None:
-            return known
-        async with places:
-            if down:
-                return down[0]
-            try:
-                verdict = await _verdict(body, settings)
-            except _Unreachable as error:
-                down.append(
-                    EngineError(
-                        f"the judge at {settings.address} does not answer after {retries + 1}"
-                        f" request(s): {error}"
-                    )
-                )
-                return down[0]
-            except ValueError as error:
-                if isinstance(error, ConfigError):
-                    raise
-                return EngineError(
-                    f"the judge at {settings.address} gave no verdict in {retries + 1} request(s):"
-                    f" {error}"
-                )
-        if file is not None:
-            with lenient("a verdict of the judge", "reward cache"):
-                write_atomic(file, json.dumps(verdict, ensure_ascii=False).encode())
-        return verdict["scores"]
+        return await _points(file, body, settings, places, down)
 
     different = {key: body for key, body in zip(keys, asked, strict=True) if body is not None}
     found = dict(
@@ -170,6 +144,44 @@ async def judge(
         )
     )
     return [_score(found.get(key), shares, levels) for key in keys]
+
+
+async def _points(
+    file: Path | None,
+    body: Mapping[str, Any],
+    settings: _Settings,
+    places: asyncio.Semaphore,
+    down: list[Exception],
+) -> Mapping[str, int] | Exception:
+    """The points of a verdict, from its file in the cache or from the judge; the exception where
+    there is none. A judge that does not answer is noted in `down` and not asked again."""
+    known = _kept(file, settings)
+    if known is not None:
+        return known
+    requests = settings.retries + 1
+    async with places:
+        if down:
+            return down[0]
+        try:
+            verdict = await _verdict(body, settings)
+        except _Unreachable as error:
+            down.append(
+                EngineError(
+                    f"the judge at {settings.address} does not answer after {requests} request(s):"
+                    f" {error}"
+                )
+            )
+            return down[0]
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            return EngineError(
+                f"the judge at {settings.address} gave no verdict in {requests} request(s): {error}"
+            )
+    if file is not None:
+        with lenient("a verdict of the judge", "reward cache"):
+            write_atomic(file, json.dumps(verdict, ensure_ascii=False).encode())
+    return verdict["scores"]
 
 
 def _score(

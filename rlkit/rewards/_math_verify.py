@@ -34,9 +34,8 @@ CHILD = Path(__file__).with_name("_math_child.py")
 DEADLINE = 5.0  # seconds of processor time for one call
 START = 300.0  # seconds for a child to import sympy, on the slowest disk
 HUNG = 30.0  # times the deadline on the clock, after which the parent kills a child itself
-MEMORY = (
-    2 * 2**30
-)  # bytes of address space that a child may take; one whose caches outgrow it dies and is replaced
+# bytes of address space that a child may take; one whose caches outgrow it dies and is replaced
+MEMORY = 2 * 2**30
 MOST = 16  # children; each takes some 100 MB
 _LOCK = Lock()
 _idle: list[subprocess.Popen[str]] = []

@@ -53,16 +53,14 @@ def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
     Terms, statuses and what cannot be scored stay as they are.
     """
     scale = 1.0 / (moments.std + EPS)
-    return [
-        (
-            r
-            if r.reward is None
-            else r._replace(
-                reward=(r.reward - moments.mean) * scale,
-                steps=tuple(
-                    s if s.reward is None else s._replace(reward=s.reward * scale) for s in r.steps
-                ),
+    normalised = []
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            steps = tuple(
+                step if step.reward is None else step._replace(reward=step.reward * scale)
+                for step in rollout.steps
             )
-        )
-        for r in rollouts
-    ]
+            reward = (rollout.reward - moments.mean) * scale
+            rollout = rollout._replace(reward=reward, steps=steps)
+        normalised.append(rollout)
+    return normalised

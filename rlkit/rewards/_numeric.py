@@ -81,11 +81,15 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 # Possessive (++), so that a long run of digits is read once.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++(?![0-9])|[0-9]++)"
 DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]++)?|\.[0-9]++)"
-POWER = r"\s?\^\s?(?:\{{\s{{0,9}}(?P<{0}>[-+]?\s?[0-9]{{1,2}})\s{{0,9}}\}}|(?P<{0}_bare>[-+]?[0-9]{{1,2}})(?![0-9]))"
+POWER = (
+    r"\s?\^\s?(?:\{{\s{{0,9}}(?P<{0}>[-+]?\s?[0-9]{{1,2}})\s{{0,9}}\}}"
+    r"|(?P<{0}_bare>[-+]?[0-9]{{1,2}})(?![0-9]))"
+)
 VALUE = (
     r"(?:(?P<mixed>[0-9]++)\s++(?P<part>[0-9]++)\s?/\s?(?P<of>[0-9]++)"
     rf"|(?P<decimal>{DECIMAL})"
-    rf"(?:[eE](?P<exponent>[-+]?[0-9]{{1,2}})(?![0-9_])|\s{{0,9}}[*x]\s{{0,9}}10{POWER.format('ten')}|{POWER.format('power')}"
+    r"(?:[eE](?P<exponent>[-+]?[0-9]{1,2})(?![0-9_])"
+    rf"|\s{{0,9}}[*x]\s{{0,9}}10{POWER.format('ten')}|{POWER.format('power')}"
     rf"|\s{{0,9}}/\s{{0,9}}(?P<divisor>{DECIMAL}))?)"
     r"(?:\s{0,9}(?P<scale>(?i:hundred|thousand|million|billion|trillion))\b)?"
 )
@@ -210,9 +214,8 @@ def parse_number(text: str) -> Fraction | None:
     (Fraction(5, 2), None, None)
     """
     text = text.strip()
-    if (
-        len(text) <= MAX_DIGITS and text.isascii() and text.removeprefix("-").isdigit()
-    ):  # most truths; the rest takes fifty times as long
+    # most truths; the rest takes fifty times as long
+    if len(text) <= MAX_DIGITS and text.isascii() and text.removeprefix("-").isdigit():
         return Fraction(int(text))
     return _whole(_plain(text)) if len(text) <= MAX_SEGMENT and "\n" not in text else None
 

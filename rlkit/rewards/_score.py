@@ -395,7 +395,8 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
     """
     if not awaitables:
         return []
-    timeout, watch = term.timeout, current()
+    timeout = term.timeout
+    watch = current()
 
     def work() -> list[Any]:
         with watch.in_worker(term.fn):

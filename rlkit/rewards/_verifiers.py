@@ -9,11 +9,8 @@ from typing import Any
 from rlkit.errors import ConfigError, install
 from rlkit.types import Message, Rollout
 
-STOPS = {
-    "steps": "max_turns",
-    "length": "max_output_tokens",
-    "context": "max_total_tokens",
-}  # in the words of verifiers
+# in the words of verifiers
+STOPS = {"steps": "max_turns", "length": "max_output_tokens", "context": "max_total_tokens"}
 
 
 async def verifiers(rollout: Rollout) -> float:

@@ -15,9 +15,8 @@ OPENING = re.compile(
     rf" \t]*+{LIST_MARKER}*+)(?P<fence>`{{3,}}(?=[^`]*+$)|~{{3,}})(?P<info>.*)"
 )
 PYTHON = re.compile(r"\{?\s*\.?(?:i?python|py)[0-9.]*+(?![\w-])|[\w./-]++(?<=\.py)", re.IGNORECASE)
-UNMARKED = re.compile(
-    r"code|\{[^.]*+\}|\w++=.*+|", re.IGNORECASE
-)  # also attributes without a language: title="solution"
+# also attributes without a language: title="solution"
+UNMARKED = re.compile(r"code|\{[^.]*+\}|\w++=.*+|", re.IGNORECASE)
 WORD = re.compile(r"\{?\.?[A-Za-z]")
 
 
@@ -73,19 +72,21 @@ def code_blocks(text: str) -> list[Block]:
         )
         if _closes(current, content):
             current = None
-        elif (
-            (new := _opening(line))
+            continue
+        new = _opening(line)
+        if (
+            new
             and new.fence.startswith(current.fence)
             and WORD.match(new.info)
             and new.indent <= current.indent + 3
         ):
             current = new
             blocks.append(new)
-        elif (last := _before_glued_fence(current.fence, content)) is not None:
-            current.lines.append(last)
+            continue
+        last = _before_glued_fence(current.fence, content)
+        current.lines.append(content if last is None else last)
+        if last is not None:
             current = None
-        else:
-            current.lines.append(content)
     read = (Block(_language(block.info), _without_margin(block.lines)) for block in blocks)
     return [block for block in read if block.code.strip()]
 
@@ -98,7 +99,8 @@ def _opening(line: str) -> _Open | None:
             found["fence"], found["info"].strip(" \t"), indent, found["quotes"].count(">"), []
         )
     before, fence, info = line.rpartition("```")
-    if fence and "```" not in before and (word := info.strip(" \t")) and PYTHON.fullmatch(word):
+    word = info.strip(" \t")
+    if fence and "```" not in before and word and PYTHON.fullmatch(word):
         return _Open(fence, word, 0, 0, [])
     return None
 

@@ -112,4 +112,6 @@ def _folded(text: str, ignore_case: bool) -> str:
 
 def _parsed(text: str, parse: Callable[[str], Any] | None, ignore_case: bool) -> Any:
     folded = _folded(text, ignore_case)
-    return (parse(folded) if parse is not None else folded) if folded else None
+    if not folded:
+        return None
+    return folded if parse is None else parse(folded)
