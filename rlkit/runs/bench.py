@@ -173,7 +173,8 @@ def prepare(
     for cell in cells:
         if runs.is_run(cell.folder) or runs.is_finished(cell.folder):
             config = compose(overrides[cell], config_dir=config_dir, trusted=trusted).config
-            if not config.get("takeover") and (living := owner.occupied(cell.folder)):
+            living = None if config.get("takeover") else owner.occupied(cell.folder)
+            if living:
                 raise owner.Occupied(living)
             changed = set_aside_changed(cell.folder, config)
             if changed:
@@ -511,9 +512,9 @@ def above_placebos(found: Scores, all_pairs: Sequence[Pair]) -> list[str]:
         placebos = arms.keys() & PLACEBOS.keys()
         own = [arm for arm in arms if arm not in PLACEBOS]
         below = [arm for arm in own if any((arm, placebo) not in told for placebo in placebos)]
-        names = (
-            "none" if len(below) == len(own) else f"all but {', '.join(below)}" if below else "all"
-        )
+        names = f"all but {', '.join(below)}" if below else "all"
+        if len(below) == len(own):
+            names = "none"
         lines += [f"- {task}: {names}"] if placebos else []
     return (
         ["Above both placebos (a correction over all comparisons with them):", "", *lines]

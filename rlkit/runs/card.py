@@ -129,9 +129,8 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> str:
     """The command, the versions and the costs."""
-    kept = (
-        text for text in runs.saved_overrides(run) if not text.lstrip("+~").startswith("hydra")
-    )  # those are places of one machine
+    # those are places of one machine
+    kept = (text for text in runs.saved_overrides(run) if not text.lstrip("+~").startswith("hydra"))
     overrides = " ".join(shlex.quote(text) for text in kept)
     versions = ", ".join(
         f"{name} {version}" for name, version in (start.get("versions") or {}).items()

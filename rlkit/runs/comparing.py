@@ -79,7 +79,9 @@ def paired(
         return Difference(mean, math.nan, math.nan, math.nan, spread, n)
     error = spread / math.sqrt(n)
     half = student_quantile((1 + level) / 2, n - 1) * error
-    t = abs(mean) / error if error else math.inf if mean else 0.0
+    t = math.inf if mean else 0.0
+    if error:
+        t = abs(mean) / error
     return Difference(mean, mean - half, mean + half, 2 * (1 - student_cdf(t, n - 1)), spread, n)
 
 

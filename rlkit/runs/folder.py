@@ -28,14 +28,10 @@ from rlkit.system.shards import recorded
 OUTPUTS = Path("outputs")
 SET_ASIDE = ".set_aside"  # behind the name of a run folder that a sweep has put out of its way
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
-EVALUATIONS = (
-    "validation",
-    "before",
-    "after",
-)  # in summary.json: the last on validation problems, on test problems twice
-COUNT = re.compile(
-    r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL
-)  # values that are no text
+# in summary.json: the last on validation problems, on test problems twice
+EVALUATIONS = ("validation", "before", "after")
+# values that are no text
+COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)
 
 
 def fresh(parent: Path, label: str = "") -> Path:
@@ -53,7 +49,7 @@ def fresh(parent: Path, label: str = "") -> Path:
                 return folder
             except FileExistsError:  # also where another process came first
                 folder = parent / f"{stamp}_{number}"
-                number = number + 1
+                number += 1
 
 
 def label_of(overrides: Sequence[str], name: str) -> str:
@@ -264,17 +260,13 @@ def without_secrets(node: Any) -> Any:
         return [without_secrets(value) for value in node]
     if isinstance(node, dict):
         return {key: without_secrets(value) for key, value in redacted(node).items()}
-    if (
-        isinstance(node, str)
-        and (found := OVERRIDE.fullmatch(node))
-        and SECRET.search(key := found[1].rpartition(".")[2])
-    ):
-        counted = COUNT.fullmatch(found[2]) and not NUMBER.search(
-            key
-        )  # max_new_tokens=64, or a part that is called tokens
-        return (
-            redacted(node) if counted or FROM_ENVIRONMENT.search(node) else f"{found[1]}={REDACTED}"
-        )
+    found = OVERRIDE.fullmatch(node) if isinstance(node, str) else None
+    key = found[1].rpartition(".")[2] if found else ""
+    if found and SECRET.search(key):
+        # max_new_tokens=64, or a part that is called tokens
+        counted = COUNT.fullmatch(found[2]) and not NUMBER.search(key)
+        if not counted and not FROM_ENVIRONMENT.search(node):
+            return f"{found[1]}={REDACTED}"
     return redacted(node)
 
 
@@ -418,11 +410,9 @@ def git_state() -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return (
-        commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
-        if commit.returncode == 0
-        else ""
-    )
+    if commit.returncode != 0:
+        return ""
+    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
 def saved_overrides(folder: Path) -> list[str]:

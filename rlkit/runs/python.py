@@ -33,9 +33,8 @@ WITHOUT_FILES = ("progress", "health")  # callbacks that write nothing
 class Run(NamedTuple):
     """What a run gave."""
 
-    metrics: list[
-        dict[str, Any]
-    ]  # a row a step, as in metrics.jsonl; step 0 is the evaluation before training
+    # a row a step, as in metrics.jsonl; step 0 is the evaluation before training
+    metrics: list[dict[str, Any]]
     rollouts: list[Rollout]  # of the last step, scored
     policy: Policy  # as trained
     folder: Path | None

@@ -27,9 +27,8 @@ class Chart(NamedTuple):
     against: str = "steps"  # what the horizontal axis counts, one of UNITS
     span: float = 0.1  # the least range of the vertical axis: noise below it stays small
     healthy: tuple[float, float] | None = None  # the band of values that need no attention
-    joined: bool = (
-        True  # a line joins its points; nothing was measured between before and after training
-    )
+    # a line joins its points; nothing was measured between before and after training
+    joined: bool = True
 
 
 LEARNING = "Learning"
@@ -196,11 +195,8 @@ STATIC = (
     Chart("tokens_per_second", TIME, "Tokens a second", "perf/tokens_per_s", "", False),
 )
 LONGEST = 100  # characters of a chart's file
-PARTS = {
-    "perf/generate_s": "generate",
-    "perf/reward_s": "reward",
-    "perf/update_s": "update",
-}  # of a step's seconds
+# of a step's seconds
+PARTS = {"perf/generate_s": "generate", "perf/reward_s": "reward", "perf/update_s": "update"}
 
 
 def with_values(groups: Sequence[Group]) -> list[Chart]:
@@ -268,16 +264,18 @@ def dynamic(found: Sequence[str]) -> Iterator[Chart]:
     for number, metric in enumerate(found):
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", metric.replace("/", "."))
         name = name if len(name) <= LONGEST else f"{name[:LONGEST]}_{number}"  # of a file
-        match = re.fullmatch(r"reward/([^/]+)/mean", metric)
-        if match:
-            yield Chart(name, COMPONENTS, match[1], metric, "mean score")
-        elif match := re.fullmatch(r"part/(.+)/reward/mean", metric):
+        term = re.fullmatch(r"reward/([^/]+)/mean", metric)
+        part = re.fullmatch(r"part/(.+)/reward/mean", metric)
+        stream = re.fullmatch(r"streams/(.+)", metric)
+        if term:
+            yield Chart(name, COMPONENTS, term[1], metric, "mean score")
+        elif part:
             yield Chart(
-                name, COMPONENTS, f"Reward of {match[1]}", metric, "mean of the part's rollouts"
+                name, COMPONENTS, f"Reward of {part[1]}", metric, "mean of the part's rollouts"
             )
-        elif match := re.fullmatch(r"streams/(.+)", metric):
+        elif stream:
             yield Chart(
-                name, POLICY, f"Loss of the stream {match[1]}", metric, "nats per token", span=0.01
+                name, POLICY, f"Loss of the stream {stream[1]}", metric, "nats per token", span=0.01
             )
         elif metric.startswith("schedule/") and metric != "schedule/phase":
             yield Chart(
@@ -357,7 +355,9 @@ class Curve(NamedTuple):
 def curves_of(chart: Chart, groups: Sequence[Group], smooth: int | None) -> list[Curve]:
     """The lines of a chart, smoothed over so many steps (None: `window`)."""
     out = []
-    steps = (window(groups) if smooth is None else smooth) if chart.smooth else 0
+    steps = 0
+    if chart.smooth:
+        steps = window(groups) if smooth is None else smooth
     for index, group in enumerate(groups):
         own = [values for run in group.runs if (values := series(run, chart.metric))]
         if not own:
@@ -557,4 +557,6 @@ def solve_rates(solved: Sequence[tuple[int, float]]) -> tuple[list[float], list[
 
 
 def _bin(rate: float) -> int:
-    return 0 if rate <= 0 else 5 if rate >= 1 else min(4, 1 + math.ceil(rate * 4 - 1e-9) - 1)
+    if rate <= 0:
+        return 0
+    return 5 if rate >= 1 else min(4, 1 + math.ceil(rate * 4 - 1e-9) - 1)

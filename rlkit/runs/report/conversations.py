@@ -47,9 +47,8 @@ class Turn(NamedTuple):
 class Played(NamedTuple):
     """What a run's training episodes came to, of the steps that the report reads."""
 
-    solved: list[
-        tuple[int, float]
-    ]  # (step, share of a prompt's samples with a reward above 0), a prompt of a step each
+    # (step, share of a prompt's samples with a reward above 0), a prompt of a step each
+    solved: list[tuple[int, float]]
     turns: list[Turn]
 
 
@@ -81,7 +80,7 @@ def collect(found: Sequence[ReadRun], limit: int) -> Shown:
             for rollout in chosen:
                 page.add({"run": index, "kind": kind, "step": step, **entry_of(rollout)}, rollout)
             if page.size > PAGE:
-                size = size + page.close(shown)
+                size += page.close(shown)
                 page = _Page()
             if size > TOTAL:
                 warnings.warn(
@@ -200,10 +199,8 @@ def best_worst_random(rollouts: Sequence[Rollout], limit: int, *, seed: int) -> 
     """At most `limit`: best, worst, then others at random; in their own order."""
     if len(rollouts) <= limit:
         return list(rollouts)
-    totals = [r.total_reward for r in rollouts]
-    ranked = sorted(
-        range(len(rollouts)), key=lambda i: -math.inf if (total := totals[i]) is None else total
-    )
+    totals = [-math.inf if r.total_reward is None else r.total_reward for r in rollouts]
+    ranked = sorted(range(len(rollouts)), key=totals.__getitem__)
     others = random.Random(seed).sample(range(len(rollouts)), len(rollouts))
     picked = list(dict.fromkeys([ranked[-1], ranked[0], *others]))[:limit]
     return [rollouts[i] for i in sorted(picked)]
@@ -266,7 +263,8 @@ def _answer(rollout: Rollout) -> str:
     if last.content.strip():
         return last.content
     if last.tool_calls:
-        return f"→ {last.tool_calls[0].name}({json.dumps(dict(last.tool_calls[0].arguments), ensure_ascii=False)})"
+        call = last.tool_calls[0]
+        return f"→ {call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})"
     return f"(thinking) {last.thinking}" if last.thinking else "(empty)"
 
 

@@ -66,9 +66,8 @@ def draw_chart(chart: Chart, groups: Sequence[Group], smooth: int | None) -> Dra
     with matplotlib.rc_context(settings):
         figure = figure_of(chart, groups, smooth)
         figure.savefig(svg, format="svg", metadata={"Date": None})
-        figure.set_layout_engine(
-            "none"
-        )  # what the first file found is the second's: finding it takes half the time
+        # what the first file found is the second's: finding it takes half the time
+        figure.set_layout_engine("none")
         figure.savefig(pdf, format="pdf", metadata={"CreationDate": None})
     return Drawn(chart.name, svg.getvalue(), pdf.getvalue())
 
@@ -153,8 +152,10 @@ def draw_lines(axes: Any, chart: Chart, groups: Sequence[Group], smooth: int | N
                 at(shown.steps), shown.low, shown.high, color=colour, alpha=0.18, linewidth=0
             )
     low, high = axes.dataLim.intervaly
-    if math.isfinite(low) and (own := limits(chart, low, high)) != (low, high):
-        axes.set_ylim(*own)
+    if math.isfinite(low):
+        own = limits(chart, low, high)
+        if own != (low, high):
+            axes.set_ylim(*own)
     if chart.healthy:
         bottom, top = axes.get_ylim()
         axes.axhspan(*chart.healthy, color=HEALTHY, alpha=0.07, linewidth=0, zorder=0)

@@ -66,32 +66,7 @@ def render(
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     every = [*told, *others(groups, told)]
     curves = [section(name, charts_of(name, every, groups)) for name in SECTIONS]
-    sections = [
-        section("Which is better", verdict_list(groups)),
-        section(
-            "Before and after",
-            (held_out_table(own) if (own := before_after(groups)) else "") + fall_list(groups),
-        ),
-        section("Health", health_list(groups)),
-        *curves,
-        section(
-            "Solve rates",
-            (
-                '<div class=charts id="solved"></div>' + SOLVED
-                if any(p.solved for p in shown.played)
-                else ""
-            ),
-        ),
-        section("Rewards", rewards_table(groups)),
-        section("Turns", turns_table(shown)),
-        section("Runs", runs_table(found) + phases_list(groups)),
-        section("Settings that differ", settings_table(groups)),
-        section(
-            "Conversations",
-            files(__package__).joinpath("viewer.html").read_text() if shown.entries else "",
-            wide=True,
-        ),
-    ]
+    sections = [*_compare(groups), *curves, *_describe(found, groups, shown)]
     links = "".join(
         f'<a href="#{ident}">{escape(name)}</a>' for ident, name, text in sections if text
     )
@@ -116,13 +91,41 @@ def render(
         f"<header><h1>{escape(title)}</h1><button id=theme type=button>Light or"
         f" dark</button></header>\n<nav>{links}</nav>\n"
         f"<main>\n{''.join(f'<p class=note>{escape(note)}</p>' for note in notes)}"
-        f"{_with_controls(sections, [ident for ident, _, text in curves if text])}<footer>{_footer(beside)}</footer>\n</main>\n"
+        f"{_with_controls(sections, [ident for ident, _, text in curves if text])}"
+        f"<footer>{_footer(beside)}</footer>\n</main>\n"
         + "".join(
             f'<script type="application/gzip" id="data-{name}">{text}</script>\n'
             for name, text in data.items()
         )
         + f"<script>{script}</script>\n</body>\n</html>\n"
     )
+
+
+def _compare(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
+    """The sections above the curves."""
+    own = before_after(groups)
+    table = held_out_table(own) if own else ""
+    return [
+        section("Which is better", verdict_list(groups)),
+        section("Before and after", table + fall_list(groups)),
+        section("Health", health_list(groups)),
+    ]
+
+
+def _describe(
+    found: Sequence[ReadRun], groups: Sequence[Group], shown: Shown
+) -> list[tuple[str, str, str]]:
+    """The sections below the curves."""
+    solved = any(played.solved for played in shown.played)
+    viewer = files(__package__).joinpath("viewer.html").read_text() if shown.entries else ""
+    return [
+        section("Solve rates", f'<div class=charts id="solved"></div>{SOLVED}' if solved else ""),
+        section("Rewards", rewards_table(groups)),
+        section("Turns", turns_table(shown)),
+        section("Runs", runs_table(found) + phases_list(groups)),
+        section("Settings that differ", settings_table(groups)),
+        section("Conversations", viewer, wide=True),
+    ]
 
 
 def _with_controls(sections: Sequence[tuple[str, str, str]], curves: Sequence[str]) -> str:
@@ -337,13 +340,9 @@ def seconds(value: Any) -> str:
     """90 s, 12 min or 3.4 h."""
     if not is_number(value):
         return ""
-    return (
-        f"{value:.0f} s"
-        if value < 120
-        else f"{value / 60:.0f} min"
-        if value < 7200
-        else f"{value / 3600:.1f} h"
-    )
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
 def phases_list(groups: Sequence[Group]) -> str:

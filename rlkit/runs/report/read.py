@@ -175,9 +175,8 @@ def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
     """Dotted key → its value in each run, for the settings that are not the same in all; seeds
     aside."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
-    keys = dict.fromkeys(
-        key for key in told if not key.endswith(("_partial_", "_convert_"))
-    )  # Hydra's own words
+    # Hydra's own words
+    keys = dict.fromkeys(key for key in told if not key.endswith(("_partial_", "_convert_")))
     table = {key: [run.settings.get(key) for run in found] for key in keys}
     return {
         key: values for key, values in table.items() if any(value != values[0] for value in values)
@@ -208,16 +207,11 @@ def weight(key: str) -> tuple[int, int]:
     then code within options."""
     depth = key.count(".")
     last = key.rsplit(".", 1)[-1]
-    kind = (
-        0
-        if last == "name"
-        else 1
-        if last == "_target_" and depth == 1
-        else 2
-        if last != "_target_"
-        else 3
-    )
-    return kind, depth
+    if last == "name":
+        return 0, depth
+    if last == "_target_":
+        return 1 if depth == 1 else 3, depth
+    return 2, depth
 
 
 def said(key: str, value: Any) -> str:

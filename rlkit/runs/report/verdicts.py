@@ -28,9 +28,8 @@ from rlkit.runs.comparing import (
 from rlkit.runs.report.read import Group, ReadRun, differences, is_number, series
 from rlkit.statistics import FEWEST
 
-EFFECT = (
-    0.01  # the difference that seeds are counted for where nobody names one: a point of accuracy
-)
+# the difference that seeds are counted for where nobody names one: a point of accuracy
+EFFECT = 0.01
 LAST = 10  # RL steps at the end of a run whose training reward is compared
 UNEVEN = 0.02  # relative difference of two budgets that is named
 Unit = Literal["steps", "updates", "samples", "tokens", "seconds"]
@@ -41,11 +40,8 @@ UNITS: Mapping[str, str] = {
     "tokens": "tokens trained on",
     "seconds": "seconds",
 }
-PROBLEMS = (
-    "task.",
-    "evaluation.",
-    "environment.",
-)  # settings that decide which problems are played, and how they are scored
+# settings that decide which problems are played, and how they are scored
+PROBLEMS = ("task.", "evaluation.", "environment.")
 
 
 class Figure(NamedTuple):
@@ -279,7 +275,9 @@ def verdicts(
     out = []
     for (a, b), own, first, adjusted, level in zip(places, sides, found, p, levels, strict=True):
         d = paired(*own, level=level, resolution=compared.resolution) if own[0] else first
-        claim: Any = "open" if not adjusted <= ALPHA else "better" if d.mean > 0 else "worse"
+        claim: Any = "better" if d.mean > 0 else "worse"
+        if not adjusted <= ALPHA:
+            claim = "open"
         names = groups[a].label, groups[b].label
         out.append(
             Compared(

@@ -104,12 +104,15 @@ def seeds_together(jobs: Sequence[RunJob]) -> str:
     )
 
 
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int) -> str:
     """Columns of text, the first `left` of them flush left, the numbers right."""
-    cells = [
-        ["-" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in row]
-        for row in rows
-    ]
+    cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
 
     def put(row: Sequence[str]) -> str:

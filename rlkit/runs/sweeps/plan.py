@@ -47,7 +47,8 @@ def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool
     config = compose_sweep(given, config_dir)
     root = Path(config.hydra.sweep.dir)
     search = is_search(config)
-    if not config.takeover and (living := owner.occupied(root)):
+    living = None if config.takeover else owner.occupied(root)
+    if living:
         raise owner.Occupied(living)  # before its jobs' folders are looked at, which belong to it
     resume = (
         [text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"]
@@ -198,9 +199,8 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
         extra = next((e for e in PLUGINS if e in target), "")
         if extra and not installed(package):
             raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
-    if (
-        "optuna" in targets["sweeper"]
-    ):  # its own option minimises, and ends a search with the first job that fails
+    # its own option minimises, and ends a search with the first job that fails
+    if "optuna" in targets["sweeper"]:
         config.hydra.sweeper.direction = "maximize"
         config.hydra.sweeper.max_failure_rate = 1.0
     return config
@@ -288,9 +288,8 @@ def folder_name(text: str) -> str:
     return f"{plain.encode()[:150].decode(errors='ignore')}~{digest}"
 
 
-OmegaConf.register_new_resolver(
-    "rlkit_folder", folder_name, replace=True
-)  # conf/train.yaml, hydra.sweep.subdir
+# conf/train.yaml, hydra.sweep.subdir
+OmegaConf.register_new_resolver("rlkit_folder", folder_name, replace=True)
 
 
 def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> list[str]:
@@ -308,7 +307,8 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
             f"{root} holds runs of these jobs already, which are never overwritten; resume=auto"
             f" goes on with them, {other}"
         ]
-    if not config.get("takeover") and (living := owner.occupied(folder)):
+    living = None if config.get("takeover") else owner.occupied(folder)
+    if living:
         return [living]
     changed = changed_settings(folder, config)
     return [f"{folder} holds a run of another config ({changed}); {other}"] if changed else []

@@ -83,9 +83,8 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
 
     from rlkit.config.compose import hydra_context
 
-    if (
-        "optuna" in plan.config.hydra.sweeper._target_
-    ):  # it sets the level of its logger itself when it is imported
+    # it sets the level of its logger itself when it is imported
+    if "optuna" in plan.config.hydra.sweeper._target_:
         importlib.import_module("optuna").logging.set_verbosity(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
     with hydra_context(plan.config) as context:
