@@ -241,10 +241,8 @@ def bpf(machine: str) -> list[Instruction]:
     column, audit, clone, ioctl, prlimit, fcntl = MACHINES[machine]
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine == "x86_64":
-        program += [
-            (ABOVE, 0, 1, 0x40000000),
-            (GIVE, 0, 0, KILL),
-        ]  # the x32 interface has other numbers
+        # the x32 interface has other numbers
+        program += [(ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
     numbers = (pair[column] for pair in ALLOWED.values())
     program += one_of([n for n in numbers if n is not None])
     program += [
@@ -301,11 +299,13 @@ def landlock(
 
     abi = checked(libc.syscall(444, None, ctypes.c_size_t(0), 1), "Landlock")
     abi = min(abi, newest or abi)
-    files = (1 << (13 if abi == 1 else 14 if abi == 2 else 15 if abi < 5 else 16)) - 1
-    words = (files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
-    attributes = b"".join(w.to_bytes(8, sys.byteorder) for w in words)[
-        : 8 if abi < 4 else 16 if abi < 6 else 24
-    ]
+    files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    words = [files]
+    if abi >= 4:
+        words.append(3)
+    if abi >= 6:
+        words.append(3)
+    attributes = b"".join(w.to_bytes(8, sys.byteorder) for w in words)
     rules = checked(
         libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0),
         "landlock_create_ruleset",
@@ -377,9 +377,8 @@ def rlimits(job: Mapping[str, Any]) -> None:
         try:
             resource.setrlimit(getattr(resource, name), (limit, limit))
         except (ValueError, OSError):
-            if sys.platform.startswith(
-                "linux"
-            ):  # macOS refuses RLIMIT_AS; the level is "basic" there
+            # macOS refuses RLIMIT_AS; the level is "basic" there
+            if sys.platform.startswith("linux"):
                 raise
 
 
@@ -473,10 +472,8 @@ def bpf_of_programs(machine: str) -> list[Instruction]:
         program += [(ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
     for pair in FORBIDDEN.values():
         program += only(pair[column], [])
-    program += [
-        (EQUAL, 0, 1, 435),
-        (GIVE, 0, 0, ENOSYS),
-    ]  # clone3: the C library falls back on clone
+    # clone3: the C library falls back on clone
+    program += [(EQUAL, 0, 1, 435), (GIVE, 0, 0, ENOSYS)]
     tcp = [
         argument(0),
         (EQUAL, 1, 0, 2),

@@ -21,22 +21,11 @@ from rlkit.sandbox.judge import (
 )
 from rlkit.sandbox.process import Result
 
-READ = (
-    "str",
-    "repr",
-    "int",
-    "float",
-    "bytes",
-)  # of a call: only the program can read its own objects, such as str(Fraction(1, 2))
+# of a call: only the program can read its own objects, such as str(Fraction(1, 2))
+READ = ("str", "repr", "int", "float", "bytes")
 PREDICATES = ("all", "any", "isinstance", "issubclass", "hasattr")
-EVALUATE = (
-    "eval",
-    "exec",
-    "compile",
-    "globals",
-    "locals",
-    "vars",
-)  # an expectation may stand in their text
+# an expectation may stand in their text
+EVALUATE = ("eval", "exec", "compile", "globals", "locals", "vars")
 BUILTINS = frozenset(dir(builtins)) - set(EVALUATE)
 
 
@@ -355,13 +344,10 @@ def _require_question(node: ast.expr, s: _Split) -> None:
     while not isinstance(part, ast.Name):
         if isinstance(part, ast.Call) and not _is_constructor(part) and not _is_read(part):
             calls.append(part)
-        part = (
-            part.args[0]
-            if _is_read(part)
-            else part.func
-            if isinstance(part, ast.Call)
-            else part.value
-        )
+        if _is_read(part):
+            part = part.args[0]
+        else:
+            part = part.func if isinstance(part, ast.Call) else part.value
     if part.id in s.defined:
         raise Unsplittable(
             f"{part.id} of the setup would judge beside the program; compare a value with a literal"
@@ -383,9 +369,8 @@ def _is_plain(argument: ast.expr, s: _Split) -> bool:
     """Whether an argument uses literals, Python's own names, those that the setup gives, and
     constructors only."""
     names = [part for part in ast.walk(argument) if isinstance(part, ast.Name)]
-    known = (
-        BUILTINS | s.given | {name.id for name in names if not isinstance(name.ctx, ast.Load)}
-    )  # of a comprehension
+    # of a comprehension
+    known = BUILTINS | s.given | {name.id for name in names if not isinstance(name.ctx, ast.Load)}
     constructors = {
         id(call.func)
         for call in ast.walk(argument)

@@ -33,9 +33,8 @@ from rlkit.system.deadline import ended_by
 
 # seconds of processor time of a session: each program has its own time on the parent's clock
 LIFETIME = 1_000_000.0
-STARTER = ThreadPoolExecutor(
-    1, "interpreters"
-)  # a child is killed with the thread that started it, and a tool's call has one of its own
+# a child is killed with the thread that started it, and a tool's call has one of its own
+STARTER = ThreadPoolExecutor(1, "interpreters")
 
 
 class Interpreter:
@@ -48,7 +47,8 @@ class Interpreter:
 
     def __init__(self, sandbox: Sandbox | None = None):
         self.sandbox = sandbox or Sandbox()
-        self.lock, self.held = threading.Lock(), ExitStack()
+        self.lock = threading.Lock()
+        self.held = ExitStack()
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self, code: str) -> Outcome:
@@ -131,13 +131,11 @@ class Interpreter:
             start = monotonic()
             said, how = self._said(self.sandbox.time_limit, "DE")
         first = {tag: payload.decode("utf-8", "replace") for tag, payload in reversed(said)}
-        status: Status = (
-            ("ok" if "D" in first else "error")
-            if how == "said"
-            else "died"
-            if how == "end"
-            else how
-        )
+        status: Status
+        if how == "said":
+            status = "ok" if "D" in first else "error"
+        else:
+            status = "died" if how == "end" else how
         return Outcome(status, (), first.get("P", ""), first.get("E", ""), monotonic() - start)
 
     def _said(

@@ -96,13 +96,9 @@ def probe() -> Level:
                 f"{'+'.join(features)}: the self-test got through with {', '.join(open_)}"
             )
             continue
-        name = (
-            "basic"
-            if not {"seccomp", "landlock"} <= set(features)
-            else "kernel+ns"
-            if "namespaces" in features
-            else "kernel"
-        )
+        name = "kernel+ns" if "namespaces" in features else "kernel"
+        if not {"seccomp", "landlock"} <= set(features):
+            name = "basic"
         return Level(name, features, open_, tuple(reasons))
     raise SandboxError("no level of the sandbox runs here: " + "; ".join(reasons))
 

@@ -26,14 +26,11 @@ from rlkit.system.processors import cores
 from rlkit.types import ranges, reaches
 
 CHILD = Path(__file__).with_name("_child.py")
-START_LIMIT = (
-    30.0  # seconds until the interpreter stands: a loaded machine is not the program's fault
-)
+# seconds until the interpreter stands: a loaded machine is not the program's fault
+START_LIMIT = 30.0
 DISK_MB = 16  # of the folder in memory, where namespaces are
-PACKAGES = (
-    "site-packages",
-    "dist-packages",
-)  # what was installed beside the standard library is the trainer's, not the program's
+# what was installed beside the standard library is the trainer's, not the program's
+PACKAGES = ("site-packages", "dist-packages")
 FOLDER = "rlkit-program-"  # a folder of this name has, or had, a living owner that holds its lock
 
 # Run once, in an interpreter of its own: the shared libraries that the standard library's extension
@@ -73,9 +70,8 @@ class Sandbox(NamedTuple):
     time_limit: float = 5.0  # seconds a program, its start not counted
     memory_mb: int = 512  # address space of one program
     output_kb: int = 64  # what one program may send back
-    min_level: Literal["basic", "kernel", "kernel+ns"] = (
-        "kernel"  # of isolation; a weaker one is refused
-    )
+    # of isolation; a weaker one is refused
+    min_level: Literal["basic", "kernel", "kernel+ns"] = "kernel"
     allow_weak: bool = False  # run where min_level cannot be reached
     workers: int | None = None  # programs at once; None: one a core, at most 8
 
@@ -219,7 +215,7 @@ def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
     data = bytearray()
     start = monotonic()
     how = heard(fd, data, START_LIMIT, sandbox, "RX")
-    if (how) == "said":  # the first record is ours: the program runs after it
+    if how == "said":  # the first record is ours: the program runs after it
         start = monotonic()
         how = heard(fd, data, sandbox.time_limit, sandbox)
     return (
@@ -238,9 +234,8 @@ def heard(
     poller = select.poll()
     poller.register(fd, select.POLLIN | select.POLLHUP)
     while True:
-        if last and any(
-            tag in last for tag, _ in records(bytes(data))
-        ):  # not the newest alone: more may have come with it
+        # not the newest alone: more may have come with it
+        if last and any(tag in last for tag, _ in records(bytes(data))):
             return "said"
         if len(data) > sandbox.output_kb << 10:
             return "flood"
