@@ -239,5 +239,7 @@ def _steps(path: Path) -> Iterator[tuple[int, int]]:
     unpacking it."""
     if path.name.endswith(".jsonl.gz"):
         yield from ((step, part.start) for step, part in members(path))
-    elif path.suffix == ".parquet" and (found := SPAN.match(path.name)):
-        yield int(found[2]), 0
+    elif path.suffix == ".parquet":
+        found = SPAN.match(path.name)
+        if found:
+            yield int(found[2]), 0

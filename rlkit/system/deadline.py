@@ -104,7 +104,9 @@ class _Work(Generic[T]):
     def __init__(self, call: Callable[[], T]):
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()  # so that no one who waits for it can cancel it
-        self.lock, self.given_up, self.ends = Lock(), False, list[Callable[[], None]]()
+        self.lock = Lock()
+        self.given_up = False
+        self.ends = list[Callable[[], None]]()
         self.waits = waiting.CURRENT.get()  # waits in the thread are inside of this one
         self.thread = Thread(target=self._run, args=(call,), daemon=True)
         self.thread.start()
@@ -115,9 +117,8 @@ class _Work(Generic[T]):
         try:
             result = contained(call)
         except BaseException as error:  # raised again by the one who waits
-            stop = isinstance(
-                error, StopIteration
-            )  # no future of asyncio takes it, and the one who waits would wait for ever
+            # no future of asyncio takes it, and the one who waits would wait for ever
+            stop = isinstance(error, StopIteration)
             self.future.set_exception(RuntimeError(f"StopIteration {error}") if stop else error)
         else:
             self.future.set_result(result)
@@ -264,7 +265,7 @@ class Countdown:
         def count() -> None:
             nonlocal begun, handle
             now = loop.time()
-            self.left = self.left - min(now - begun, self.tick)
+            self.left -= min(now - begun, self.tick)
             begun = now
             if self.left > 0:
                 handle = wait()

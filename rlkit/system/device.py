@@ -49,9 +49,8 @@ def on_device(x: Any) -> tuple[Any, Any]:
     with guard_state(x.model, kinds=[FOLDER]):
         policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
-    if hasattr(
-        x.generation.engine, "threads"
-    ):  # of the cached engine's compiled step: its threads do not spin, and every core helps
+    # of the cached engine's compiled step: its threads do not spin, and every core helps
+    if hasattr(x.generation.engine, "threads"):
         available = max(1, cores() // x.trainer.devices)
         x.generation.engine.threads = x.trainer.threads or threads_for(
             available * PARAMETERS_PER_THREAD, available

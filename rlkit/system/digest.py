@@ -27,7 +27,8 @@ class Hashing:
     """A binary file to write to, and the digest of all that was written."""
 
     def __init__(self, file: IO[bytes]):
-        self.file, self.digest = file, hashlib.sha256()
+        self.file = file
+        self.digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
         self.digest.update(data)

@@ -193,7 +193,8 @@ def as_oserror() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) or (why := unwritable(error)) is None:
+        why = None if isinstance(error, OSError) else unwritable(error)
+        if why is None:
             raise
         raise OSError(errno.EIO, why) from error
 
@@ -237,6 +238,6 @@ def put_aside(path: Path, suffix: str) -> Path:
     number = 2
     while target.exists():
         target = path.with_name(f"{path.name}{suffix}_{number}")
-        number = number + 1
+        number += 1
     path.rename(target)
     return target

@@ -13,7 +13,8 @@ LINE = re.compile(rb"# rlkit run ([0-9a-f]{16}):")
 
 def identity_line(identity: str) -> bytes:
     """The first line of a config.yaml, a comment to YAML."""
-    return f"# rlkit run {identity}: the digest of the config with which this folder was made\n".encode()
+    text = f"# rlkit run {identity}: the digest of the config with which this folder was made\n"
+    return text.encode()
 
 
 def read_identity(folder: Path) -> str:

@@ -146,12 +146,10 @@ async def together(
 
 # -------------------------------------------------------------------------------- tasks left behind
 
-LEFT: WeakKeyDictionary[asyncio.Future[Any], Any] = (
-    WeakKeyDictionary()
-)  # task → its result, or the error, in its place
-KEPT: list[
-    asyncio.Task[Any]
-] = []  # of loops that are closed: the garbage collector would run their `finally` blocks
+# task → its result, or the error, in its place
+LEFT: WeakKeyDictionary[asyncio.Future[Any], Any] = WeakKeyDictionary()
+# of loops that are closed: the garbage collector would run their `finally` blocks
+KEPT: list[asyncio.Task[Any]] = []
 INSTEAD: WeakKeyDictionary[asyncio.Future[Any], Callable[[BaseException], Any]] = (
     WeakKeyDictionary()
 )
@@ -303,7 +301,9 @@ class AtMost:
     wait are served in their order."""
 
     def __init__(self, n: int):
-        self.free, self.lock, self.queue = n, threading.Lock(), deque[Future[None]]()
+        self.free = n
+        self.lock = threading.Lock()
+        self.queue = deque[Future[None]]()
 
     @asynccontextmanager
     async def held(self, late: Callable[[], None] = lambda: None) -> AsyncIterator[None]:

@@ -53,9 +53,8 @@ class TakenOver(RLKitError, RuntimeError):
     """Another process has taken the run folder over while this one worked in it."""
 
 
-HELD: dict[
-    Path, tuple[str, threading.Event]
-] = {}  # run folder → the token of this process's record, and what ends its beat
+# run folder → the token of this process's record, and what ends its beat
+HELD: dict[Path, tuple[str, threading.Event]] = {}
 
 
 @contextmanager

@@ -20,9 +20,8 @@ def read_plain_file(path: str | Path, *, most: int, folder: int | None = None) -
       name (a hard link shows a file of somebody else), is larger, or cannot be read. Nothing of the
       content is in the message.
     """
-    check_plain(
-        os.stat(path, dir_fd=folder, follow_symlinks=False), most
-    )  # a device may notice that it is opened
+    # a device may notice that it is opened
+    check_plain(os.stat(path, dir_fd=folder, follow_symlinks=False), most)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, flags, dir_fd=folder)
     with open(descriptor, "rb") as file:

@@ -52,9 +52,8 @@ def threads_for(parameters: int, available: int) -> int:
     A function of the model and the machine alone, never of the load of the moment: sums in another
     order round differently, so another number of threads gives other weights.
     """
-    asked = os.environ.get(
-        "OMP_NUM_THREADS", ""
-    )  # the user's, or a sweep's with several jobs at once
+    # the user's, or a sweep's with several jobs at once
+    asked = os.environ.get("OMP_NUM_THREADS", "")
     limit = min(available, int(asked)) if asked.isdecimal() and int(asked) else available
     return max(1, min(limit, parameters // PARAMETERS_PER_THREAD))
 

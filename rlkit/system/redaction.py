@@ -21,10 +21,12 @@ from typing import Any
 from urllib.parse import quote
 
 REDACTED = "<redacted>"
-OWN = r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?|authorization)(_|$)"
-SECRET = re.compile(
-    OWN + r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$", re.IGNORECASE
-)  # names that hold a secret text
+OWN = (
+    r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?"
+    r"|authorization)(_|$)"
+)
+# names that hold a secret text
+SECRET = re.compile(OWN + r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$", re.IGNORECASE)
 NUMBER = re.compile(OWN, re.IGNORECASE)  # names that hold a secret number; `tokens: 5` is a count
 URL = re.compile(r"(?<=://)([^/\s:@]*):([^/\s@]+)(?=@)")  # user:password
 PARAMETER = re.compile(
@@ -36,9 +38,8 @@ FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
 # its origin
 NAMED = 8
 TAKEN = 6
-PLAIN = re.compile(
-    r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE
-)  # values that say nothing
+# values that say nothing
+PLAIN = re.compile(r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE)
 KNOWN: dict[str, str] = {}  # secret value → its replacement; of this process
 
 

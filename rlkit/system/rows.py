@@ -27,9 +27,8 @@ from rlkit.system.files import (
 # beside metrics.jsonl
 DISCARDED = "metrics.discarded.jsonl"
 UNREADABLE = "metrics.unreadable"
-WAITING: dict[
-    Path, bytes
-] = {}  # file → rows that found no room; a checkpoint is not written before they are
+# file → rows that found no room; a checkpoint is not written before they are
+WAITING: dict[Path, bytes] = {}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -101,8 +100,10 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
         ):
             append_once(target, _joined(moved))
         target = path
-        if lines and (content := _joined(kept)) != path.read_bytes():
-            write_atomic(path, content)
+        if lines:
+            content = _joined(kept)
+            if content != path.read_bytes():
+                write_atomic(path, content)
     except OSError as error:
         raise DataError(
             f"{target} cannot be written ({reason(error)}), so rows that the resumed run replaces"
@@ -158,7 +159,8 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
                 " wait for room",
                 file=sys.stderr,
             )
-        WAITING[path], LOST[path.name] = waiting, reason(error)
+        WAITING[path] = waiting
+        LOST[path.name] = reason(error)
 
 
 def export_csv(path: Path) -> Path:

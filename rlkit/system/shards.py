@@ -24,9 +24,8 @@ from rlkit.system.files import append_once, append_whole, open_regular, reason
 
 STEPS = 100  # of a file
 HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
-SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack(
-    "<H2sH", 20, b"RL", 16
-)  # deflated, with an extra field, without a time
+# deflated, with an extra field, without a time
+SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)
 
 
 class Part(NamedTuple):

@@ -25,13 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import RLKitError, defined_at, visible
 
-SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGCHLD,
-)  # those that a run and its children rely on
+# those that a run and its children rely on
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 DEVICES = ("cpu", "cuda")
 
 
@@ -74,9 +69,8 @@ def _handler(number: signal.Signals) -> Any:
 
 def _set_handlers(handlers: Mapping[str, Any]) -> None:
     for name, handler in handlers.items():
-        if (
-            handler is not None and _handler(signal.Signals[name]) != handler
-        ):  # None: it was set from C
+        # None: it was set from C
+        if handler is not None and _handler(signal.Signals[name]) != handler:
             signal.signal(signal.Signals[name], handler)
 
 
@@ -146,9 +140,8 @@ def all_kinds() -> Mapping[str, Kind]:
             torch.set_autocast_enabled(device, on)
 
     def set_device(device: Any) -> None:
-        torch.set_default_device(
-            None if device.type == "cpu" else device
-        )  # an explicit "cpu" would slow every call of torch
+        # an explicit "cpu" would slow every call of torch
+        torch.set_default_device(None if device.type == "cpu" else device)
 
     def deterministic() -> dict[str, bool]:
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -227,9 +220,8 @@ def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
 
 # --------------------------------------------------------------------------- a stretch of user code
 
-NAMED: dict[
-    tuple[str, ...], str
-] = {}  # functions and what they changed → the sentence that was printed, in this process
+# functions and what they changed → the sentence that was printed, in this process
+NAMED: dict[tuple[str, ...], str] = {}
 
 
 def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
@@ -250,9 +242,12 @@ class Watch:
     """
 
     def __init__(self, *parts: Any, kinds: Sequence[str] = ()):
-        self.parts, self.kinds = parts, named_kinds(kinds)
+        self.parts = parts
+        self.kinds = named_kinds(kinds)
         self.before = read_state(self.kinds)
-        self.lock, self.elsewhere, self.ran = threading.Lock(), 0, list[Any]()
+        self.lock = threading.Lock()
+        self.elsewhere = 0
+        self.ran = list[Any]()
 
     def look(self, *, over: bool = False) -> None:
         """Puts back what differs and names who ran. Call it where no user code runs in this thread.

@@ -30,9 +30,8 @@ from rlkit.system.redaction import cover
 NAMED_AFTER = 20.0  # seconds of waiting until a line names the function
 GRACE = 10.0  # seconds after its cancellation until a call is abandoned
 LOOK = 1.0  # seconds between two looks of the watcher, while something is waited for
-CALL_LIMIT = (
-    1800.0  # seconds of an async call that no option limits, an environment's answer for example
-)
+# seconds of an async call that no option limits, an environment's answer for example
+CALL_LIMIT = 1800.0
 CLOSE_LIMIT = 30.0  # seconds of an async close
 THREAD = "rlkit watcher"
 MAX_STEP_TIME = "trainer.max_step_time"
@@ -56,9 +55,8 @@ class Wait:
         self.function = function
         self.count = count
         task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
-        self.task = (
-            None if task is None else weakref.ref(task)
-        )  # a loop that was closed may be gone, with what it ran
+        # a loop that was closed may be gone, with what it ran
+        self.task = None if task is None else weakref.ref(task)
         self.thread = threading.get_ident()
         self.inner = 0
         self._begin()
@@ -93,9 +91,8 @@ class Work:
     """What this process computes itself, and what others compute for it."""
 
     def __init__(self) -> None:
-        self.total = (
-            0.0  # seconds in which a decoder kept the event loop, up to the last such block
-        )
+        # seconds in which a decoder kept the event loop, up to the last such block
+        self.total = 0.0
         self.decoding: float | None = None  # since when it does now
         self.begun: float | None = None  # since when the model decodes or learns
         self.outside = 0  # blocks that wait for a model, a rank or a process outside of this one
@@ -144,9 +141,8 @@ class Limit:
 WAITS: dict[int, Wait] = {}
 NUMBERS = count()
 WORK = Work()
-CURRENT: ContextVar[Wait | None] = ContextVar(
-    "CURRENT", default=None
-)  # the innermost one of this thread or coroutine
+# the innermost one of this thread or coroutine
+CURRENT: ContextVar[Wait | None] = ContextVar("CURRENT", default=None)
 LOCK = threading.Lock()
 
 
@@ -157,12 +153,10 @@ class Watcher:
         self.thread: threading.Thread | None = None
         self.limits: list[Limit] = []
         self.moved = monotonic()  # when a wait began or ended last, or the model did something
-        self.named: dict[
-            str, float
-        ] = {}  # function → seconds of waiting at which it is named again
-        self.tell: Callable[[str], None] = lambda line: (
-            None
-        )  # is given each line too: in a process whose output no one reads
+        # function → seconds of waiting at which it is named again
+        self.named: dict[str, float] = {}
+        # is given each line too: in a process whose output no one reads
+        self.tell: Callable[[str], None] = lambda line: None
 
 
 WATCHER = Watcher()
@@ -357,9 +351,8 @@ def look(now: float) -> None:
     lines = {name: _line(name, *group) for name, group in groups.items()}
     for name, (_, age) in groups.items():
         if not reached and age >= WATCHER.named.get(name, NAMED_AFTER):
-            WATCHER.named[name] = (
-                2 * age
-            )  # a call that hangs is named again and again, ever more rarely
+            # a call that hangs is named again and again, ever more rarely
+            WATCHER.named[name] = 2 * age
             line = visible(f"rlkit: {_rank()}{lines[name]}")
             print(line, file=sys.stderr, flush=True)
             WATCHER.tell(line)
