@@ -113,7 +113,9 @@ def value_of(start: int, operations: tuple[tuple[str, int], ...]) -> int:
 def split_of_expression(text: str) -> Split:
     """The split of an expression: by CRC-32 modulo 10, test at 0, validation at 1, train above."""
     tenth = zlib.crc32(text.encode()) % 10
-    return "test" if tenth == 0 else "validation" if tenth == 1 else "train"
+    if tenth == 0:
+        return "test"
+    return "validation" if tenth == 1 else "train"
 
 
 @functools.lru_cache(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,15 @@ def conversations(
     Raises: DataError naming the row, for a list that is none, an unknown role, or a conversation
       without a reply to learn.
     """
+
+    def first_prompt(where: str, row: Mapping[str, Any]) -> list[Message]:
+        messages = _messages(where, row.get(field), field)
+        return messages[: _first_reply(messages)]
+
     source, rows = read_split(
         path,
         split=split,
-        content=lambda where, row: (messages := _messages(where, row.get(field), field))[
-            : _first_reply(messages)
-        ],
+        content=first_prompt,
         validation=validation,
         held_out=held_out,
         validation_path=validation_path,

@@ -80,7 +80,8 @@ class Entries:
     """A data set, with its entries kept: generating one can take longer than scoring an answer."""
 
     def __init__(self, dataset: Any):
-        self.dataset, self.kept = dataset, dict[int, Any]()
+        self.dataset = dataset
+        self.kept = dict[int, Any]()
         self.evaluates = bool(
             re.search(
                 r"\b(?:eval|exec|parse_expr)\(", inspect.getsource(type(dataset).score_answer)

@@ -23,16 +23,10 @@ from rlkit.types import Message, Split, Task, ranges
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 symbols
 Placebo = Literal["none", "coin", "format"]
-OF_A_ROW: Mapping[str, Mapping[str, Any]] = {
-    "coin": {"flip": 0.5},
-    "format": {"any": True},
-}  # what a placebo makes of a row of training
-OF_A_GAME: Mapping[str, int] = {
-    "truth": 0,
-    "none": 1000,
-    "coin": 2000,
-    "format": 3000,
-}  # added to the seed that a game is reset with
+# what a placebo makes of a row of training
+OF_A_ROW: Mapping[str, Mapping[str, Any]] = {"coin": {"flip": 0.5}, "format": {"any": True}}
+# added to the seed that a game is reset with
+OF_A_GAME: Mapping[str, int] = {"truth": 0, "none": 1000, "coin": 2000, "format": 3000}
 
 
 class Value(NamedTuple):
@@ -365,11 +359,9 @@ class Chain:
         """A problem: its name, the turn that counts and the letter that is right there."""
         self.kind, number = divmod(seed, 1000)
         rng = random.Random(f"chain {number}")
-        self.turn, self.counts, self.right = (
-            0,
-            rng.randrange(self.length),
-            rng.choice(LETTERS[: self.choices]),
-        )
+        self.turn = 0
+        self.counts = rng.randrange(self.length)
+        self.right = rng.choice(LETTERS[: self.choices])
         return LETTERS[number], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -427,12 +419,15 @@ class Lake:
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """A problem: its name, and its map."""
         self.kind, number = divmod(seed, 1000)
-        self.turn, self.cell, self.thin = 0, 0, ice(number, self.holes)
+        self.turn = 0
+        self.cell = 0
+        self.thin = ice(number, self.holes)
         return LETTERS[number], {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """One move."""
-        self.turn, self.cell = self.turn + 1, neighbour(self.cell, action)
+        self.turn = self.turn + 1
+        self.cell = neighbour(self.cell, action)
         over = self.turn == self.length or self.cell == GOAL or self.cell in self.thin
         earned = (float(self.cell == GOAL),) * 2 + (float(random.random() < 0.5), 1.0)
         return LETTERS[self.cell], earned[self.kind] * over, over, False, {}

@@ -9,11 +9,8 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.tasks.splits import check_split, cut
 from rlkit.types import Split, Task, ranges, safe
 
-SEEDS = {
-    "train": (0, 4),
-    "validation": (2, 4),
-    "test": (1, 2),
-}  # split → first seed and distance of those it may have
+# split → first seed and distance of those it may have
+SEEDS = {"train": (0, 4), "validation": (2, 4), "test": (1, 2)}
 
 
 @safe("environment", "reward")

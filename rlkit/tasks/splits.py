@@ -34,7 +34,9 @@ def split_of(content: Any, *, validation: float, held_out: float) -> Split:
     """
     text = json.dumps(content, sort_keys=True, default=str)
     u = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
-    return "test" if u < held_out else "validation" if u >= 1 - validation else "train"
+    if u < held_out:
+        return "test"
+    return "validation" if u >= 1 - validation else "train"
 
 
 def check_split(split: str, validation: float = 0.0, held_out: float = 0.0) -> None:
