@@ -129,23 +129,18 @@ class Algorithm(NamedTuple):
     token_filter: TokenFilterFn = F.every_token
     correction: CorrectionFn = F.no_correction
     critic: Critic = Critic()
-    entropy_coef: float | Controller = (
-        0.0  # weight of the entropy bonus, in units of reward per nat
-    )
+    # weight of the entropy bonus, in units of reward per nat
+    entropy_coef: float | Controller = 0.0
     epochs: int = 1
     minibatches: int = 1
-    target_kl: float | None = (
-        None  # nats per token from the old policy at which the updates of a step end
-    )
-    old: Literal["trainer", "sampler", "loglinear"] = (
-        "trainer"  # what "old" is in the ratio: `place_old`
-    )
-    max_refills: int = (
-        0  # rounds of further prompts where the group filter leaves fewer than batch.prompts
-    )
-    episodes: Callable[..., Any] | None = (
-        None  # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
-    )
+    # nats per token from the old policy at which the updates of a step end
+    target_kl: float | None = None
+    # what "old" is in the ratio: `place_old`
+    old: Literal["trainer", "sampler", "loglinear"] = "trainer"
+    # rounds of further prompts where the group filter leaves fewer than batch.prompts
+    max_refills: int = 0
+    # as rlkit.collect, but scored: episodes that are not sampled (sft); None: collect
+    episodes: Callable[..., Any] | None = None
     streams: Mapping[str, Stream] = {}  # of STREAMS; none is the reward alone
 
     @property
@@ -178,12 +173,10 @@ class KL(NamedTuple):
     estimator: KLFn | None = None
     placement: Literal["loss", "reward", "reward_sequence"] = "loss"
     coef: float | Controller = 0.0
-    importance_weight: bool = (
-        False  # loss: each token's estimate times its ratio, for the gradient of the sampling too
-    )
-    in_baseline: bool = (
-        False  # reward: subtracted before the baseline and the normalisation, not after
-    )
+    # loss: each token's estimate times its ratio, for the gradient of the sampling too
+    importance_weight: bool = False
+    # reward: subtracted before the baseline and the normalisation, not after
+    in_baseline: bool = False
 
     @property
     def active(self) -> bool:
@@ -290,7 +283,8 @@ def part(
     Raises: PartError naming the part where a quantity is not there yet, or what it gives is not
       what its Protocol says.
     """
-    (path, protocol, wanted), asked = PARTS[name], inputs(function)
+    path, protocol, wanted = PARTS[name]
+    asked = inputs(function)
 
     def refused(said: str) -> PartError:
         return PartError(f"{path} ({written(function)}): {said}")
@@ -336,6 +330,18 @@ def part(
             f"gave {faults[0]}, expected {expected}. {protocol.__name__}:"
             f" {protocol.__doc__.splitlines()[0]}"
         )
+    return value, _checked_metrics(name, metrics, sizes, device, refused)
+
+
+def _checked_metrics(
+    name: str,
+    metrics: Mapping[str, Any],
+    sizes: Mapping[str, torch.Size],
+    device: torch.device,
+    refused: Callable[[str], PartError],
+) -> dict[str, Tensor]:
+    """The metrics of a part as NAME/METRIC, without gradient. Raises: what `refused` makes of a
+    sentence, for a metric of another shape."""
     measured = {}
     for key, number in metrics.items():
         tensor = (
@@ -344,14 +350,14 @@ def part(
             else number
         )
         tensor = tensor.detach().float() if isinstance(number, Tensor) else tensor
-        if getattr(tensor, "shape", None) != () and (
-            said := _fault(tensor, "[N] or [B, T]", sizes, device)
-        ):
+        scalar = getattr(tensor, "shape", None) == ()
+        fault = None if scalar else _fault(tensor, "[N] or [B, T]", sizes, device)
+        if fault:
             raise refused(
-                f"metric {key!r} is {said}; give a number, or a tensor of shape [N] or [B, T]"
+                f"metric {key!r} is {fault}; give a number, or a tensor of shape [N] or [B, T]"
             )
         measured[f"{name}/{key}"] = tensor
-    return value, measured
+    return measured
 
 
 def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch.device) -> str:
@@ -523,9 +529,8 @@ def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none"))
             )
         if advantages.dim() == 1:
             advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
-        scored = (
-            mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
-        )  # what cannot be scored teaches neither policy nor critic
+        # what cannot be scored teaches neither policy nor critic
+        scored = mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
         given["advantages"] = F.fill_masked(advantages, scored, 0.0)
         advantages, normalized = part("normalization", algorithm.normalization, given)
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
@@ -752,7 +757,8 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
         .amax(1)
         .tolist()
     )
-    owners, groups = batch.rollout_ids.tolist(), batch.group_ids.tolist()
+    owners = batch.rollout_ids.tolist()
+    groups = batch.group_ids.tolist()
     rollouts: dict[int, list[int]] = {}
     for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):
         if lengths[row]:
@@ -765,7 +771,7 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
             yield torch.tensor(chosen, device=batch.ids.device)
             chosen = []
             size = 0
-        chosen = chosen + rows
-        size = size + more
+        chosen += rows
+        size += more
     if chosen:
         yield torch.tensor(chosen, device=batch.ids.device)

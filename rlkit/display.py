@@ -94,12 +94,14 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
 
 def rollout_html(rollout: Any) -> str:
     """The whole conversation in a box that scrolls. All text is escaped."""
-    rows = "".join(
-        f'<tr><th style="{CELL};opacity:.6;font-weight:normal">{escape(who)}</th>'
-        f'<td style="{CELL};white-space:pre-wrap{";opacity:.7;font-style:italic" if who == "thinking" else ""}">'
-        f"{escape(visible(text.strip(), kept=chr(10)))}</td></tr>"
-        for who, text in spoken(rollout)
-    )
+    rows = ""
+    for who, text in spoken(rollout):
+        faint = ";opacity:.7;font-style:italic" if who == "thinking" else ""
+        rows += (
+            f'<tr><th style="{CELL};opacity:.6;font-weight:normal">{escape(who)}</th>'
+            f'<td style="{CELL};white-space:pre-wrap{faint}">'
+            f"{escape(visible(text.strip(), kept=chr(10)))}</td></tr>"
+        )
     return f'<div style="{STYLE}"><b>{escape(heading(rollout))}</b><table>{rows}</table></div>'
 
 
@@ -158,6 +160,6 @@ def run_html(run: Any) -> str:
     )
     names = "".join(f'<th style="{CELL}">{escape(name)}</th>' for name in head)
     return (
-        "<div"
-        f' style="{STYLE}"><b>{escape(run_heading(run))}</b><table><tr>{names}</tr>{cells}</table></div>'
+        f'<div style="{STYLE}"><b>{escape(run_heading(run))}</b>'
+        f"<table><tr>{names}</tr>{cells}</table></div>"
     )

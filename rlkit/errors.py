@@ -118,9 +118,8 @@ def written(function: Callable[..., Any]) -> str:
     """The name of a function as a config writes it, such as my_package.loss."""
     while isinstance(function, functools.partial):
         function = function.func
-    module = re.sub(
-        r"\._\w+$", "", getattr(function, "__module__", "")
-    )  # a package exports what its private files hold
+    # a package exports what its private files hold
+    module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
@@ -134,9 +133,8 @@ def defined_at(function: Any) -> str:
         if not isinstance(inner, type) and not any(
             hasattr(inner, name) for name in ("__code__", "__func__", "cr_code")
         ):
-            inner = (
-                type(inner).__call__ if "__call__" in vars(type(inner)) else type(inner)
-            )  # an object that is called, or a session
+            # an object that is called, or a session
+            inner = type(inner).__call__ if "__call__" in vars(type(inner)) else type(inner)
         code = getattr(inner, "__code__", None) or getattr(inner, "cr_code", None)
         place = (
             f"{code.co_filename}:{code.co_firstlineno}" if code else inspect.getsourcefile(inner)

@@ -128,14 +128,12 @@ class SamplingParams(NamedTuple):
     """
 
     max_new_tokens: int = 256  # of one completion, > 0
-    temperature: float = (
-        1.0  # divides the logits, >= 0; 0 is greedy, with the log-probs of temperature 1
-    )
+    # divides the logits, >= 0; 0 is greedy, with the log-probs of temperature 1
+    temperature: float = 1.0
     top_p: float = 1.0  # in (0, 1]; 1 cuts nothing
     top_k: int = 0  # >= 0; 0 cuts nothing
-    max_thinking_tokens: int | None = (
-        None  # >= 0, of one completion; then the closing tag is written. None: no limit
-    )
+    # >= 0, of one completion; then the closing tag is written. None: no limit
+    max_thinking_tokens: int | None = None
     admission: Literal["rounds", "barrier", "free"] = "rounds"
     admission_rounds: int = 16  # > 0, in decoded tokens per slot
 
@@ -153,9 +151,8 @@ class Generation(NamedTuple):
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     forced: tuple[int, ...] = ()
-    versions: tuple[
-        tuple[int, int], ...
-    ] = ()  # spans: first position, version of the weights that sampled from there on
+    # spans: first position, version of the weights that sampled from there on
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 class Step(NamedTuple):
@@ -163,13 +160,11 @@ class Step(NamedTuple):
     gave."""
 
     prompt: tuple[Message, ...]  # the messages new in this turn
-    prompt_ids: tuple[
-        int, ...
-    ]  # the context that the reply was sampled from, without the `kept` tokens at its start
+    # the context that the reply was sampled from, without the `kept` tokens at its start
+    prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    logprobs: tuple[
-        float, ...
-    ]  # of response_ids, by the sampler, after temperature; 0 where forced
+    # of response_ids, by the sampler, after temperature; 0 where forced
+    logprobs: tuple[float, ...]
     finish_reason: FinishReason
     thinking: str = ""
     content: str = ""
@@ -177,15 +172,13 @@ class Step(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_results: tuple[ToolResult, ...] = ()
     reward: float | None = None
-    forced: tuple[
-        int, ...
-    ] = ()  # positions in response_ids that the thinking budget wrote: neither sampled nor trained
+    # positions in response_ids that the thinking budget wrote: neither sampled nor trained
+    forced: tuple[int, ...] = ()
     # exchanges (a reply and what was said to it) at the episode's start that the context no longer
     # holds
     dropped: int = 0
-    versions: tuple[
-        tuple[int, int], ...
-    ] = ()  # spans: first position in response_ids, RL steps that the weights had done
+    # spans: first position in response_ids, RL steps that the weights had done
+    versions: tuple[tuple[int, int], ...] = ()
     # tokens at the context's start that are those of the step before, its context and its reply;
     # see Rollout.context
     kept: int = 0
@@ -216,9 +209,8 @@ class Rollout(NamedTuple):
     reward: float | None = None
     rewards: Mapping[str, float | None] = {}  # named components
     metadata: Mapping[str, Any] = {}
-    statuses: Mapping[
-        str, str
-    ] = {}  # component → how its score came about: ok, wrong, unparseable, timeout or error
+    # component → how its score came about: ok, wrong, unparseable, timeout or error
+    statuses: Mapping[str, str] = {}
 
     def __repr__(self) -> str:
         from rlkit.display import rollout_text
@@ -345,17 +337,14 @@ class Batch(NamedTuple):
     entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer, before the update
     logprobs_ref: Tensor | None = None  # [B, T] by the reference
     full_kl: Tensor | None = None  # [B, T] in nats, exact over the vocabulary, policy to reference
-    values: Tensor | None = (
-        None  # [B, T] by the critic, before the update, of the state before each sampled token
-    )
+    # [B, T] by the critic, before the update, of the state before each sampled token
+    values: Tensor | None = None
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T] what the critic learns to predict
-    scale: Tensor | None = (
-        None  # [B, T] factor on each token's policy loss: off-policy correction × token filter
-    )
-    weights: Tensor | None = (
-        None  # [B, T] share of each token in the loss; sums to 1 over an update
-    )
+    # [B, T] factor on each token's policy loss: off-policy correction × token filter
+    scale: Tensor | None = None
+    # [B, T] share of each token in the loss; sums to 1 over an update
+    weights: Tensor | None = None
     reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
     greedy_rewards: Tensor | None = (
         # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was
@@ -379,12 +368,10 @@ class Batch(NamedTuple):
         # it
         None
     )
-    components: Mapping[str, Tensor] | None = (
-        None  # reward component → [N] float, nan where it cannot be scored
-    )
-    metadata: tuple[Mapping[str, Any], ...] | None = (
-        None  # of each of the N rollouts: its task's, and its own on top
-    )
+    # reward component → [N] float, nan where it cannot be scored
+    components: Mapping[str, Tensor] | None = None
+    # of each of the N rollouts: its task's, and its own on top
+    metadata: tuple[Mapping[str, Any], ...] | None = None
     metrics: dict[str, Tensor] | None = (
         # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
         None
@@ -737,9 +724,8 @@ class Estimate(NamedTuple):
 # exists, a dry run on fake data that it is there when the part is called, and every call the shape,
 # the kind of numbers and the device of what it returns (`rlkit.algorithm.part`).
 Q = ParamSpec("Q")
-Metrics = Mapping[
-    str, "float | Tensor"
-]  # name → a number, or a tensor [N] or [B, T], of which the entries that count are averaged
+# name → a number, or a tensor [N] or [B, T], of which the entries that count are averaged
+Metrics = Mapping[str, "float | Tensor"]
 
 
 class Measured(NamedTuple):
@@ -940,24 +926,20 @@ class Environment(NamedTuple):
     """
 
     first_prompt: Callable[[Task], Any] | None = None  # → messages; None: the task's own
-    next_prompt: Callable[[Rollout, int], Any] | None = (
-        None  # after a reply without calls → messages, a text, or None: the end
-    )
+    # after a reply without calls → messages, a text, or None: the end
+    next_prompt: Callable[[Rollout, int], Any] | None = None
     tools: Callable[[Task], Mapping[str, Tool]] | None = None  # called once an episode
     stop: Callable[[Rollout, int], bool] | None = None  # True ends the episode as terminated
     parse_calls: ToolParser | None = None  # None: a reply holds no calls
     max_steps: int = 1
     max_calls: int = 8  # tool calls answered in one reply; the others come back as errors
     history: Literal["keep_thinking", "strip_thinking"] = "keep_thinking"
-    overflow: Literal["truncate", "drop_oldest"] = (
-        "truncate"  # what a context does that leaves no room for a reply
-    )
-    session: Callable[[Task], Any] | None = (
-        None  # (task) → Session, or a context manager of one, plain or async
-    )
-    execute: ToolExecutor | None = (
-        None  # answers a call; None: rlkit.environments.execute with its own limits
-    )
+    # what a context does that leaves no room for a reply
+    overflow: Literal["truncate", "drop_oldest"] = "truncate"
+    # (task) → Session, or a context manager of one, plain or async
+    session: Callable[[Task], Any] | None = None
+    # answers a call; None: rlkit.environments.execute with its own limits
+    execute: ToolExecutor | None = None
     # Seconds that an episode may spend in its session, all together; then it is truncated. A method
     # that awaits is cancelled, and abandoned 10 s later if it swallows that. A plain one that
     # blocks cannot be cancelled: the episode is truncated once it returns.
@@ -967,15 +949,13 @@ class Environment(NamedTuple):
     table: Callable[[Task, int], Any] | None = None
     # samples that share a table: 2, who take turns; or 0, all samples of the task, who act together
     players: int = 2
-    opponent: str | None = (
-        None  # path of the model that plays against the policy; None: the policy plays both
-    )
+    # path of the model that plays against the policy; None: the policy plays both
+    opponent: str | None = None
     # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a
     # session (rlkit.gateway.program)
     program: Callable[[Task, Ask], Awaitable[Ended]] | None = None
-    strict_thinking: bool = (
-        True  # of a program: a reply that comes back without its thinking is another history
-    )
+    # of a program: a reply that comes back without its thinking is another history
+    strict_thinking: bool = True
     # A context manager around each episode, from before its session is opened. It may wait until
     # others are over; then it calls what it is given first, so that no other episode waits for this
     # one's first reply (rlkit.system.loops.AtMost).
@@ -1014,12 +994,10 @@ class Engine(Protocol):
 class Thinking(NamedTuple):
     """How a tokenizer writes THINK_TAGS."""
 
-    ids: (
-        tuple[int, int] | None
-    )  # of both tags, where each is an added token; None: they are spelled, and read in the text
-    close: tuple[
-        int, ...
-    ]  # what writes the closing one, behind a text that interrupts (model.interruption)
+    # of both tags, where each is an added token; None: they are spelled, and read in the text
+    ids: tuple[int, int] | None
+    # what writes the closing one, behind a text that interrupts (model.interruption)
+    close: tuple[int, ...]
     decode: Callable[[Sequence[int]], str]  # ids → their text
 
     def opened(self, context: Sequence[int]) -> bool:
@@ -1052,9 +1030,8 @@ class Controller(NamedTuple):
     """
 
     init: Callable[[], dict[str, float]]
-    update: Callable[
-        [Mapping[str, float], Mapping[str, float]], dict[str, float]
-    ]  # (state, the step's metrics) → state
+    # (state, the step's metrics) → state
+    update: Callable[[Mapping[str, float], Mapping[str, float]], dict[str, float]]
 
 
 class Reference(NamedTuple):
@@ -1072,6 +1049,5 @@ class Reference(NamedTuple):
     update: Callable[..., Any]
     model: Callable[[Any, torch.nn.Module], Any]
     save: Callable[[Any], dict[str, Any]]
-    load: Callable[
-        [Any, torch.nn.Module, Mapping[str, Any]], Any
-    ]  # (state, policy_model, what `save` gave) → state
+    # (state, policy_model, what `save` gave) → state
+    load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]
