@@ -242,10 +242,10 @@ def points() -> list[Point]:
 
 
 def first_line(hint: str) -> str:
-    """The first line of the docstring of the Protocol that an annotation names."""
+    """The first paragraph of the docstring of the Protocol that an annotation names."""
     return next(
         (
-            doc.splitlines()[0]
+            " ".join(doc.partition("\n\n")[0].split())
             for n, p in protocols().items()
             if n in hint and (doc := inspect.getdoc(p))
         ),
@@ -278,9 +278,16 @@ def takes_function(hint: str) -> bool:
 
 
 def field_comments(owner: Any) -> dict[str, str]:
-    """Field → the comment on the same line of the source."""
-    found = re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(owner), re.M)
-    return dict(found)
+    """Field → the comment on the same line of the source, or on the lines before it."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(owner).splitlines():
+        field = re.match(r"    (\w+): (?:.*?  # (.*))?", line)
+        if field:
+            found[field[1]] = field[2] or " ".join(above)
+        comment = re.match(r"    # (.*)", line)
+        above = [*above, comment[1]] if comment else []
+    return {name: text for name, text in found.items() if text}
 
 
 def targets() -> Iterator[tuple[str, str]]:
@@ -385,7 +392,7 @@ name that rlkit uses already, and a value that is no number, end the run with a 
         return Clock()
 
 All of these stand in metrics.jsonl, in metrics.csv, in every logger and in the report.
-"""
+"""  # noqa: E501
 
 
 DECLARING = """
@@ -432,7 +439,7 @@ reward or an environment, because a second process would call it with a state of
 
     @stateful
     def rarer_is_better(rollout): ...
-"""
+"""  # noqa: E501
 
 
 def declarations_page() -> list[str]:
@@ -508,7 +515,7 @@ Every number that a run writes to `metrics.jsonl`: what it means and its unit, w
 what to do when it shows something else. A word in capitals stands for a name: TERM for a reward term, PART for
 a part of a mixture, NAME for any name. A number that does not apply to a run is null in the file. What a
 callback of yours logs stands beside these, under the name that you give it.
-"""
+"""  # noqa: E501
 
 
 def metrics_page() -> str:

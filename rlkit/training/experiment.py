@@ -181,9 +181,8 @@ class RolloutRun(NamedTuple):
     name: str
     seed: int
     n: int
-    task: Callable[
-        ..., Sequence[Task]
-    ]  # (split=train, validation or test) → its tasks; no problem is in two splits
+    # (split=train, validation or test) → its tasks; no problem is in two splits
+    task: Callable[..., Sequence[Task]]
     environment: Environment | Callable[[Task], Environment]
     model: Callable[..., Policy]  # (device=…) → policy
     generation: Sampling
@@ -237,9 +236,8 @@ class Experiment(NamedTuple):
     name: str
     seed: int
     batch: BatchSize
-    task: Callable[
-        ..., Sequence[Task]
-    ]  # (split=train, validation or test) → its tasks; no problem is in two splits
+    # (split=train, validation or test) → its tasks; no problem is in two splits
+    task: Callable[..., Sequence[Task]]
     environment: Environment | Callable[[Task], Environment]
     model: Callable[..., Policy]  # (device=…) → policy
     generation: Sampling
