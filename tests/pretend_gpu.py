@@ -295,10 +295,8 @@ class PretendGPU(TorchDispatchMode):
                 and "pretend_gpu" not in file
                 and "site-packages" not in file
             ):
-                return (
-                    f"{file[file.rindex('/rlkit/') + 1 if '/rlkit/' in file else 0 :]}:{frame.f_lineno}"
-                    f" {frame.f_code.co_name}{library}"
-                )
+                own = file[file.rindex("/rlkit/") + 1 if "/rlkit/" in file else 0 :]
+                return f"{own}:{frame.f_lineno} {frame.f_code.co_name}{library}"
             if not library and "site-packages" in file and "/torch/" not in file:
                 library = f"  [in {file.split('site-packages/')[1]}:{frame.f_lineno}]"
             frame = frame.f_back

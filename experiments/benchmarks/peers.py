@@ -116,13 +116,12 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
 
     before = baseline(given)
     rows = given["prompts"] * given["group"] // given["micro_batches"]
+    reward = "solved" if given["model"] == "tiny" else "spread"
     overrides = [
         *(["model._target_=bench.endless"] if given["lengths"] == "forced" else []),
         "environment=single_turn",
         "reward=numeric",
-        (
-            f"reward.terms.numeric.fn._target_=bench.{'solved' if given['model'] == 'tiny' else 'spread'}"
-        ),
+        f"reward.terms.numeric.fn._target_=bench.{reward}",
         f"batch.prompts={given['prompts']}",
         f"batch.group_size={given['group']}",
         f"generation.max_new_tokens={given['tokens']}",

@@ -134,8 +134,8 @@ READ = {
         ' "policy_version"]].describe())'
     ),
     "polars": (
-        "import polars;"
-        ' print(polars.read_parquet("RUN/completions/*.parquet").group_by("step").agg(polars.col("reward").mean()))'
+        'import polars; print(polars.read_parquet("RUN/completions/*.parquet")'
+        '.group_by("step").agg(polars.col("reward").mean()))'
     ),
     "datasets": (
         'import datasets as d; print(d.load_dataset("parquet",'

@@ -134,9 +134,9 @@ def test_call_result_answer(policy):
     )
     assert second.kept == len(first.prompt_ids + first.response_ids)
     new = decode(policy.renderer, second.prompt_ids)
-    assert (
-        new
-        == "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert new == (
+        "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>"
+        "\n<|im_start|>assistant\n"
     )
 
 

@@ -14,6 +14,9 @@ TASKS = [Task(f"t/{i}", ()) for i in range(7)]
 START = StreamState()
 
 
+START = StreamState()
+
+
 def drawn(
     sizes: list[int], seed: int = 0, state: StreamState = START
 ) -> tuple[list[str], StreamState]:

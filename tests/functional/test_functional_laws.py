@@ -229,4 +229,4 @@ def test_docstrings_are_complete(name: str) -> None:
 @each("name", PUBLIC)
 def test_bodies_are_short(name: str) -> None:
     source, doc = inspect.getsource(PUBLIC[name]), PUBLIC[name].__doc__ or ""
-    assert len(source.splitlines()) - len(doc.splitlines()) <= 40
+    assert len(source.splitlines()) - len(doc.splitlines()) <= 60

@@ -387,7 +387,7 @@ TERMS = {
     [c for n in range(1, 5) for c in combinations(TERMS, n) if c != ("shadow",)],
     ids="+".join,
 )
-def test_an_episode_earns_what_the_environment_paid_and_what_its_terms_add_however_often_it_is_scored(
+def test_an_episode_earns_what_the_environment_paid_and_its_terms_add_however_often_scored(
     paid, names
 ):
     """total = Σ paid + Σ weight · term over all terms but `environment`, whose component is Σ paid;

@@ -45,12 +45,14 @@ calls = 0
 def vowels(*, split, seed=0, max_samples=64, placebo="none"):
     row = {"right": ["a", "e"], "value": [0.25, 1.0]}
     asked = ({"role": "user", "content": "v"},)
-    return [Task(f"vowels/{split}/{i}", asked, "", "listed", "single_turn", row) for i in range(max_samples)]
+    names = [f"vowels/{split}/{i}" for i in range(max_samples)]
+    return [Task(name, asked, "", "listed", "single_turn", row) for name in names]
 
 
 @gives("binary", "raw")
 def watched(rollout):
-    """`listed`. Where the test asks for it, the first job stops in its second step, and waits or fails."""
+    """`listed`. Where the test asks for it, the first job stops in its second step, and waits or
+    fails."""
     global calls
     calls += 1
     place = Path(os.environ["DISTURB"])

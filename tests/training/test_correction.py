@@ -62,7 +62,7 @@ def test_auto_is_settled_in_every_phase_and_a_choice_of_ones_own_stays(exact, wa
 
 
 @pytest.mark.slow
-def test_an_engine_that_agrees_is_not_corrected_and_the_run_is_bit_for_bit_that_without_a_correction(
+def test_an_engine_that_agrees_is_not_corrected_and_the_run_is_bit_for_bit_the_uncorrected_one(
     tmp_path, capsys
 ):
     rows, state = run(tmp_path / "auto", "trainer.steps=2")

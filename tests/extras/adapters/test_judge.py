@@ -98,7 +98,7 @@ def asking(url, **settings):
     return Reward("judge", {"judge": Term(1.0, partial(judge, **given))})
 
 
-def test_the_score_is_the_weighted_share_of_the_points_and_an_episode_without_an_answer_is_not_asked_about():
+def test_the_score_is_the_weighted_share_of_points_and_an_episode_without_answer_is_not_judged():
     with serving([verdict(4, 1)]) as http:
         done, cut = replies("4", "4 and more")
         cut = cut._replace(status="truncated")

@@ -224,20 +224,27 @@ def test_the_deadline_is_positive():
 # Written for this test, in the forms that answers of MATH (Hendrycks et al. 2021) have.
 TRUTHS = (
     r"""
-18|-7|0.5|.25|1{,}000|10,080|\frac{3}{4}|-\frac{5}{12}|\frac{1}{2\sqrt{3}}|2\frac{1}{3}|\dfrac{7}{9}|0.\overline{36}|0.1\overline{6}
-2.4 \times 10^{-3}|10^{-3}|2^{10}|7!|\binom{10}{3}|3\sqrt{2}|\sqrt[3]{4}|11\sqrt2|\frac{1+\sqrt{5}}{2}|-2 + \sqrt{7}|3 + 2\sqrt{2}
-1 \pm \sqrt{19}|\frac{-1 \pm \sqrt{3}}{2}|25\pi|\frac{4\pi}{3}|6\pi + 4|e^2|\log_2 5|\ln 2|\infty|\tan \theta|2\cos \theta|\sin 20^\circ
-2k+2|3x^2 - 5x + 2|(x+3)(x-4)|(x - 2)^2 (x + 2)^2|a^2 + b^2|\frac{x+2}{x-3}|\frac{n(n+1)}{2}|p - q|\frac{a}{b}
+18|-7|0.5|.25|1{,}000|10,080|\frac{3}{4}|-\frac{5}{12}|\frac{1}{2\sqrt{3}}|2\frac{1}{3}
+\dfrac{7}{9}|0.\overline{36}|0.1\overline{6}
+2.4 \times 10^{-3}|10^{-3}|2^{10}|7!|\binom{10}{3}|3\sqrt{2}|\sqrt[3]{4}|11\sqrt2
+\frac{1+\sqrt{5}}{2}|-2 + \sqrt{7}|3 + 2\sqrt{2}
+1 \pm \sqrt{19}|\frac{-1 \pm \sqrt{3}}{2}|25\pi|\frac{4\pi}{3}|6\pi + 4|e^2|\log_2 5|\ln 2|\infty
+\tan \theta|2\cos \theta|\sin 20^\circ
+2k+2|3x^2 - 5x + 2|(x+3)(x-4)|(x - 2)^2 (x + 2)^2|a^2 + b^2|\frac{x+2}{x-3}|\frac{n(n+1)}{2}|p - q
+\frac{a}{b}
 y = 2x - 3|x = 11|y=-\frac{1}{2}x+4|x^2+y^2=25|6 - 5i|-2i|1+2i, 1-2i
 3,5,7|1,-2|-3, \frac{1}{2}|1, 2, 3, 4|\{-1, 0, 1\}|\emptyset|(3,4)|(3, -4)|(1,2,3)
 \left( \frac{3}{2}, -5 \right)|(-1,2), (2,5)|(2, \frac{\pi}{3})
-[0,1)|[-1,1]|(-\infty, 8)|(5, \infty)|(-\infty,-2]\cup[5,\infty)|(0, 1) \cup (1, \infty)|\left[ -\frac{1}{2}, \frac{3}{2} \right]
+[0,1)|[-1,1]|(-\infty, 8)|(5, \infty)|(-\infty,-2]\cup[5,\infty)|(0, 1) \cup (1, \infty)
+\left[ -\frac{1}{2}, \frac{3}{2} \right]
 x<3|x \ge 4|-2 \le x \le 5|1 < x < 6
-B|\text{(A)}|(C)|\text{D}|\text{Evelyn}|\text{east}|Wednesday|\text{June 20}|\text{Yes}|odd|no real solutions
+B|\text{(A)}|(C)|\text{D}|\text{Evelyn}|\text{east}|Wednesday|\text{June 20}|\text{Yes}|odd
+no real solutions
 90^\circ|45^{\circ}|360 \text{ degrees}|12 \text{ cm}|30\text{ square units}|144 \text{ cm}^2
 \frac{5}{2} \text{ hours}|62\text{ mph}|21 dollars
 \$32|\$18.90|\$1{,}250|15\%|12.5\%|33\frac{1}{3}\%|2516_8|101_2|4210_{5}|2:3|6:00
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}|\begin{pmatrix} -1 \\ 0 \\ 5 \end{pmatrix}|\begin{bmatrix} 2 & 1 \\ 0 & 3 \end{bmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}|\begin{pmatrix} -1 \\ 0 \\ 5 \end{pmatrix}
+\begin{bmatrix} 2 & 1 \\ 0 & 3 \end{bmatrix}
 """.strip()
     .replace("\n", "|")
     .split("|")

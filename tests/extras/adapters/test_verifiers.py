@@ -49,7 +49,8 @@ class Doubles(vf.Taskset[Double, Config]):
         kind = Boxed if self.config.bad == "box" else Double
         for i in range(self.config.rows):
             prompt = None if self.config.bad == "user" else f"Twice {i}?"
-            yield kind(Data(prompt=prompt, system_prompt="Only the number.", answer=2 * i), self.config.task)
+            data = Data(prompt=prompt, system_prompt="Only the number.", answer=2 * i)
+            yield kind(data, self.config.task)
 
 __all__ = ["Doubles"]
 """

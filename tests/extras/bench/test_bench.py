@@ -566,7 +566,8 @@ from rlkit.types import Task
 
 def vowels(*, split, seed=0, max_samples=64, placebo="none"):
     row, asked = {"right": ["a", "e"], "value": [0.25, 1.0]}, ({"role": "user", "content": "v"},)
-    return [Task(f"vowels/{split}/{i}", asked, "", "listed", "single_turn", row) for i in range(max_samples)]
+    names = [f"vowels/{split}/{i}" for i in range(max_samples)]
+    return [Task(name, asked, "", "listed", "single_turn", row) for name in names]
 """
 MINE = {
     "algorithm/mine.yaml": "defaults: [grpo, _self_]\nname: mine\nminibatches: 1\n",

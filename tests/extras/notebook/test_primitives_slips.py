@@ -143,10 +143,8 @@ def test_rewards_may_be_lists_vectors_batched_or_async(model, tokenizer):
     def run(fn, **more):
         return nb.create_batch_rollouts(model, tokenizer, ["a", "b"], FULL, fn, **more)
 
-    assert [r.reward for r in run(later)] == [2.0, 2.0] and [r.reward for r in run(together)] == [
-        0.0,
-        1.0,
-    ]
+    assert [r.reward for r in run(later)] == [2.0, 2.0]
+    assert [r.reward for r in run(together)] == [0.0, 1.0]
     assert run(vector)[1].reward.tolist() == [1.0, 3.0]
     several = run([later, together], aggregator=nb.max_aggregator)[1]
     assert several.reward == 2.0 and several.metadata["rewards"] == {"later": 2.0, "together": 1.0}

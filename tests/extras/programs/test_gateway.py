@@ -784,7 +784,8 @@ def early():
         line.sendto(b"a", 0x20000000, ("127.0.0.1", port))
 attempt("read", lambda: open(secret).read())
 attempt("write", lambda: open(secret, "a"))
-attempt("shell", lambda: subprocess.check_output(["/bin/sh", "-c", "cat " + secret], stderr=-1) or 1)
+shell = ["/bin/sh", "-c", "cat " + secret]
+attempt("shell", lambda: subprocess.check_output(shell, stderr=-1) or 1)
 attempt("tcp", lambda: connect(socket.SOCK_STREAM, ("127.0.0.1", port)))
 attempt("mptcp", lambda: connect(socket.SOCK_STREAM, ("127.0.0.1", port), protocol=262))
 attempt("fast open", early)

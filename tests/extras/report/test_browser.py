@@ -270,7 +270,8 @@ def test_moving_through_the_list_is_fast(page):
     page.focus("#list")
     spent = page.evaluate(
         """() => { const list = document.getElementById('list'), start = performance.now();
-        for (let i = 0; i < 200; i++) list.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowDown', bubbles: true }));
+        const down = { key: 'ArrowDown', bubbles: true };
+        for (let i = 0; i < 200; i++) list.dispatchEvent(new KeyboardEvent('keydown', down));
         return (performance.now() - start) / 200 }"""
     )
     assert chosen(page).get_attribute("id") == "row-200"
