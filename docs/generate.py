@@ -1,8 +1,8 @@
 """Writes docs/config/GROUP.md, extension_points.md and metrics.md from the code and the comments of
 conf/: python docs/generate.py
 
-Do not edit those pages by hand. tests/laws/test_docs.py fails if they differ from the output of this
-script.
+Do not edit those pages by hand. tests/laws/test_docs.py fails if they differ from the output of
+this script.
 """
 
 from __future__ import annotations

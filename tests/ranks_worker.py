@@ -1,5 +1,5 @@
-"""A rank of tests/distributed/test_ranks.py: trains runs, one after the other, and keeps every gradient as it
-is before clipping.
+"""A rank of tests/distributed/test_ranks.py: trains runs, one after the other, and keeps every
+gradient as it is before clipping.
 
 The runs stand in ROOT/runs.json, as a list of (folder, overrides, source); ROOT/FOLDER.status is
 their end. A run with a source goes on from the first step of that folder's run.

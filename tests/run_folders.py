@@ -1,5 +1,5 @@
-"""Fixtures: run folders as training leaves them, with figures that are easy to follow and texts that try to
-break the page."""
+"""Fixtures: run folders as training leaves them, with figures that are easy to follow and texts
+that try to break the page."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 on the next ten.
 
     python experiments/bench/run.py [--tasks chain proxy] [--jobs 2] [--folder outputs/pairs]
-    python experiments/bench/run.py --seeds 100 101 102 --also model.opinions=1 model.init_std=0.18
-    --to outputs/pilot
+    python experiments/bench/run.py --seeds 100 101 102 --also model.opinions=1 \\
+        model.init_std=0.18 --to outputs/pilot
 
 The second form is a pilot: `--also` goes to every run, and the rows and the page are written
 elsewhere.

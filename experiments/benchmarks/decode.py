@@ -1,9 +1,10 @@
 """Tokens a second of the rollout engines on one machine: `transformers` (Hugging Face generate),
 `cached`, and their peers.
 
-    python experiments/benchmarks/decode.py [--rows 64 256] [--tokens 96] [--vllm-python
-    /tmp/vllm/bin/python] python experiments/benchmarks/decode.py --device cuda --model
-    qwen3_0.6b-shape --rows 512 --prompt 512 --tokens 512 --rounds 2
+    python experiments/benchmarks/decode.py [--rows 64 256] [--tokens 96] \\
+        [--vllm-python /tmp/vllm/bin/python]
+    python experiments/benchmarks/decode.py --device cuda --model qwen3_0.6b-shape \\
+        --rows 512 --prompt 512 --tokens 512 --rounds 2
 
 The embedded model, real prompts of the default task, groups of 8; or random weights in a known
 model's shape and random prompts of one length. No reply ends before its limit, so all engines draw
@@ -13,9 +14,9 @@ in every round and count in neither figure, their time does in both.
 
 `continuous` is transformers' continuous batching (`generate_batch`, its manager kept between
 rounds); it is so slow on a CPU that it takes part in one round. `vllm` runs in a process of another
-environment (--vllm-python; tests/extras/vllm/vllm_env.sh makes one) with prefix caching as it comes. On a GPU
-`limit_tokens_per_second` is what the memory's bandwidth allows, 0.9 of the data sheet's: every step
-reads all weights once, and keys and values of all rows.
+environment (--vllm-python; tests/extras/vllm/vllm_env.sh makes one) with prefix caching as it
+comes. On a GPU `limit_tokens_per_second` is what the memory's bandwidth allows, 0.9 of the data
+sheet's: every step reads all weights once, and keys and values of all rows.
 
 `--once` prints the processor seconds of one round of `cached` for each number of rows instead, to
 be compared with another checkout's (served.py).

@@ -1,8 +1,7 @@
 """Every figure that only a GPU can give, with one command on a machine that has nothing else.
 
     python experiments/benchmarks/gpu.py [--wheels FOLDER] [--python TRL_ENVIRONMENT/bin/python]
-    python experiments/benchmarks/gpu.py --device cpu --quick            # the plumbing, without a
-    GPU
+    python experiments/benchmarks/gpu.py --device cpu --quick   # the plumbing, without a GPU
 
 It needs torch, transformers, lightning and peft; what else is missing (hydra-core, omegaconf,
 pytest, …) it names, and installs from a folder of wheels (--wheels) without an index. Each part is

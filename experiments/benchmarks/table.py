@@ -1,9 +1,10 @@
 """The whole comparison with the peers in one session: steps against TRL, decoding against vLLM,
 memory at several of TRL's micro-batches.
 
-    bash experiments/benchmarks/peers_env.sh /tmp/peers && bash tests/extras/vllm/vllm_env.sh /tmp/vllm
-    python experiments/benchmarks/table.py --python /tmp/peers/bin/python --vllm-python
-    /tmp/vllm/bin/python
+    bash experiments/benchmarks/peers_env.sh /tmp/peers && \\
+        bash tests/extras/vllm/vllm_env.sh /tmp/vllm
+    python experiments/benchmarks/table.py --python /tmp/peers/bin/python \\
+        --vllm-python /tmp/vllm/bin/python
 
 Every comparison is a series of pairs, a process or a round of each side in turn, and which goes
 first alternates. table.csv has a row a figure: ours, the peer's, the median ratio of the pairs, the

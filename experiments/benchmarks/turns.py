@@ -1,8 +1,8 @@
 """Seconds a turn of append-only episodes, at turn 5 and at turn 50: does a turn cost its new
 tokens, or its history again?
 
-    python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2]
-    [--once]
+    python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2] \\
+        [--once]
 
 Every turn adds 16 tokens and draws 8, with the embedded model, so a context is about 150 tokens
 long at turn 5 and 1,250 at turn 50. Turns of all episodes keep pace, since no reply ends before its

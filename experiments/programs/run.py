@@ -2,8 +2,8 @@
 cores, without a network.
 
     pip install -c constraints.txt -e '.[programs]' anthropic "pydantic-ai-slim[openai]" mcp
-    python experiments/programs/run.py [--agents agent mcp_agent pydantic_agent] [--seeds 0]
-    [--steps 8] [--n 32] [--prompts 8]
+    python experiments/programs/run.py [--agents agent mcp_agent pydantic_agent] [--seeds 0] \\
+        [--steps 8] [--n 32] [--prompts 8]
 
 Writes results.csv beside itself: greedy test accuracy before and after, and the versions of the
 clients. Rows of other agents and seeds stay. Packages of another folder are found by PYTHONPATH,

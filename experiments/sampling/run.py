@@ -1,8 +1,8 @@
 """What choosing problems saves: a pool where one problem in ten carries signal, and the tokens
 until 0.9 of these are solved.
 
-    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 800]
-    [--known]
+    python experiments/sampling/run.py [--seeds 0 1] [--only uniform variance] [--steps 800] \\
+        [--known]
 
 The model of the bench (20,000 parameters, made on the spot, replies with a random letter of eight)
 is asked problems of two letters. One in ten has a right letter; the others have none, so their

@@ -1,7 +1,7 @@
 """Distils a trained policy into the start: how far a third of GRPO's steps goes, on several seeds.
 
-    python experiments/teachers/distil.py [--seeds 0 1 2] [--steps 6] [--only opd "opd, exact"]
-    [--teacher-steps 60]
+    python experiments/teachers/distil.py [--seeds 0 1 2] [--steps 6] [--only opd "opd, exact"] \\
+        [--teacher-steps 60]
 
 For every seed: `rlkit train` with the defaults (GRPO, 20 steps on the embedded model) makes the
 teacher, and then every variant starts again from model=tiny with `teacher=path`, without a reward

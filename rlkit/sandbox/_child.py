@@ -3,7 +3,7 @@ own: it imports no rlkit.
 
     python -I -S -B _child.py < job                    job: marshal of a dict, see `process._job`
     python -I -S -B _child.py session < job, programs  each a length of 8 bytes and that many bytes;
-    all run in the same names
+                                                       all run in the same names
 
 Records on the old standard output: tag, decimal length, ":", payload.
     R  ready, limits are on       X  limits could not be set, nothing ran (why)

@@ -61,7 +61,7 @@ CANNOT = {
     "resume=": "needs a run; tests/runs/test_runs.py resumes such",
     "run=": "needs a run; tests/runs/test_runs.py and test_export.py have one",
     "-m": "many processes; tests of sweeps run such",
-    "environment.command=": "processes for each episode; tests/extras/programs/test_gateway.py plays such",
+    "environment.command=": "processes; tests/extras/programs/test_gateway.py plays such",
     "rlkit report": "needs runs",
     "rlkit runs": "needs runs; tests/runs/test_runs.py lists such",
     "teacher=path": "needs a user's model",

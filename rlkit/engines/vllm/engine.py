@@ -27,8 +27,8 @@ from rlkit.errors import ConfigError, EngineError
 from rlkit.types import Generation, Policy, SamplingParams, reaches
 
 INSTALL = (
-    "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/extras/vllm/vllm_env.sh FOLDER makes an"
-    " environment with it"
+    "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/extras/vllm/vllm_env.sh FOLDER"
+    " makes an environment with it"
 )
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 
