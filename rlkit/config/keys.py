@@ -23,7 +23,7 @@ from rlkit.config.trust import (
     short,
 )
 from rlkit.errors import ConfigError
-from rlkit.system.redaction import FROM_ENVIRONMENT, SECRET
+from rlkit.system.redaction import FROM_ENVIRONMENT, is_secret_key
 
 # Variables that a logger's package sends to its address by itself.
 SENT = {
@@ -96,7 +96,7 @@ def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterat
         names = FROM_ENVIRONMENT.findall(text)
         if names:
             yield Leak(where, f"the value of {names[0]}", place)
-        elif own and SECRET.search(where.rpartition(".")[2]):
+        elif own and is_secret_key(where.rpartition(".")[2]):
             yield Leak(where, "your secret", place)
     for name in SENT.get(str(node["_target_"]), ()):
         if os.environ.get(name):

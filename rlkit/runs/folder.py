@@ -21,7 +21,7 @@ from rlkit.system.contents import require_readable
 from rlkit.system.files import put_aside, read_regular, refusing, write_atomic
 from rlkit.system.identity import identity_line, read_identity
 from rlkit.system.noted import is_noted, note
-from rlkit.system.redaction import FROM_ENVIRONMENT, NUMBER, REDACTED, SECRET, redacted
+from rlkit.system.redaction import FROM_ENVIRONMENT, REDACTED, is_secret_key, redacted
 from rlkit.system.rows import read_rows
 from rlkit.system.shards import recorded
 
@@ -30,8 +30,6 @@ SET_ASIDE = ".set_aside"  # behind the name of a run folder that a sweep has put
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 # in summary.json: the last on validation problems, on test problems twice
 EVALUATIONS = ("validation", "before", "after")
-# values that are no text
-COUNT = re.compile(r"[-+\d.,eE]*|true|false|null|\{.*|\w+\(.*|\$\{.*", re.DOTALL)
 
 
 def fresh(parent: Path, label: str = "") -> Path:
@@ -254,19 +252,14 @@ class _NoAliases(yaml.SafeDumper):
 
 
 def without_secrets(node: Any) -> Any:
-    """What Hydra wrote, redacted; an override whose key is named like a secret loses its value,
-    however short."""
+    """What Hydra wrote, redacted; an override of a secret key loses its value, however short."""
     if isinstance(node, list):
         return [without_secrets(value) for value in node]
     if isinstance(node, dict):
         return {key: without_secrets(value) for key, value in redacted(node).items()}
     found = OVERRIDE.fullmatch(node) if isinstance(node, str) else None
-    key = found[1].rpartition(".")[2] if found else ""
-    if found and SECRET.search(key):
-        # max_new_tokens=64, or a part that is called tokens
-        counted = COUNT.fullmatch(found[2]) and not NUMBER.search(key)
-        if not counted and not FROM_ENVIRONMENT.search(node):
-            return f"{found[1]}={REDACTED}"
+    if found and is_secret_key(found[1].rpartition(".")[2]) and not FROM_ENVIRONMENT.search(node):
+        return f"{found[1]}={REDACTED}"
     return redacted(node)
 
 

@@ -2,8 +2,8 @@
 show.
 
 A secret is found in three ways and then covered by its value, wherever it turns up:
-by name     the text under a key such as `api_key` or `password`, and the value of an environment
-            variable of such a name
+by name     what stands under a key of SECRET_KEYS, and the value of an environment variable that is
+            named like a secret
 by origin   what a config took from the environment (`${oc.env:NAME}`); the same words come in its
             place, so a reader knows the source by form     the password of a URL, and a token among
             the parameters of one
@@ -21,13 +21,56 @@ from typing import Any
 from urllib.parse import quote
 
 REDACTED = "<redacted>"
-OWN = (
+# Keys of a config that hold a secret, in small letters and with _ in place of -.
+SECRET_KEYS = {
+    "access_key",
+    "access_key_id",
+    "access_token",
+    "api_key",
+    "api_keys",
+    "api_secret",
+    "api_token",
+    "apikey",
+    "auth_token",
+    "authorization",
+    "bearer_token",
+    "client_secret",
+    "cookie",
+    "cookies",
+    "credential",
+    "credentials",
+    "github_token",
+    "hf_token",
+    "hub_token",
+    "id_token",
+    "passphrase",
+    "passwd",
+    "password",
+    "passwords",
+    "private_key",
+    "proxy_authorization",
+    "refresh_token",
+    "secret",
+    "secret_access_key",
+    "secret_key",
+    "secret_token",
+    "secrets",
+    "session_token",
+    "set_cookie",
+    "ssh_key",
+    "token",
+    "wandb_api_key",
+    "x_api_key",
+    "x_auth_token",
+}
+# names of environment variables that hold a secret
+VARIABLE = re.compile(
     r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?"
     r"|authorization)(_|$)"
+    r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$",
+    re.IGNORECASE,
 )
-# names that hold a secret text
-SECRET = re.compile(OWN + r"|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<![a-z])tokens?$", re.IGNORECASE)
-NUMBER = re.compile(OWN, re.IGNORECASE)  # names that hold a secret number; `tokens: 5` is a count
+CAPITALS = re.compile(r"[A-Z][A-Z0-9_]*")
 URL = re.compile(r"(?<=://)([^/\s:@]*):([^/\s@]+)(?=@)")  # user:password
 PARAMETER = re.compile(
     r"([?&](?:access_token|api_?key|auth|key|password|secret|sig|signature|token)=)([^&\s\"']+)",
@@ -56,7 +99,7 @@ def learn(config: Any, raw: Any = None) -> None:
     clear = [FROM_ENVIRONMENT.sub("", text) for _, text in _texts(raw)]
     for name in {name for _, text in _texts(raw) for name in FROM_ENVIRONMENT.findall(text)}:
         value = os.environ.get(name, "")
-        said = any(value in text for text in clear) and not SECRET.search(name)
+        said = any(value in text for text in clear) and not _names_secret(name)
         if (
             len(value) >= TAKEN
             and not PLAIN.fullmatch(value)
@@ -108,30 +151,41 @@ def redacted(config: Any) -> Any:
             return [hide(value, key) for value in node]
         if isinstance(node, str):
             return node if key == "_target_" else _covered(node, known)
-        return (
-            REDACTED
-            if isinstance(node, int | float) and not isinstance(node, bool) and NUMBER.search(key)
-            else node
-        )
+        is_number = isinstance(node, int | float) and not isinstance(node, bool)
+        return REDACTED if is_number and is_secret_key(key) else node
 
     return hide(config)
 
 
 def _variables() -> set[str]:
     """The values of environment variables that are named like a secret."""
-    return {value for name, value in os.environ.items() if len(value) >= NAMED and _is_secret(name)}
+    return {
+        value for name, value in os.environ.items() if len(value) >= NAMED and _names_secret(name)
+    }
 
 
 @functools.cache
-def _is_secret(name: str) -> bool:
-    return bool(SECRET.search(name))
+def _names_secret(variable: str) -> bool:
+    return bool(VARIABLE.search(variable))
+
+
+@functools.cache
+def is_secret_key(key: str) -> bool:
+    """Whether a config holds a secret under this key.
+
+    A key in capitals is the name of an environment variable, as in the `env` of an MCP server, and
+    is judged as one.
+    """
+    if CAPITALS.fullmatch(key) and _names_secret(key):
+        return True
+    return key.lower().replace("-", "_") in SECRET_KEYS
 
 
 def _found(config: Any) -> set[str]:
     """The secret texts of a config, by name and by form."""
     out = set()
     for key, text in _texts(config):
-        if SECRET.search(key) and key != "_target_":
+        if is_secret_key(key):
             out.add(text)
         out |= {found[2] for pattern in (URL, PARAMETER) for found in pattern.finditer(text)}
     return {

@@ -3,20 +3,28 @@ resumed."""
 
 from __future__ import annotations
 
+import ast
 import gzip
 import io
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+import rlkit
+from laws import each
 from rlkit.commands.cli import main
+from rlkit.config.compose import compose, conf_dir, unresolved
 from rlkit.runs import folder as runs
 from rlkit.system.output import Descriptor, Output
-from rlkit.system.redaction import KNOWN, REDACTED, cover, learn, redacted
+from rlkit.system.redaction import KNOWN, REDACTED, cover, is_secret_key, learn, redacted
 
 FAST = [
     "debug=fast",
@@ -126,8 +134,92 @@ def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
         "x.max_tokens=${generation.max_new_tokens}",
     ):
         assert runs.without_secrets([text]) == [text]
-    for text in ("x.hub_token=hf_abc", "x.hub_token=[a,b]", "+x.password=1234", "x.api_key='a b'"):
+    secrets = ("x.hub_token=hf_abc", "x.hub_token=[a,b]", "+x.password=1234", "x.api_key='a b'")
+    for text in (*secrets, "+servers.mine.env.GITHUB_PAT_TOKEN=ghp", "x.headers.X-Api-Key=abc"):
         assert runs.without_secrets([text]) == [f"{text.partition('=')[0]}={REDACTED}"]
+
+
+# ------------------------------------------------------------------------ which keys of a config are secret
+
+LOOKS_SECRET = re.compile(
+    r"key|secret|pass(w|phrase)|credential|auth|token|bearer|cookie|private|salt", re.IGNORECASE
+)
+IS_NONE = {  # look like a secret and are none
+    "control_tokens",
+    "eos_token_ids",
+    "exclude_keys",
+    "key",
+    "keys",
+    "max_cached_tokens",
+    "max_new_tokens",
+    "max_new_tokens_thinking",
+    "max_thinking_tokens",
+    "max_tokens",
+    "micro_batch_tokens",
+    "pad_token_id",
+    "response_tokens",
+    "token_filter",
+    "token_ids",
+    "token_rewards",
+    "tokenizer",
+    "tokens",
+    "tokens_per_s",
+    "total_tokens",
+}
+
+
+def keys_of(node: Any) -> Iterator[str]:
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield str(key)
+        yield from keys_of(value)
+    for value in node if isinstance(node, list) else ():
+        yield from keys_of(value)
+
+
+def parameters_of(tree: ast.Module) -> Iterator[str]:
+    """Parameters of public functions, and fields of classes."""
+    for node in ast.walk(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function and not node.name.startswith("_"):
+            given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            yield from (argument.arg for argument in given)
+        elif isinstance(node, ast.ClassDef):
+            fields = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
+            yield from (field.id for field in fields if isinstance(field, ast.Name))
+
+
+def test_every_key_that_looks_like_a_secret_has_been_judged():
+    """A new key belongs into SECRET_KEYS of rlkit/system/redaction.py, or into IS_NONE above."""
+    options = [yaml.safe_load(file.read_text()) for file in conf_dir().rglob("*.yaml")]
+    names = {name for option in options for name in keys_of(option)}
+    for file in Path(rlkit.__file__).parent.rglob("*.py"):
+        names |= set(parameters_of(ast.parse(file.read_text())))
+    looking = {name for name in names if LOOKS_SECRET.search(name)}
+    assert {name for name in looking if not is_secret_key(name)} == IS_NONE
+    assert {name for name in looking if is_secret_key(name)} == {"api_key"}
+
+
+COMPOSED = [
+    (),
+    ("algorithm=ppo", "environment=mcp", "environment.servers={}"),
+    ("model=qwen3_0.6b", "task=gsm8k", "trainer=gpu"),
+    ("experiment=scalerl_paper",),
+    ("experiment=grpo_to_dapo", "generation=transformers"),
+    (
+        "reward=judge",
+        "reward.terms.judge.fn.address=http://127.0.0.1:1",
+        "reward.terms.judge.fn.model=m",
+    ),
+]
+
+
+@each("words", [pytest.param(words) for words in COMPOSED])
+def test_settings_are_written_in_clear(words):
+    """`max_new_tokens` stood as <redacted> in `--cfg job` and in every run's .hydra/config.yaml."""
+    composed = compose(words)
+    hydra = unresolved(composed.full, of_hydra=True)
+    for config in (composed.config, unresolved(composed.full), hydra):
+        assert runs.without_secrets(config) == config
 
 
 @pytest.mark.parametrize(
