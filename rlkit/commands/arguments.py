@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ class Arguments(NamedTuple):
     resolved: bool = False  # with it: references to other values replaced by the values
     words: tuple[str, ...] = ()  # all of it, as it was given
     texts: tuple[str, ...] = ()  # words that are no override, for a command that takes such
+    sources: Mapping[str, str] = {}  # key of an override → the file of --config that gives it
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
@@ -36,6 +37,7 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     file = list[str]()
     name = ""
     rest = iter(words)
+    sources: dict[str, str] = {}
     for word in rest:
         if word in ("-m", "--multirun"):
             arguments = arguments._replace(multirun=True)
@@ -47,7 +49,10 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
                 raise ConfigError(f"--config-dir {folder}: no such folder")
             arguments = arguments._replace(config_dir=folder)
         elif word == "--config" or word.startswith("--config="):
-            file += overrides_of(word.partition("=")[2] or next(rest, ""))
+            place = word.partition("=")[2] or next(rest, "")
+            read = overrides_of(place)
+            file += read
+            sources |= dict.fromkeys(map(key_of, read), place)
         elif word in ("-cn", "--config-name") or word.startswith("--config-name="):
             name = word.partition("=")[2] or next(rest, "")
         elif word in ("-c", "--cfg") or word.startswith("--cfg="):
@@ -75,8 +80,18 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
         else:
             arguments.overrides.append(word)
     if name and name.removesuffix(".yaml") not in ENTRIES:
-        file += overrides_of(str(_named(name, arguments.config_dir)))
-    return arguments._replace(overrides=beneath(file, arguments.overrides))
+        place = str(_named(name, arguments.config_dir))
+        read = overrides_of(place)
+        file += read
+        sources |= dict.fromkeys(map(key_of, read), place)
+    said = set(map(key_of, arguments.overrides))
+    sources = {key: place for key, place in sources.items() if key not in said}
+    return arguments._replace(overrides=beneath(file, arguments.overrides), sources=sources)
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def _named(name: str, folder: str | None) -> Path:
@@ -107,8 +122,8 @@ def _no_flag(word: str, value: str) -> str:
 
 def beneath(file: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Overrides of a file and of the command line, which wins."""
-    said = {o.partition("=")[0].lstrip("+~") for o in overrides}
-    return [*(o for o in file if o.partition("=")[0].lstrip("+~") not in said), *overrides]
+    said = set(map(key_of, overrides))
+    return [*(text for text in file if key_of(text) not in said), *overrides]
 
 
 def option(overrides: Sequence[str], key: str) -> str | None:

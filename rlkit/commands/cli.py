@@ -33,6 +33,7 @@ COMMANDS = (
     "doctor",
     "replay",
     "metrics",
+    "show",
 )
 HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-using tasks
 
@@ -53,6 +54,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit plan outputs/grpo outputs/dapo effect=0.02   how many seeds a comparison needs, and how long they take
   rlkit bench algorithms=grpo,dapo tasks=needle,noisy seeds=10   small tasks with a known optimum: what can be told apart
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
+  rlkit show algorithm=dapo kl=none              what a run is made of: options, keys that matter or differ, and where each comes from
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
   rlkit check model=qwen3_0.6b trainer=gpu check.device=h200   what it would take on a card that is not here, and what to change
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
@@ -104,7 +106,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
     if getattr(module, "READS_NO_CODE", False):
         arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
     if arguments.shown:
-        return importlib.import_module("rlkit.commands.show").command(name, arguments)
+        return importlib.import_module("rlkit.commands.config_dump").command(name, arguments)
     return run(arguments)
 
 

@@ -1,41 +1,187 @@
-"""`rlkit train --cfg job`, `--info`: the composed config, or the chosen options, printed without a
-run."""
+"""`rlkit show`: what a run is made of, on one screen. rlkit.config.origins has the rule."""
 
 from __future__ import annotations
 
-import yaml
+import json
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from rlkit.commands.arguments import Arguments, drop
-from rlkit.config.compose import choices, compose, conf_dir, unresolved
-from rlkit.errors import ConfigError
-from rlkit.system.redaction import redacted
+from rlkit.commands.arguments import Arguments, added, drop, is_trusted, key_of, option
+from rlkit.commands.trust import asker
+from rlkit.config.origins import PHASE, Explained, Option, Value, explain
+from rlkit.errors import visible
+from rlkit.runs import folder as runs
 
-# command → its config
-ENTRIES = {"train": "train", "check": "train", "rollout": "rollout", "evaluate": "evaluate"}
+WIDTH = 100
+ORIGIN = 62  # column at which origins begin
+NAMES = 22  # columns of keys, more where one of the block is longer, but for those
+LONG_NAME = 36  # of so many characters
+# keys that are shown though they are as in the default run
+MATTER = (
+    "name",
+    "seed",
+    "batch.prompts",
+    "batch.group_size",
+    "model.path",
+    "model.lora.rank",
+    "generation.temperature",
+    "generation.max_new_tokens",
+    "algorithm.epochs",
+    "algorithm.minibatches",
+    "kl.name",
+    "kl.placement",
+    "kl.coef",
+    "optimizer.lr",
+    "trainer.accelerator",
+    "trainer.steps",
+    "trainer.micro_batch_tokens",
+    "evaluation.n",
+    "evaluation.every",
+    "callbacks.checkpoint.every",
+)
 
 
-def command(name: str, arguments: Arguments) -> int:
-    """Prints what was asked for, secrets left out. Raises ConfigError for what cannot be
-    composed."""
-    if name not in ENTRIES:
-        raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
-    overrides = drop(arguments.overrides, "trust")
-    composed = compose(
-        overrides, entry=ENTRIES[name], config_dir=arguments.config_dir, trusted=True
-    )  # nothing of it is run
-    if arguments.shown == "info":
-        print("\n".join(choices(composed.full)))
-        print(
-            "searched:",
-            *[place for place in (conf_dir(), arguments.config_dir) if place],
-            sep="\n  ",
-        )
-        return 0
-    own = composed.config if arguments.resolved else unresolved(composed.full)
-    hydra = unresolved(composed.full, of_hydra=True)
-    parts = {"job": own, "hydra": hydra, "all": {**own, **hydra}}
-    print(
-        yaml.safe_dump(redacted(parts[arguments.shown]), sort_keys=False, allow_unicode=True),
-        end="",
+def command(arguments: Arguments) -> int:
+    """Prints the options, the keys that matter or differ, and the extras. Raises ConfigError."""
+    overrides = drop(drop(arguments.overrides, "trust"), "run")
+    sources = dict(arguments.sources)
+    ask = None
+    where = _folder_named(arguments.overrides)
+    if where:
+        folder = runs.find_run(where.partition("=")[2], where.partition("=")[0])
+        runs.require_overrides(folder)
+        ask = asker(where, folder, overrides, arguments, entry="train")
+        said = set(map(key_of, overrides))
+        saved = runs.saved_overrides(folder)
+        sources |= {key: where for key in map(key_of, saved) if key not in said}
+        overrides = added(saved, overrides)
+    explained = explain(
+        overrides,
+        sources=sources,
+        config_dir=arguments.config_dir,
+        before_import=ask,
+        trusted=is_trusted(arguments.overrides),
     )
+    words = [shlex.quote(word) for word in runs.without_secrets(overrides)]
+    print(visible("\n".join(screen(explained, words)), kept="\n"))
     return 0
+
+
+def _folder_named(overrides: Sequence[str]) -> str:
+    """run=FOLDER or resume=FOLDER, if the command line has one; otherwise empty."""
+    run = option(overrides, "run")
+    resume = option(overrides, "resume")
+    if run:
+        return f"run={run}"
+    return f"resume={resume}" if resume and resume not in ("never", "auto") else ""
+
+
+def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
+    """The lines: a block for each group, then the extras. `words` are the overrides."""
+    options = {chosen.place: chosen for chosen in explained.options}
+    tops = [place for place in options if "." not in place]
+    shown = [value for value in explained.values if _is_shown(value, options)]
+    lines = [
+        *wrap(" ".join(["rlkit train", *words]), "", "    "),
+        "* differs from `rlkit train` without overrides",
+        "",
+        *_rows([value for value in shown if _head(value.key) not in options], "", ""),
+        "",
+    ]
+    for top in tops:
+        lines.append(_row(options[top], f"{top} = {options[top].name}"))
+        lines += _nested(explained.options, top)
+        own = [value for value in shown if _head(value.key) == top]
+        lines += _rows([value for value in own if not PHASE.fullmatch(value.key)], top)
+        if top == "schedule":
+            lines += _phases(explained, [value for value in own if PHASE.fullmatch(value.key)])
+    return [*lines, "", f"extras: {', '.join(explained.extras) or 'none'}"]
+
+
+def _is_shown(value: Value, options: Mapping[str, Option]) -> bool:
+    """Whether a key has a line: it differs or matters, and does not only repeat its option's
+    name."""
+    above, _, name = value.key.rpartition(".")
+    named = options.get(above)
+    repeats = name == "name" and named is not None and named.name == value.value
+    repeats = repeats or value.key in options  # logger=none has no keys
+    return (value.changed and not repeats) or value.key in MATTER
+
+
+def _head(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def wrap(text: str, first: str, later: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _row(shown: Option | Value, text: str) -> str:
+    """A line with a mark for what differs, and the origin in its column.
+
+    A further column, such as the shelf of an option, belongs between the two.
+    """
+    origin = shown.origin
+    room = max(WIDTH - len(origin) - 2, ORIGIN - 2)
+    left = f"{'*' if shown.changed else ' '} {text}"
+    if len(left) > room:
+        left = f"{left[: room - 1]}…"
+    line = f"{left:<{ORIGIN - 2}}  {origin}".rstrip()
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+
+
+def _rows(values: Sequence[Value], above: str, indent: str = "    ") -> Iterator[str]:
+    """A line for each key below `above`, the values in a column."""
+    names = [value.key[len(above) + 1 :] if above else value.key for value in values]
+    width = max(NAMES, *(len(name) for name in names if len(name) < LONG_NAME), 0)
+    for name, value in zip(names, values, strict=True):
+        yield _row(value, f"{indent}{name:<{width}} {_written(value.value)}")
+
+
+def _written(value: Any) -> str:
+    """A value as the command line takes it."""
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def _nested(options: Sequence[Option], above: str) -> Iterator[str]:
+    """The options within an option: a line each that somebody chose, the others side by side."""
+    own = [inner for inner in options if _is_below(inner.place, above)]
+    own = [inner for inner in own if not _is_below(inner.place, "schedule.phases")]
+    quiet = [inner for inner in own if not inner.origin]
+    outer = [o for o in quiet if not any(_is_below(o.place, other.place) for other in own)]
+    names = [f"{o.place[len(above) + 1 :]}={o.name}" for o in outer]
+    yield from wrap("  ".join(names), "      ", "      ")
+    for inner in own:
+        if inner.origin:
+            yield _row(inner, f"    {inner.place[len(above) + 1 :]} = {inner.name}")
+
+
+def _is_below(place: str, above: str) -> bool:
+    return place.startswith(f"{above}.")
+
+
+def _phases(explained: Explained, values: Sequence[Value]) -> Iterator[str]:
+    """What each phase of a schedule has in place of what the whole run has."""
+    whole = {chosen.place: chosen.name for chosen in explained.options}
+    found = (PHASE.fullmatch(value.key) for value in explained.values)
+    for name in dict.fromkeys(match[1] for match in found if match):
+        above = f"schedule.phases.{name}"
+        yield f"      phase {name}"
+        own = [inner for inner in explained.options if _is_below(inner.place, above)]
+        for inner in sorted(own, key=lambda inner: inner.place.count(".")):
+            place = inner.place[len(above) + 1 :]
+            differs = whole.get(place) != inner.name
+            if differs or inner.origin or "." not in place:
+                origin = inner.origin or f"phase {name}"
+                row = inner._replace(origin=origin, changed=differs or inner.changed)
+                yield _row(row, f"      {place} = {inner.name}")
+        yield from _rows([v for v in values if _is_below(v.key, above)], above, "      ")

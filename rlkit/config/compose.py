@@ -161,6 +161,59 @@ def with_variables(full: DictConfig) -> dict[str, Any]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
+PRESETS = ("experiment", "debug")  # groups whose options set keys of other groups
+
+
+class Layer(NamedTuple):
+    """A file of conf/ as it enters a config: later layers win."""
+
+    option: str  # GROUP=NAME; empty for the entry config, and for Hydra's own
+    config: dict[str, Any]  # its keys in their places, references as they are written
+    overrides: dict[str, str]  # options of other groups that a preset chooses: group → NAME
+
+
+def layers(
+    composed: Composed, *, entry: str = "train", config_dir: str | None = None
+) -> tuple[Layer, ...]:
+    """The files that a config was composed of, in Hydra's order, without values of the command
+    line."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    search = searchpath(config_dir)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        groups = [text for text in composed.overrides if is_group(text, search)]
+        return _layers(entry, (*search, *groups), _stamp(search))
+
+
+@functools.lru_cache(maxsize=64)
+def _layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple[Layer, ...]:
+    """The layers of a composition of options; `stamp` changes with the files."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    loader: Any = GlobalHydra.instance().config_loader()
+    _, repository = loader._parse_overrides_and_create_caching_repo(entry, list(overrides))
+    found = []
+    for default in loader.compute_defaults_list(entry, list(overrides), RunMode.RUN).defaults:
+        group, _, name = default.config_path.rpartition("/")
+        if group.partition("/")[0] in PRESETS:  # experiment=bench/lake
+            group, _, name = default.config_path.partition("/")
+        listed = repository.load_config(default.config_path).defaults_list
+        chosen = {
+            str(item.group).lstrip("/") + (f"@{item.package}" if item.package else ""): item.value
+            for item in listed or ()
+            if item.is_override()
+        }
+        config: Any = loader._load_single_config(default, repository).config
+        plain: Any = OmegaConf.to_container(config, resolve=False)
+        plain.pop("defaults", None)
+        found.append(Layer(f"{group}={name}" if group else "", plain, chosen))
+    return tuple(found)
+
+
 @contextmanager
 def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
     """Hydra's state around jobs whose config is composed already, with the callbacks that it names
@@ -378,7 +431,7 @@ def _misplaced(plain: dict[str, Any]) -> list[str]:
     return [
         f"{group}: this preset sets {', '.join(found)} under '{group}'; write '# @package _global_'"
         " as the first line of its file"
-        for group in ("experiment", "debug")
+        for group in PRESETS
         if isinstance(plain.get(group), dict) and (found := plain.pop(group))
     ]
 

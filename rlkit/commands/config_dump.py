@@ -1,0 +1,45 @@
+"""`rlkit train --cfg job`, `--info`: the composed config, or the chosen options, printed without a
+run."""
+
+from __future__ import annotations
+
+import yaml
+
+from rlkit.commands.arguments import Arguments, drop
+from rlkit.config.compose import choices, compose, conf_dir, unresolved
+from rlkit.errors import ConfigError
+from rlkit.system.redaction import redacted
+
+ENTRIES = {
+    "train": "train",
+    "check": "train",
+    "rollout": "rollout",
+    "evaluate": "evaluate",
+}  # command → its config
+
+
+def command(name: str, arguments: Arguments) -> int:
+    """Prints what was asked for, secrets left out. Raises ConfigError for what cannot be
+    composed."""
+    if name not in ENTRIES:
+        raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
+    overrides = drop(arguments.overrides, "trust")
+    composed = compose(
+        overrides, entry=ENTRIES[name], config_dir=arguments.config_dir, trusted=True
+    )  # nothing of it is run
+    if arguments.shown == "info":
+        print("\n".join(choices(composed.full)))
+        print(
+            "searched:",
+            *[place for place in (conf_dir(), arguments.config_dir) if place],
+            sep="\n  ",
+        )
+        return 0
+    own = composed.config if arguments.resolved else unresolved(composed.full)
+    hydra = unresolved(composed.full, of_hydra=True)
+    parts = {"job": own, "hydra": hydra, "all": {**own, **hydra}}
+    print(
+        yaml.safe_dump(redacted(parts[arguments.shown]), sort_keys=False, allow_unicode=True),
+        end="",
+    )
+    return 0

@@ -1,0 +1,265 @@
+"""Where each value of a composed config comes from.
+
+Hydra merges the option files of a run in one order, later files over earlier ones, and then sets
+the values of the command line. So the origin of a key is, in this order:
+
+1. "command line", or the config file or run folder that gave the override, if an override sets the
+   key or a mapping that holds it. This is so even if the value stays the same.
+2. "phase NAME", if the key lies in schedule.phases.NAME.
+3. What the key follows, if it is a reference such as `${trainer.steps}`: "suggested by
+   GROUP=OPTION" for a reference to advice under `suggests`, otherwise "follows KEY".
+4. "default", if `rlkit train` without overrides has the same key with the same value.
+5. The last of the option files that set the key, as GROUP=OPTION. Presets count as options.
+
+A key is changed if it is of kind 1, or if its value is not that of `rlkit train` without overrides.
+A key in a phase is changed if its value is not that of the whole run at the same place. Names of
+functions (`_target_`) and suggestions are no changes of their own: the option says what they are.
+Keys inside a reference to a mapping, such as `sandbox: ${sandbox}`, are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import yaml
+
+from rlkit.config.compose import PRESETS, Composed, Layer, compose, layers, unresolved
+from rlkit.config.suggestions import RESOLVERS
+from rlkit.system.redaction import redacted
+from rlkit.training.schedules.paths import flat
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+REMOVED = "removed"
+SILENT = {"_target_", "_partial_", "suggests", "shelf"}
+PHASE = re.compile(r"schedule\.phases\.(\w+)\.(.+)")
+PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys of a phase that the whole run has not
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([A-Za-z_][\w.]*)(?=[,}])")
+ADVICE = re.compile(r"\$\{(rlkit_\w+):([^{}]*)\}")
+EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")
+
+
+class Option(NamedTuple):
+    """A chosen option."""
+
+    place: str  # where its keys stand: algorithm, algorithm.advantage
+    name: str
+    origin: str  # empty for an option that the option above it chooses
+    changed: bool
+
+
+class Value(NamedTuple):
+    """A key of the config."""
+
+    key: str
+    value: Any  # resolved, without secrets
+    origin: str
+    changed: bool
+
+
+class Explained(NamedTuple):
+    """What a run is made of."""
+
+    options: list[Option]
+    values: list[Value]
+    extras: list[str]
+
+
+def explain(
+    overrides: Sequence[str],
+    *,
+    sources: Mapping[str, str] | None = None,
+    config_dir: str | None = None,
+    before_import: Callable[[dict[str, Any]], None] | None = None,
+    trusted: bool = False,
+) -> Explained:
+    """Options, values and extras of `rlkit train` with these overrides, with their origins.
+
+    Args:
+      sources: key of an override → the file or folder that it was read from.
+      config_dir, before_import, trusted: as for `compose`.
+    Raises: ConfigError.
+    """
+    composed = compose(
+        overrides, config_dir=config_dir, before_import=before_import, trusted=trusted
+    )
+    files = layers(composed, config_dir=config_dir)
+    standard = compose([])
+    groups = {layer.option.partition("=")[0] for layer in files} | set(_choices(composed))
+    chosen: dict[str, tuple[str, str]] = {}  # group → (option, who chose it)
+    is_set: dict[str, str] = {}  # key → who set it
+    removed = []
+    for text in composed.overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        origin = (sources or {}).get(key, COMMAND_LINE)
+        if text.startswith("~"):
+            removed.append(Value(key, REMOVED, origin, True))
+        elif key.partition("@")[0] in groups and not value.startswith("{"):
+            chosen[key] = (value, origin)
+        else:
+            is_set[key] = origin
+    return Explained(
+        _options(composed, standard, files, chosen),
+        [*_values(composed, standard, files, is_set), *removed],
+        extras_of(composed.config),
+    )
+
+
+def extras_of(config: Mapping[str, Any]) -> list[str]:
+    """The extras whose functions a config names, sorted: NAME of rlkit.extras.NAME."""
+    names = (EXTRA.match(target) for target in _targets(config))
+    return sorted({found[1] for found in names if found})
+
+
+def _choices(composed: Composed) -> dict[str, str]:
+    """Group, with @PLACE where its keys stand elsewhere → option, in the order of the config."""
+    chosen = reversed(list(composed.full.hydra.runtime.choices.items()))
+    return {
+        str(group): str(name)
+        for group, name in chosen
+        if name is not None and not str(group).startswith("hydra/")
+    }
+
+
+def _options(
+    composed: Composed,
+    standard: Composed,
+    files: Sequence[Layer],
+    chosen: dict[str, tuple[str, str]],
+) -> list[Option]:
+    """The chosen options, each with who chose it; presets first, then in the order of the
+    config."""
+    preset: dict[str, tuple[str, str]] = {}
+    for layer in files:
+        if layer.option.partition("=")[0] in PRESETS:
+            for group, name in layer.overrides.items():
+                text = f"[{','.join(name)}]" if isinstance(name, list) else str(name)
+                preset[group] = (text, layer.option)
+    said = preset | chosen
+    choices = _choices(composed)
+    for group, (name, _) in said.items():
+        if name.startswith("["):  # Hydra notes no choice of several options
+            choices[group] = name
+    before = _choices(standard)
+    order = [*PRESETS, *composed.config]
+    found = []
+    for group, name in choices.items():
+        path, _, elsewhere = group.partition("@")
+        place = elsewhere or path.replace("/", ".")
+        is_top = "." not in place
+        origin = said[group][1] if group in said else DEFAULT if is_top else ""
+        changed = group in said or (is_top and before.get(group) != name)
+        found.append(Option(place, name, origin, changed))
+    return sorted(found, key=lambda option: order.index(option.place.partition(".")[0]))
+
+
+def _values(
+    composed: Composed, standard: Composed, files: Sequence[Layer], is_set: Mapping[str, str]
+) -> Iterator[Value]:
+    """Every key that has a value of its own, in the order of the config."""
+    now = flat(composed.config)
+    before = flat(standard.config)
+    shown = flat(redacted(composed.config))
+    raw = flat(unresolved(composed.full))
+    owners: dict[str, str] = {}
+    for layer in files:
+        owners |= dict.fromkeys(flat(layer.config), layer.option)
+
+    def setter(key: str) -> str:
+        """Who sets a key, or a mapping that holds it, by an override."""
+        parts = key.split(".")
+        above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        return next((is_set[path] for path in above if path in is_set), "")
+
+    def origin_of(key: str, changed: bool) -> str:
+        phase = PHASE.fullmatch(key)
+        source = followed(key, raw.get(key), now)
+        if setter(key):
+            return setter(key)
+        if phase:
+            return f"phase {phase[1]}"
+        if source and "suggests" in source.split("."):
+            said = setter(source)
+            return f"{source}, {said}" if said else f"suggested by {owners.get(source) or DEFAULT}"
+        if source:
+            return f"follows {source}"
+        return owners.get(key) or DEFAULT if changed else DEFAULT
+
+    for key in now:
+        if key not in raw and not setter(key):
+            continue
+        phase = PHASE.fullmatch(key)
+        if setter(key):
+            changed = True
+        elif SILENT & set(key.split(".")):
+            changed = False
+        elif phase and PHASE_ONLY.match(phase[2]):
+            changed = now[key] not in (None, {}, [])
+        elif phase:
+            changed = phase[2] not in now or now[phase[2]] != now[key]
+        else:
+            changed = key not in before or before[key] != now[key]
+        yield Value(key, shown.get(key), origin_of(key, changed), changed)
+
+
+def followed(key: str, written: Any, config: Mapping[str, Any]) -> str:
+    """The key from which a reference takes its value; empty if it takes none.
+
+    Args:
+      written: the reference, as a file or an override has it.
+      config: dotted key → value, resolved.
+    """
+    if not isinstance(written, str) or not written.startswith("${") or not written.endswith("}"):
+        return ""
+    advice = ADVICE.fullmatch(written)
+    if advice:
+        read: dict[str, Any] = {}
+        given = [yaml.safe_load(text) for text in advice[2].split(",") if text]
+        value = RESOLVERS[advice[1]](*given, _root_=_Recorded(config, "", read))
+        followed_by = [path for path, found in read.items() if found == value]
+        return followed_by[-1] if followed_by else ""
+    for dots, path in REFERENCE.findall(written):
+        above = key.split(".")[: -len(dots)] if dots else []
+        whole = ".".join([*above, path])
+        if whole in config:
+            return whole
+    return ""
+
+
+class _Recorded(Mapping[str, Any]):
+    """A config that notes which values are read of it."""
+
+    def __init__(self, values: Mapping[str, Any], path: str, read: dict[str, Any]) -> None:
+        self.values_by_key = values
+        self.path = path
+        self.read = read
+
+    def __getitem__(self, key: str) -> Any:
+        where = self.path + key
+        if where in self.values_by_key:
+            self.read[where] = self.values_by_key[where]
+            return self.read[where]
+        if any(known.startswith(f"{where}.") for known in self.values_by_key):
+            return _Recorded(self.values_by_key, f"{where}.", self.read)
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        own = [key[len(self.path) :] for key in self.values_by_key if key.startswith(self.path)]
+        return iter(dict.fromkeys(key.partition(".")[0] for key in own))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _targets(node: Any) -> Iterator[str]:
+    """The names of all functions of a config."""
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            yield str(node["_target_"])
+        for value in node.values():
+            yield from _targets(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _targets(value)
