@@ -133,7 +133,7 @@ def _options(
     config."""
     preset: dict[str, tuple[str, str]] = {}
     for layer in files:
-        if layer.option.partition("=")[0] in PRESETS:
+        if layer.option:
             for group, name in layer.overrides.items():
                 text = f"[{','.join(name)}]" if isinstance(name, list) else str(name)
                 preset[group] = (text, layer.option)
@@ -143,16 +143,16 @@ def _options(
         if name.startswith("["):  # Hydra notes no choice of several options
             choices[group] = name
     before = _choices(standard)
-    order = [*PRESETS, *composed.config]
+    order = {place: number for number, place in enumerate([*PRESETS, *composed.config])}
     found = []
     for group, name in choices.items():
         path, _, elsewhere = group.partition("@")
         place = elsewhere or path.replace("/", ".")
         is_top = "." not in place
-        origin = said[group][1] if group in said else DEFAULT if is_top else ""
+        _, origin = said.get(group, ("", DEFAULT if is_top else ""))
         changed = group in said or (is_top and before.get(group) != name)
         found.append(Option(place, name, origin, changed))
-    return sorted(found, key=lambda option: order.index(option.place.partition(".")[0]))
+    return sorted(found, key=lambda option: order.get(option.place.partition(".")[0], -1))
 
 
 def _values(
@@ -185,7 +185,7 @@ def _values(
             return f"{source}, {said}" if said else f"suggested by {owners.get(source) or DEFAULT}"
         if source:
             return f"follows {source}"
-        return owners.get(key) or DEFAULT if changed else DEFAULT
+        return (changed and owners.get(key)) or DEFAULT
 
     for key in now:
         if key not in raw and not setter(key):
