@@ -139,7 +139,7 @@ def test_counts_and_parts_that_are_called_tokens_are_no_secrets():
         assert runs.without_secrets([text]) == [f"{text.partition('=')[0]}={REDACTED}"]
 
 
-# ------------------------------------------------------------------------ which keys of a config are secret
+# ---------------------------------------------------------------- which keys of a config are secret
 
 LOOKS_SECRET = re.compile(
     r"key|secret|pass(w|phrase)|credential|auth|token|bearer|cookie|private|salt", re.IGNORECASE
