@@ -148,6 +148,8 @@ def meaning(keys: list[Key], key: Key) -> str:
 
 def chosen(group: Path, file: Path) -> str:
     """How an option is chosen on the command line."""
+    if group.name == "experiment":  # whose folders hold presets, and are no groups
+        return f"experiment={file.relative_to(group).with_suffix('').as_posix()}"
     return f"{file.parent.relative_to(group.parent).as_posix()}={file.stem}"
 
 

@@ -294,6 +294,13 @@ def options(group: str) -> list[str]:
     return [name for name in names if available(f"{group}={name}")]
 
 
+def presets() -> list[str]:
+    """The presets of conf/experiment, recipes as recipe/NAME, without the tasks of the bench."""
+    folder = conf_dir() / "experiment"
+    names = [file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")]
+    return sorted(name for name in names if not name.startswith("bench/"))
+
+
 ALGORITHMS = [(f"algorithm={name}",) for name in options("algorithm")]
 PARTS = [
     (f"{file.parent.relative_to(conf_dir())}={file.stem}",)

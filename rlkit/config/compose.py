@@ -330,7 +330,9 @@ def _load(
             group, name = absent.groups()
             where = "" if f"{group}={name}" in overrides else ", which a defaults list names"
             raise ConfigError(
-                no_such_option(f"{group}={name}{where}", name, group, _group_options(group, search))
+                no_such_option(
+                    f"{group}={name}{where}", name, group, _listed_options(group, search)
+                )
             ) from error
         absent = re.match(r"Could not override '([\w.]+)'", str(error))
         path = absent[1] if absent else ""
@@ -479,6 +481,12 @@ def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
     return loader.repository.get_group_options(group, ObjectType.CONFIG)
 
 
+def _listed_options(group: str, search: Sequence[str] = ()) -> list[str]:
+    """The names that a message lists: a group's options, and the recipes among the presets."""
+    recipes = _group_options("experiment/recipe", search) if group == "experiment" else []
+    return [*_group_options(group, search), *(f"recipe/{name}" for name in recipes)]
+
+
 def _check_overrides(
     overrides: Sequence[str], search: Sequence[str]
 ) -> tuple[list[str], list[str]]:
@@ -523,7 +531,7 @@ def _check_overrides(
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
         elif unknown and not elsewhere:
-            problems.append(no_such_option(text, str(unknown[0]), group, options))
+            problems.append(no_such_option(text, str(unknown[0]), group, _listed_options(group)))
         else:
             accepted.append(text)
     return problems, accepted

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from parametrise import cases
+from parametrise import cases, presets
 from rlkit.algorithm import inputs
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.problems.doubts import warnings
@@ -87,7 +87,9 @@ def test_every_option_composes_builds_and_dry_runs(option):
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
 
-@pytest.mark.parametrize("option", cases(options("experiment") + options("debug"), 2))
+@pytest.mark.parametrize(
+    "option", cases([f"experiment={name}" for name in presets()] + options("debug"), 2)
+)
 def test_every_preset_composes_builds_and_dry_runs(option):
     experiment(compose([option, *REQUIRED.get(option, [])]))
 
@@ -127,20 +129,17 @@ PAPER_NUMBERS = {  # what the papers give, so that no default of ours takes its 
 @pytest.mark.parametrize(
     "name, numbers", cases(PAPER_NUMBERS.items(), 1, unpack=True), ids=PAPER_NUMBERS
 )
-def test_presets_of_papers_hold_the_papers_numbers(name, numbers):
+def test_recipes_hold_the_numbers_of_their_papers(name, numbers):
     from rlkit.training.schedules.paths import flat as flatten
 
-    config = flatten(compose([f"experiment={name}_paper"]).config)
+    config = flatten(compose([f"experiment=recipe/{name}"]).config)
     assert {key: config[key] for key in numbers} == numbers
     assert (
         config["algorithm.name"] == name and config["schedule.numbers"] == {}
     )  # a constant rate, as given
 
 
-@pytest.mark.parametrize(
-    "words",
-    cases([[f"experiment={f.stem}"] for f in sorted(conf_dir().glob("experiment/*.yaml"))[::4]], 1),
-)
+@pytest.mark.parametrize("words", cases([[f"experiment={name}"] for name in presets()[::4]], 1))
 def test_hydra_composes_alike_with_and_without_what_makes_the_tests_fast(words, composing):
     """The session's own `composing`: values, interpolations, flags and parents, which two equal
     configs share."""

@@ -198,7 +198,7 @@ def test_every_advertised_command_for_a_real_model_can_learn(command):
         and x.generation.max_new_tokens >= 512  # of the embedded task; gsm8k and mbpp suggest 1,024
         and x.trainer.steps >= 100
     )
-    if not any("_paper" in word for word in words):  # those have the paper's rate
+    if not any("=recipe/" in word for word in words):  # those have the paper's rate
         assert (
             x.optimizer.keywords["lr"] == own["lora_lr" if x.model.keywords["lora"].rank else "lr"]
         )

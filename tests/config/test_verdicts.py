@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from parametrise import cases, each, options
+from parametrise import cases, each, presets
 from rlkit.commands.arguments import Arguments, added
 from rlkit.commands.cli import COMMANDS, main
 from rlkit.commands.trust import asker
@@ -184,7 +184,7 @@ def test_each_command_refuses_what_is_not_declared_safe(
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("experiment", cases([None, *options("experiment")], 3))
+@pytest.mark.parametrize("experiment", cases([None, *presets()], 3))
 def test_runs_of_shipped_options_need_no_trust(experiment):
     words = (
         [f"experiment={experiment}", *(["task.path=rows.jsonl"] if experiment == "sft" else [])]

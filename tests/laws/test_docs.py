@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parametrise import cases
+from parametrise import cases, presets
 from rlkit.commands.arguments import drop, parse
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir, experiment
@@ -32,7 +32,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "experiments").glob("*/README.md")),
 ]
-PRESETS = sorted((conf_dir() / "experiment").glob("*.yaml"))
+PRESETS = [conf_dir() / "experiment" / f"{name}.yaml" for name in presets()]
 
 REFUSED = "rlkit train algorithm=grp optimizer.lrr=1"  # shown for its message
 # A part of a command → why it cannot be run here; its config is composed and checked all the same.

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parametrise import cases
+from parametrise import cases, presets
 from rlkit.commands import check
-from rlkit.config.compose import compose, conf_dir, experiment
+from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import first_steps
 
-PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
 CHEAP = ("tool_tracking",)  # the others take a minute together
 
 
-@pytest.mark.parametrize("name", cases(PRESETS, CHEAP))
+@pytest.mark.parametrize("name", cases(presets(), CHEAP))
 def test_a_preset_takes_a_step(name, tmp_path):
     path = tmp_path / "talk.jsonl"
     row = {

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from parametrise import cases, each
+from parametrise import cases, each, presets
 from rlkit.config.compose import compose, conf_dir, length_keys
 from rlkit.config.compose import experiment as experiment_of
 from rlkit.config.problems.schedules import schedule_problems, schedule_warnings
@@ -562,7 +562,6 @@ def test_a_row_of_one_phase_does_not_count_in_the_next_and_the_last_phase_stays(
 
 LENGTHS = (20, 200, 2000)
 SCHEDULES = sorted(f.stem for f in (conf_dir() / "schedule").glob("*.yaml"))
-PRESETS = sorted(f.stem for f in (conf_dir() / "experiment").glob("*.yaml"))
 OWN = {"sft": ["task.path=rows.jsonl"]}  # what a preset does not run without
 
 
@@ -612,7 +611,7 @@ def test_the_numbers_of_a_schedule_move_over_the_whole_run_whatever_its_length(o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", LENGTHS)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_the_numbers_of_a_preset_move_over_the_whole_run_whatever_its_length(name, steps):
     check_curves([f"experiment={name}", *OWN.get(name, [])], steps)
 

@@ -58,16 +58,7 @@ NEWER = (  # options that came after the goldens
     "echo",
     "rl_sft",
 )
-WITHOUT = (
-    "kl_ablation",
-    "reference_ablation",
-    "search",
-    "sweep_parallel",
-    "sweep_slurm",
-    "sft",
-    "scalerl_paper",
-    "lite_ppo_paper",
-)
+WITHOUT = ("kl_ablation", "reference_ablation", "search", "sweep_parallel", "sweep_slurm", "sft")
 CASES: dict[str, list[str]] = {
     **{
         f.stem: [f"algorithm={f.stem}"]
@@ -104,6 +95,10 @@ CASES: dict[str, list[str]] = {
         f"experiment_{f.stem}": [f"experiment={f.stem}"]
         for f in sorted((CONF / "experiment").glob("*.yaml"))
         if f.stem not in WITHOUT
+    },
+    **{
+        f"experiment_recipe_{name}": [f"experiment=recipe/{name}"]
+        for name in ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo")
     },
 }
 
