@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_type_hints
 import yaml
 
 import rlkit.types
-from rlkit.config.compose import conf_dir
+from rlkit.config.options import conf_dir, options_by_shelf, read_shelf
 from rlkit.config.schema import describe, resolve
 from rlkit.training import glossary
 
@@ -72,6 +72,8 @@ def read_option(file: Path) -> tuple[str, list[str], list[Key]]:
         stack = [(d, n) for d, n in stack if d < depth] + [(depth, name)]
         value = re.sub(r"\s+#.*", "", value).strip()
         path = ".".join(n for _, n in stack)
+        if path == "shelf":
+            continue
         if name == "_target_" or (value and not name.startswith("_") and stack[0][1] != "defaults"):
             keys.append(Key(path, value, " ".join(comment)))
         comment = []
@@ -102,9 +104,14 @@ def takes(keys: list[Key], key: Key) -> str:
 def group_page(group: Path) -> str:
     """The page of a group. For each option it lists the functions called and the keys with default
     and meaning."""
-    files = sorted(group.rglob("*.yaml"), key=lambda f: (len(f.parts), f.as_posix()))
-    lines = [MARK, "", f"# `{group.name}`", "", "| option | what it is |", "|---|---|"]
-    lines += [f"| `{chosen(group, f)}` | {cell(read_option(f)[0])} |" for f in files]
+    files = sorted(
+        group.rglob("*.yaml"),
+        key=lambda f: (len(f.parts), f.parent, read_shelf(f) != "everyday", f.name),
+    )
+    lines = [MARK, "", f"# `{group.name}`", "", "| option | shelf | what it is |", "|---|---|---|"]
+    lines += [
+        f"| `{chosen(group, f)}` | {read_shelf(f)} | {cell(read_option(f)[0])} |" for f in files
+    ]
     for file in files:
         title, choices, keys = read_option(file)
         above = inherited(file, choices)
@@ -158,13 +165,29 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+SHELVES = """
+Each option stands on a shelf. *Everyday* options are the ones that most runs choose, the defaults, and the
+parts that those use. The *catalogue* holds all others, which work and are tested in the same way. The
+shelf is the key `shelf` of the option's file. It sorts lists only: it is no part of a run's config or
+identity, and an option of your own may leave it out.
+""".strip()
+
+
 def index(groups: list[Path]) -> str:
     """The list of groups with their options, and the keys of the entry config itself."""
-    lines = [MARK, "", "# Config groups", "", "| group | options |", "|---|---|"]
-    lines += [
-        f"| [{g.name}]({g.name}.md) | {', '.join(f.stem for f in sorted(g.glob('*.yaml')))} |"
-        for g in groups
+    lines = [
+        MARK,
+        "",
+        "# Config groups",
+        "",
+        *SHELVES.splitlines(),
+        "",
+        "| group | everyday | catalogue |",
+        "|---|---|---|",
     ]
+    for group in groups:
+        everyday, catalogue = (", ".join(names) for names in options_by_shelf(group.name).values())
+        lines.append(f"| [{group.name}]({group.name}.md) | {everyday} | {catalogue} |")
     title, _, keys = read_option(conf_dir() / "train.yaml")
     lines += ["", "## `train.yaml`", "", title, "", "| key | default | meaning |", "|---|---|---|"]
     lines += [

@@ -69,7 +69,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
                       environment.score=file needs it too. Every command takes it
   -m, --multirun      a sweep
 
-groups and their options:
+groups and their options, those for everyday use first:
 """  # noqa: E501
 
 
@@ -189,12 +189,16 @@ def full_help() -> str:
 
 
 def list_groups() -> str:
-    """The groups of conf/ and their options."""
-    from rlkit.config.compose import conf_dir
+    """The groups of conf/ and their options: those for everyday use, then on a second line the rest
+    of the catalogue."""
+    from rlkit.config.options import conf_dir, options_by_shelf
 
-    groups = {
-        f.name: sorted(o.stem for o in f.glob("*.yaml"))
-        for f in sorted(conf_dir().iterdir())
-        if f.is_dir() and f.name != "hydra"
-    }
-    return "\n".join(f"  {name:<12} {', '.join(options)}" for name, options in groups.items())
+    lines = []
+    for group in sorted(
+        folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "hydra"
+    ):
+        shelves = options_by_shelf(group)
+        lines.append(f"  {group:<12} {', '.join(shelves['everyday'])}")
+        if shelves["catalogue"]:
+            lines.append(f"  {'':<12} catalogue: {', '.join(shelves['catalogue'])}")
+    return "\n".join(lines)

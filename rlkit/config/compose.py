@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.config.changes import difference
+from rlkit.config.options import SHELVES, conf_dir
 from rlkit.config.problems import run_problems
 from rlkit.config.problems.names import name_problems
 from rlkit.config.problems.numbers import range_problems
@@ -36,13 +37,6 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from omegaconf import DictConfig
 
     from rlkit.training.experiment import Experiment
-
-
-def conf_dir() -> Path:
-    """The folder of the shipped options: inside the package when installed, beside it in a
-    checkout."""
-    package = Path(__file__).resolve().parent.parent
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 # ---------------------------------------------------------------------------------------- composing
@@ -364,7 +358,24 @@ def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> D
     changes with the files."""
     import hydra
 
-    return hydra.compose(entry, overrides=list(overrides), return_hydra_config=True)
+    full = hydra.compose(entry, overrides=list(overrides), return_hydra_config=True)
+    drop_shelves(full)
+    return full
+
+
+def drop_shelves(node: Any) -> None:
+    """Takes the key `shelf`, which options bring along, out of a composed config, in place and at
+    every depth."""
+    from omegaconf import Container
+
+    children = node._content  # a text where the node is missing or refers to another
+    if isinstance(children, dict):
+        if "shelf" in children and children["shelf"]._value() in SHELVES:
+            del children["shelf"]
+        children = list(children.values())
+    for child in children if isinstance(children, list) else ():
+        if isinstance(child, Container):
+            drop_shelves(child)
 
 
 def _stamp(search: Sequence[str]) -> object:

@@ -107,6 +107,7 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
         for file in files
     }
     for option in options.values():
+        option.pop("shelf", None)  # which no function is given
         collect(option)
     # one that takes its function from another option of its group
     for file, option in options.items():

@@ -159,7 +159,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
     from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
-    from rlkit.config.compose import conf_dir, is_group, one_sentence, searchpath
+    from rlkit.config.compose import conf_dir, drop_shelves, is_group, one_sentence, searchpath
 
     GlobalHydra.instance().clear()
     search = searchpath(config_dir)
@@ -185,6 +185,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
                 from_shell=False,
                 validate_sweep_overrides=False,
             )
+            drop_shelves(config)
             config.hydra.mode = RunMode.MULTIRUN
             targets = {name: str(config.hydra[name]._target_) for name in ("sweeper", "launcher")}
         except (HydraException, OmegaConfBaseException) as error:

@@ -1,0 +1,55 @@
+"""The files of conf/: where they are, and on which shelf each option stands.
+
+A line `shelf: everyday` or `shelf: catalogue` in an option's file says whether most users need to
+know it. The word sorts lists of options and changes nothing else: `rlkit.config.compose` takes it
+out of every composed config, so no part is given it and no run folder holds it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SHELVES = ("everyday", "catalogue")
+LINE = re.compile(rf"^shelf: ({'|'.join(SHELVES)})\b", re.M)
+
+
+def conf_dir() -> Path:
+    """The folder of the shipped options: inside the package when installed, beside it in a
+    checkout."""
+    package = Path(__file__).resolve().parent.parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def read_shelf(file: Path) -> str:
+    """The shelf that an option's file names; "" if it names none, as a user's own file may."""
+    found = LINE.search(file.read_text())
+    return found[1] if found else ""
+
+
+def shelf_of(group: str, option: str, config_dir: str | Path | None = None) -> str:
+    """The shelf of an option: everyday, catalogue, or "" if its file names none or does not exist.
+
+    Args:
+      group: as on the command line, such as algorithm or algorithm/policy_loss.
+      option: as on the command line, such as grpo or recipe/grpo.
+      config_dir: the folder of the user's own options, searched after the shipped ones.
+    """
+    for folder in (conf_dir(), config_dir):
+        file = Path(folder) / group / f"{option}.yaml" if folder else None
+        if file is not None and file.is_file():
+            return read_shelf(file)
+    return ""
+
+
+def options_by_shelf(group: str) -> dict[str, list[str]]:
+    """Shelf → the shipped options of a group, sorted; presets in a folder of experiment/ as
+    FOLDER/NAME."""
+    folder = conf_dir() / group
+    files = sorted(folder.rglob("*.yaml") if group == "experiment" else folder.glob("*.yaml"))
+    shelves: dict[str, list[str]] = {shelf: [] for shelf in SHELVES}
+    for file in files:
+        shelves[read_shelf(file) or "catalogue"].append(
+            file.relative_to(folder).with_suffix("").as_posix()
+        )
+    return shelves
