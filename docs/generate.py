@@ -166,10 +166,10 @@ def cell(text: str) -> str:
 
 
 SHELVES = """
-Each option stands on a shelf. *Everyday* options are the ones that most runs choose, the defaults, and the
-parts that those use. The *catalogue* holds all others, which work and are tested in the same way. The
-shelf is the key `shelf` of the option's file. It sorts lists only: it is no part of a run's config or
-identity, and an option of your own may leave it out.
+Each option stands on a shelf. *Everyday* options are the ones that most runs choose, the defaults,
+and the parts that those use. The *catalogue* holds all others, which work and are tested in the
+same way. The shelf is the key `shelf` of the option's file. It sorts lists only: it is no part of a
+run's config or identity, and an option of your own may leave it out.
 """.strip()
 
 

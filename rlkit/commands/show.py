@@ -10,6 +10,7 @@ from typing import Any
 
 from rlkit.commands.arguments import Arguments, added, drop, is_trusted, key_of, option
 from rlkit.commands.trust import asker
+from rlkit.config.options import shelf_of
 from rlkit.config.origins import PHASE, Explained, Option, Value, explain
 from rlkit.errors import visible
 from rlkit.runs import folder as runs
@@ -91,7 +92,7 @@ def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
         "",
     ]
     for top in tops:
-        lines.append(_row(options[top], f"{top} = {options[top].name}"))
+        lines.append(_row(options[top], f"{top} = {_with_shelf(options[top])}"))
         lines += _nested(explained.options, top)
         own = [value for value in shown if _head(value.key) == top]
         lines += _rows([value for value in own if not PHASE.fullmatch(value.key)], top)
@@ -110,6 +111,12 @@ def _is_shown(value: Value, options: Mapping[str, Option]) -> bool:
     return (value.changed and not repeats) or value.key in MATTER
 
 
+def _with_shelf(chosen: Option) -> str:
+    """The option's name, with a note if it is from the catalogue."""
+    shelf = shelf_of(chosen.place.replace(".", "/"), chosen.name)
+    return f"{chosen.name} (catalogue)" if shelf == "catalogue" else chosen.name
+
+
 def _head(key: str) -> str:
     return key.partition(".")[0]
 
@@ -126,10 +133,7 @@ def wrap(text: str, first: str, later: str) -> list[str]:
 
 
 def _row(shown: Option | Value, text: str) -> str:
-    """A line with a mark for what differs, and the origin in its column.
-
-    A further column, such as the shelf of an option, belongs between the two.
-    """
+    """A line with a mark for what differs, and the origin in its column."""
     origin = shown.origin
     room = max(WIDTH - len(origin) - 2, ORIGIN - 2)
     left = f"{'*' if shown.changed else ' '} {text}"
@@ -162,7 +166,7 @@ def _nested(options: Sequence[Option], above: str) -> Iterator[str]:
     yield from wrap("  ".join(names), "      ", "      ")
     for inner in own:
         if inner.origin:
-            yield _row(inner, f"    {inner.place[len(above) + 1 :]} = {inner.name}")
+            yield _row(inner, f"    {inner.place[len(above) + 1 :]} = {_with_shelf(inner)}")
 
 
 def _is_below(place: str, above: str) -> bool:

@@ -14,7 +14,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from laws import cases
+from parametrise import cases
 from rlkit.commands.cli import list_groups, main
 from rlkit.config.changes import identify
 from rlkit.config.compose import _load, compose, conf_dir

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from laws import cases
+from parametrise import cases
 from rlkit import functional
 from rlkit.config.changes import difference
 from rlkit.config.compose import compose

@@ -7,12 +7,13 @@ import yaml
 from hypothesis import Phase, assume
 from hypothesis import strategies as st
 
-from laws import each, examples
+from parametrise import each, examples
 from rlkit.commands.cli import main
 from rlkit.commands.show import WIDTH, screen
 from rlkit.config.compose import compose, conf_dir, unresolved
 from rlkit.config.origins import COMMAND_LINE, SILENT, explain, extras_of
 from rlkit.errors import ConfigError
+from rlkit.system.identity import identity_line
 from rlkit.training.schedules.paths import flat
 
 OPTIONS = [
@@ -86,22 +87,22 @@ def test_each_key_has_the_origin_that_it_has(options, keys):
         group, _, option = row.origin.partition("=")
         if row.origin.startswith(("phase ", "suggested by ", "follows ", "model.suggests.lr")):
             assert isinstance(flat(unresolved(full.full))[key], str) or row.origin[:6] == "phase "
-        elif row.changed and row.origin != f"{key}=none":  # logger=none has no keys
+        elif not row.changed:
+            assert row.origin == "default"
+        elif row.origin != f"{key}=none":  # logger=none has no keys
             written = flat(yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text()))
             assert any(key == name or key.endswith(f".{name}") for name in written), row
-        else:
-            assert row.origin == "default"
     references = [key for key, value in flat(unresolved(full.full)).items() if "${" in str(value)]
     missing = [key for key in now if key not in rows]
     assert all(any(key.startswith(f"{name}.") for name in references) for key in missing)
 
 
 def test_options_have_the_origin_that_they_have():
-    explained = explain(["experiment=scalerl_paper", "kl=k3", "algorithm/advantage=opo"])
+    explained = explain(["experiment=recipe/scalerl", "kl=k3", "algorithm/advantage=opo"])
     origins = {o.place: (o.name, o.origin) for o in explained.options}
-    assert origins["experiment"] == ("scalerl_paper", COMMAND_LINE)
-    assert origins["algorithm"] == ("cispo", "experiment=scalerl_paper")
-    assert origins["algorithm.correction"] == ("token_truncate", "experiment=scalerl_paper")
+    assert origins["experiment"] == ("recipe/scalerl", COMMAND_LINE)
+    assert origins["algorithm"] == ("cispo", "experiment=recipe/scalerl")
+    assert origins["algorithm.correction"] == ("token_truncate", "experiment=recipe/scalerl")
     assert origins["kl"] == ("k3", COMMAND_LINE)
     assert origins["algorithm.advantage"] == ("opo", COMMAND_LINE)
     assert origins["task"] == ("arithmetic", "default") and origins["algorithm.ratio"][1] == ""
@@ -146,7 +147,7 @@ SCREENS = [
     (),
     ("algorithm=dapo", "kl=none"),
     ("experiment=grpo_to_dapo",),
-    ("experiment=scalerl_paper",),
+    ("experiment=recipe/scalerl",),
     ("model=qwen3_0.6b", "model.lora.rank=8", "task=gsm8k"),
 ]
 
@@ -187,7 +188,7 @@ def test_the_command_prints_files_and_no_secret(tmp_path, monkeypatch, capsys):
 def test_overrides_of_a_run_folder_say_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run" / ".hydra").mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "run" / "config.yaml").write_bytes(identity_line("0" * 16))
     (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("- optimizer.lr=0.5\n- seed=3\n")
     assert main(["show", "run=run", "seed=4"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
