@@ -25,6 +25,7 @@ from typing import (
     TypeAlias,
     TypedDict,
     TypeVar,
+    runtime_checkable,
 )
 
 if TYPE_CHECKING:  # this page costs nothing to import
@@ -991,6 +992,50 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class SharedEngine(Protocol):
+    """An engine behind servers that hold one version of the weights at a time.
+
+    With asynchrony=overlap, two processes use the same servers. The run then sets `lent` to a
+    function that waits until the other process has finished sampling; `load` calls it before it
+    pushes weights, and pushes them even if this process has seen no change. The run keeps what such
+    an engine samples in its journal.
+    """
+
+    lent: Callable[[], None] | None
+
+
+@runtime_checkable
+class ChecksConfig(Protocol):
+    """An engine or a teacher that knows which configs it cannot work with."""
+
+    def problems(self, experiment: Any) -> list[str]:
+        """One sentence for each problem of this `rlkit.training.experiment.Experiment`."""
+        ...
+
+
+@runtime_checkable
+class TokenScorer(Protocol):
+    """A teacher without a model in this process. `Reference.model` may give one in place of a
+    model."""
+
+    def score_tokens(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        *,
+        divergence: Callable[..., Any],
+        columns: int,
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return what a model would: states [M, H] of the M tokens that `mask` marks in the rows
+        `ids` [B, T], and a head from states [m, H] to logits [m, V].
+
+        `divergence` compares the policy with these logits, so numbers that it does not read may be
+        approximate. `columns` is V, the policy's number of tokens.
+        """
+        ...
+
+
 class Thinking(NamedTuple):
     """How a tokenizer writes THINK_TAGS."""
 
@@ -1051,3 +1096,6 @@ class Reference(NamedTuple):
     save: Callable[[Any], dict[str, Any]]
     # (state, policy_model, what `save` gave) → state
     load: Callable[[Any, torch.nn.Module, Mapping[str, Any]], Any]
+    # Before weights are loaded: the policy's path, with revision and trust_remote_code by name. It
+    # raises ConfigError, for example where the vocabularies differ.
+    check: Callable[..., None] | None = None

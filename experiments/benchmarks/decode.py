@@ -208,7 +208,7 @@ def vllm_side(folder: str) -> None:
     room = (
         {} if given["device"] == "cuda" else {"kv_cache_memory_bytes": 2 << 30}
     )  # else most of the machine's memory
-    from rlkit.engines.vllm.in_process import own_process
+    from rlkit.extras.vllm.in_process import own_process
 
     with own_process():  # as rlkit starts it: a container may forbid it to choose processors
         from vllm import LLM, SamplingParams

@@ -28,7 +28,7 @@ export PYTHONPATH=$here/../.. OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 GLOO_SOC
 cd "$work"
 "$python" - <<'PY'
 from pathlib import Path
-from rlkit.engines.vllm.weights import save_config, save_weights
+from rlkit.extras.vllm.weights import save_config, save_weights
 from rlkit.models import load_policy
 
 policy = load_policy(path="tiny")

@@ -4,4 +4,3 @@
 from rlkit.engines.cached import Cached
 from rlkit.engines.service import Batched
 from rlkit.engines.transformers import Transformers
-from rlkit.engines.vllm import VLLM

@@ -1,5 +1,5 @@
 """Groups on the disk before the trainer learns from them, for engines that would not sample the
-same ones again (vLLM).
+same ones again (`rlkit.types.SharedEngine`).
 
     groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ asked for again ──
     read from the journal
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from rlkit.engines.vllm.weights import fingerprint
 from rlkit.errors import DataError
 from rlkit.system.files import atomic, lenient
+from rlkit.system.fingerprints import fingerprint
 from rlkit.training.flight import Asked, Dispatched, sealed, unsealed
 from rlkit.types import Task
 

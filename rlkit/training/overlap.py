@@ -47,7 +47,7 @@ from rlkit.training.flight import Asked, Dispatched, dispatched
 from rlkit.training.journal import Journal, digest
 from rlkit.training.metrics import Clock
 from rlkit.training.schedules import phases
-from rlkit.types import Task
+from rlkit.types import SharedEngine, Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
 START = (
@@ -432,13 +432,10 @@ def sampling_process(
         process.close()
 
 
-def _shared(x: Experiment) -> list[Any]:
+def _shared(x: Experiment) -> list[SharedEngine]:
     """The engines that two processes use: servers, which hold one version at a time."""
-    return [
-        engine
-        for own in (x, *phases(x).values())
-        if hasattr(engine := own.generation.engine, "lent")
-    ]
+    engines = [own.generation.engine for own in (x, *phases(x).values())]
+    return [engine for engine in engines if isinstance(engine, SharedEngine)]
 
 
 # ----------------------------------------------------------------------------- the sampling process
@@ -491,8 +488,8 @@ def serve(
     try:
         setup = begin()
         x = setup.again()
-        for engine in _shared(x):
-            engine.lent = lambda: None  # the trainer waits before it uses them
+        for shared in _shared(x):
+            shared.lent = lambda: None  # the trainer waits before it uses them
         policy, device = _policy(x)
         slots = None
         loaded = None

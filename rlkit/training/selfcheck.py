@@ -33,17 +33,16 @@ def check_teacher(x: Experiment) -> None:
     """A reference that is another model, here or served, has the policy's vocabulary; before
     weights are loaded. Raises: ConfigError."""
     own = getattr(x.model, "keywords", {})
-    asked = [phase.reference.init for phase in phases(x).values() if phase.needs_reference]
-    asked += [model.init for model in x.teacher.models.values()] if x.needs_teacher else []
-    for init in asked:
-        if "path" in own and (served := getattr(init, "keywords", {}).get("served")):
-            served.check(
-                own["path"],
-                **{key: own[key] for key in ("revision", "trust_remote_code") if key in own},
-            )
-        if "path" in own and "same_vocabulary" in (declarations(init, "assumes") or ()):
-            hub = {key: own[key] for key in ("revision", "trust_remote_code") if key in own}
-            given = init.keywords
+    if "path" not in own:
+        return
+    hub = {key: own[key] for key in ("revision", "trust_remote_code") if key in own}
+    asked = [phase.reference for phase in phases(x).values() if phase.needs_reference]
+    asked += x.teacher.models.values() if x.needs_teacher else ()
+    for reference in asked:
+        if reference.check is not None:
+            reference.check(own["path"], **hub)
+        if "same_vocabulary" in (declarations(reference.init, "assumes") or ()):
+            given = getattr(reference.init, "keywords", {})
             check_vocabulary(
                 own["path"],
                 given["path"],

@@ -24,9 +24,8 @@ from rlkit.models.chat import Renderer, encode_text
 from rlkit.models.head import trunk_and_head
 from rlkit.models.log_probs import CHUNK_LOGITS, forward_logprobs, states
 from rlkit.models.packing import Packed, pack
-from rlkit.training.served import ServedTeacher, named_tokens
 from rlkit.training.teachers import shown_prompts
-from rlkit.types import Batch, Rollout
+from rlkit.types import Batch, Rollout, TokenScorer
 
 if TYPE_CHECKING:
     from rlkit.training.learner import Learner
@@ -220,13 +219,14 @@ def divergences(learner: Learner, given: Pass, batch: Batch, packed: Packed) -> 
 def teacher_states(
     learner: Learner, given: Pass, batch: Batch, packed: Packed
 ) -> tuple[Tensor, Any]:
-    """The teacher's last states at the pass's tokens [M, H] and its head; of a served one what the
-    servers name, as if they were these."""
+    """The teacher's last states at the pass's tokens [M, H] and its head. A TokenScorer returns
+    both itself."""
     rows = (batch.ids, batch.response_mask) if given.shown is None else as_shown(batch, given.shown)
     with learner.teacher_model(given.teacher) as model, torch.no_grad():
-        if isinstance(model, ServedTeacher):
+        if isinstance(model, TokenScorer):
             columns = trunk_and_head(learner.model)[1].weight.shape[0]
-            return model.read(*rows, k=named_tokens(given.stream.loss) or 0, columns=columns)
+            assert given.stream.loss is not None
+            return model.score_tokens(*rows, divergence=given.stream.loss, columns=columns)
         theirs = packed if given.shown is None else pack(*rows)
         if not torch.equal(theirs.targets[theirs.inverse], packed.targets[packed.inverse]):
             raise RuntimeError(

@@ -16,8 +16,7 @@ from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
 from rlkit.system.copies import copied
 from rlkit.training.references import ema, frozen, live
-from rlkit.training.served import served
-from rlkit.types import Message, Policy, Reference, Rollout, reaches, safe
+from rlkit.types import Message, Policy, Reference, Rollout, reaches
 
 Show = Callable[
     [Rollout, Sequence[Rollout]], "str | None"
@@ -25,12 +24,15 @@ Show = Callable[
 
 
 class Teacher(NamedTuple):
-    """Part of a mixture → model; "" is for all. `show`: what is added to the teacher's prompt; None
-    adds nothing."""
+    """Models that the policy is compared with.
+
+    A class derived from it may refuse configs (`rlkit.types.ChecksConfig`).
+    """
 
     name: str = "none"
-    models: Mapping[str, Reference] = {}
-    show: Show | None = None
+    models: Mapping[str, Reference] = {}  # part of a mixture → model; "" is for all
+    show: Show | None = None  # what is added to the teacher's prompt; None adds nothing
+    word: str = "+teacher.paths.PART=FOLDER"  # the override that names the model of one part
 
 
 def no_teacher() -> Teacher:
@@ -75,55 +77,6 @@ def ema_teacher(*, decay: float) -> Teacher:
     """A moving average of the policy: teacher ← decay · teacher + (1 - decay) · policy after every
     RL step. decay: in [0, 1)."""
     return Teacher("ema", {"": ema(decay=decay)})
-
-
-@reaches(addresses="address", parts="address")
-@safe("model")
-def vllm_teacher(
-    *,
-    addresses: Sequence[str] = (),
-    parts: Mapping[str, str | Sequence[str]] | None = None,
-    model: str | None = None,
-    max_rows: int = 64,
-) -> Teacher:
-    """Other models with the policy's vocabulary, behind `vllm serve`; nothing of them is loaded
-    here.
-
-    A server gives the log-probs of single tokens, at temperature 1. So the divergence is
-    `sampled_divergence`, or `top_k_divergence` with chosen_by=teacher, and generation.temperature
-    is 1. Log-probs are normalised over all rows of the served model.
-
-    Args:
-      addresses: of the servers; rows are dealt to them in turn, and one that no longer answers is
-        passed over.
-      parts: part of a mixture → addresses of its own teacher's servers, or one; then `addresses` is
-        empty.
-      model: the name that they serve it under, checked at the start; None takes what they serve.
-      max_rows: requests at once to each server, > 0.
-    Raises: ValueError without a proper address.
-    """
-    given = {
-        part: [own] if isinstance(own, str) else list(own)
-        for part, own in (parts or {"": addresses}).items()
-    }
-    fine = all(
-        own and all(address.startswith(("http://", "https://")) for address in own)
-        for own in given.values()
-    )
-    if max_rows < 1 or not fine or (parts and addresses):
-        raise ValueError(
-            f"addresses={list(addresses)}, parts={dict(parts or {})}, max_rows={max_rows}: give"
-            " running servers as teacher.addresses=[http://HOST:8000], or of each part of a"
-            " mixture as +teacher.parts.PART=[http://HOST:8000], and rows > 0"
-        )
-    keys = {part: f"teacher.parts.{part}" if part else "teacher.addresses" for part in given}
-    return Teacher(
-        "vllm",
-        {
-            part: served(own, model=model, max_rows=max_rows, key=keys[part])
-            for part, own in given.items()
-        },
-    )
 
 
 def context_teacher(

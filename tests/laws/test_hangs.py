@@ -19,7 +19,6 @@ import pytest
 
 from parametrise import cases
 from rlkit.engines import Batched
-from rlkit.engines.vllm import server as vllm_server
 from rlkit.environments import gymnasium, gymnasium_vector, tool_use, two_players
 from rlkit.environments.session import opened
 from rlkit.episodes import collect
@@ -30,7 +29,6 @@ from rlkit.rewards import Reward, RewardError, Term, judge, numeric, score
 from rlkit.system import leaving, loops, waiting
 from rlkit.system.deadline import call_user
 from rlkit.training.callbacks.faults import Watchdog
-from rlkit.training.served import ServedTeacher
 from rlkit.types import Environment, Generation, Rollout, Step, Task
 
 TASK = Task("t/0", ({"role": "user", "content": "Go."},), answer="1")
@@ -350,29 +348,6 @@ def test_a_judge_that_sends_its_answer_byte_by_byte_is_given_up_and_named(
 
             score([rollout()], Reward("mine", {"mine": Term(1.0, mine, batched=True)}))
         assert f"for the judge {address}, in 1 episode" in capfd.readouterr().err
-
-
-def test_a_teacher_that_never_answers_is_named(quick, capfd, monkeypatch):
-    monkeypatch.setattr(vllm_server, "LONGEST", 0.3)
-    monkeypatch.setattr(vllm_server.Server.ask, "__kwdefaults__", {"hint": "", "limit": 0.3})
-    import torch
-
-    from rlkit.errors import EngineError
-
-    with drips() as address:
-        teacher = ServedTeacher([address.removesuffix("/v1")])
-        for own in teacher.servers:
-            own.max_length = 100
-        with pytest.raises(EngineError, match="does not answer"):
-            teacher.read(
-                torch.ones(1, 3, dtype=torch.long),
-                torch.ones(1, 3, dtype=torch.bool),
-                k=0,
-                columns=4,
-            )
-        assert (
-            f"for the server {address.removesuffix('/v1')}, in 1 episode" in capfd.readouterr().err
-        )
 
 
 @contextmanager

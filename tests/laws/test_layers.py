@@ -13,6 +13,7 @@ import yaml
 
 from parametrise import each
 from rlkit.config.compose import conf_dir
+from rlkit.system.extras import explain_missing
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rlkit"
 MODULES = {
@@ -219,8 +220,8 @@ def target_names() -> set[str]:
 
 
 def targets() -> set[str]:
-    """The modules of those parts."""
-    return {name.rpartition(".")[0] for name in target_names()}
+    """The modules of those parts whose extras are there."""
+    return {name.rpartition(".")[0] for name in target_names() if not explain_missing(name)}
 
 
 def closure(module: str) -> set[str]:

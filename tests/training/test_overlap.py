@@ -240,10 +240,6 @@ REFUSED = {
         ["trainer=ddp", "trainer.devices=2"],
         "there is one sampling process, and trainer=ddp has 2 ranks; choose asynchrony=lag",
     ),
-    "vllm": (
-        ["generation=vllm", "generation.engine.addresses=[start]"],
-        "each would start a vLLM of its own",
-    ),
     "sft": (
         [
             "algorithm=sft",
@@ -261,11 +257,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", cases(REFUSED, ["ranks", "vllm"]))
-def test_what_a_second_process_cannot_sample_is_refused(case, monkeypatch):
-    monkeypatch.setattr(
-        "rlkit.engines.vllm.engine.find_spec", lambda name: True
-    )  # as if vLLM were installed
+@pytest.mark.parametrize("case", cases(REFUSED, ["ranks"]))
+def test_what_a_second_process_cannot_sample_is_refused(case):
     words, said = REFUSED[case]
     with pytest.raises(ConfigError) as error:
         experiment(compose([*COMMON, "asynchrony=overlap", *words]))

@@ -65,14 +65,6 @@ def _second_process(x: Experiment) -> list[str]:
             f"{said}: there is one sampling process, and trainer={x.trainer.strategy} has {count}"
             " ranks; choose asynchrony=lag"
         )
-    if any(
-        getattr(phase.generation.engine, "addresses", None) in ([], ["start"])
-        for phase in phases(x).values()
-    ):
-        problems.append(
-            f"{said}: two processes sample, and each would start a vLLM of its own; start `vllm"
-            " serve` and name it in generation.engine.addresses, or choose asynchrony=lag"
-        )
     if (
         any(phase.algorithm.episodes is not None for phase in phases(x).values())
         and not x.asynchrony.staleness

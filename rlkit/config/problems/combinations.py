@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import nearest, written
+from rlkit.errors import nearest
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.algorithm import Algorithm, Stream
@@ -23,6 +23,7 @@ def combination_problems(x: Experiment) -> list[str]:
         _check_corrections,
         _check_old,
         _check_streams,
+        _check_parts,
     ]
     checks.append(_check_quantities)
     return [problem for check in checks for problem in check(x)]
@@ -306,8 +307,6 @@ def _check_streams(x: Experiment) -> list[str]:
             "algorithm.streams.teacher needs a teacher, but teacher=none; choose teacher=path"
             " teacher.path=FOLDER, or teacher=context"
         )
-    if "teacher" in a.streams and x.teacher.name == "vllm":
-        problems += _check_served(x, a.streams["teacher"].loss)
     if a.streams.keys() - {"reward"} and a.max_refills:
         problems.append(
             f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the"
@@ -334,24 +333,16 @@ def _check_streams(x: Experiment) -> list[str]:
     return problems
 
 
-def _check_served(x: Experiment, loss: Any) -> list[str]:
-    """What a server can give a divergence: log-probs of single tokens, at temperature 1."""
-    from rlkit.training.served import named_tokens
+def _check_parts(x: Experiment) -> list[str]:
+    """What the engine and the teacher themselves refuse."""
+    from rlkit.types import ChecksConfig
 
-    problems = []
-    if loss is not None and named_tokens(loss) is None:
-        problems.append(
-            f"algorithm.streams.teacher.loss={written(loss)}: it compares whole distributions, and"
-            " teacher=vllm names only the sampled token and the teacher's likeliest ones; choose"
-            " rlkit.functional.sampled_divergence (algorithm=opd),"
-            " rlkit.functional.top_k_divergence with chosen_by: teacher, or teacher=path"
-        )
-    if x.generation.temperature not in (0, 1):
-        problems.append(
-            f"generation.temperature={x.generation.temperature}: teacher=vllm gives log-probs at"
-            " temperature 1; set it to 1, or choose teacher=path"
-        )
-    return problems
+    parts: list[Any] = [x.generation.engine]
+    if "teacher" in x.algorithm.streams:
+        parts.append(x.teacher)
+    return [
+        problem for part in parts if isinstance(part, ChecksConfig) for problem in part.problems(x)
+    ]
 
 
 def _check_quantities(x: Experiment) -> list[str]:

@@ -155,12 +155,11 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
     untaught = [task for task in tasks if task.part not in teacher.models]
     if untaught and "" not in teacher.models:
         task = untaught[0]
-        key, value = (
-            ("parts", "[http://HOST:8000]") if teacher.name == "vllm" else ("paths", "FOLDER")
-        )
+        key = teacher.word.lstrip("+").partition(".PART")[0]
         raise DataError(
-            f"row {task.id}: its part {task.part!r} has no teacher; teacher.{key} has those of"
-            f" {', '.join(teacher.models)}, so set +teacher.{key}.{task.part or 'PART'}={value}"
+            f"row {task.id}: its part {task.part!r} has no teacher; {key} has those of"
+            f" {', '.join(teacher.models)}, so set"
+            f" {teacher.word.replace('PART', task.part or 'PART')}"
         )
     reads = {demonstration.__name__: "a conversation", answer.__name__: "an answer"}.get(
         getattr(teacher.show, "__name__", "")

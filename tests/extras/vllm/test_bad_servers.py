@@ -15,7 +15,7 @@ import torch
 from extras.vllm.test_journal import SMALL
 from extras.vllm.vllm_protocol import sampling
 from rlkit.commands.cli import main
-from rlkit.engines.vllm import pool
+from rlkit.extras.vllm import pool
 from training.test_asynchrony import COMMON
 
 WORDS = [

@@ -1,7 +1,7 @@
 """A teacher behind a server gives what the same teacher gives in process; the server is scripted
 and answers from a tiny model.
 
-The same against vLLM itself: engines/test_vllm_real.py.
+The same against vLLM itself: test_vllm_real.py.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from laws.test_hangs import drips, quick  # noqa: F401 (a fixture)
 from rlkit import collect
 from rlkit.algorithm import Stream
 from rlkit.config.compose import compose, experiment
 from rlkit.errors import ConfigError, EngineError
+from rlkit.extras.vllm import server, vllm_teacher
+from rlkit.extras.vllm.teacher import ServedTeacher
 from rlkit.functional import sampled_divergence, top_k_divergence
 from rlkit.models.load import load_policy
 from rlkit.system import rng
 from rlkit.training import streams
 from rlkit.training.learner import Learner
 from rlkit.training.selfcheck import check_teacher
-from rlkit.training.served import ServedTeacher
-from rlkit.training.teachers import path_teacher, vllm_teacher
+from rlkit.training.teachers import path_teacher
 
 LOSSES = {
     "sampled": sampled_divergence,
@@ -212,6 +214,8 @@ def test_each_part_of_a_mixture_is_scored_by_its_own_servers(played, teacher, ti
             ["+teacher.parts.one=[http://127.0.0.1:9]"],
             "of each part of a mixture as +teacher.parts.PART",
         ),
+        (["teacher.addresses=http://a:1"], "teacher.addresses: 'http://a:1' is not a list"),
+        (["+teacher.parts.a=5"], "teacher.parts.a: 5 is not text or a list"),
         (["algorithm=gkd"], "compares whole distributions"),
         (
             ["generation.temperature=0.7"],
@@ -294,3 +298,22 @@ def test_servers_of_one_part_that_die_in_the_middle_of_a_run_end_it_with_their_k
         with pytest.raises(EngineError, match=f"teacher.parts.two: {two.url} does not answer"):
             learner.step(mixed)
         assert len(one.asked) == 6  # three a step, and none of the other part's
+
+
+def test_a_teacher_that_never_answers_is_named(quick, capfd, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(server, "LONGEST", 0.3)
+    monkeypatch.setattr(server.Server.ask, "__kwdefaults__", {"hint": "", "limit": 0.3})
+    with drips() as address:
+        teacher = ServedTeacher([address.removesuffix("/v1")])
+        for own in teacher.servers:
+            own.max_length = 100
+        with pytest.raises(EngineError, match="does not answer"):
+            teacher.read(
+                torch.ones(1, 3, dtype=torch.long),
+                torch.ones(1, 3, dtype=torch.bool),
+                k=0,
+                columns=4,
+            )
+        assert (
+            f"for the server {address.removesuffix('/v1')}, in 1 episode" in capfd.readouterr().err
+        )

@@ -18,13 +18,14 @@ import pytest
 import torch
 
 from extras.vllm.vllm_protocol import EOS, serving
-from rlkit.config.compose import compose, experiment
-from rlkit.engines import VLLM
-from rlkit.engines.vllm import engine as vllm_engine
-from rlkit.engines.vllm import pool as vllm_pool
-from rlkit.engines.vllm.weights import all_weights, fingerprint
+from rlkit.config.compose import compose, conf_dir, experiment
+from rlkit.config.trust import Folder, outside
 from rlkit.episodes._collect import collect
 from rlkit.errors import ConfigError, EngineError
+from rlkit.extras.vllm import VLLM
+from rlkit.extras.vllm import engine as vllm_engine
+from rlkit.extras.vllm import pool as vllm_pool
+from rlkit.extras.vllm.weights import all_weights
 from rlkit.models import LoRA, load_policy
 from rlkit.types import Environment, SamplingParams, Task
 
@@ -229,31 +230,6 @@ def test_another_model_gets_a_vllm_of_its_own(fakes, policy):
         ["reload_weights", "shutdown"],
         ["reload_weights"],
     ]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        [0.0, 0.0, 0.0, 1.0],
-        [1.0, 1.0, 1.0, 1.0],
-        [1.0, 2.0, 4.0, 3.0001],
-        [1.0, 2.0, 3.0, 4.0000005],
-    ],
-)
-def test_any_change_shows_in_the_fingerprint(other):
-    """Also where a hash of the bits alone cancels out: four zeros and four ones have the same."""
-    start = (
-        [0.0] * 4
-        if other == [1.0] * 4
-        else [0.0, 0.0, 0.0, 1.5]
-        if other[0] == 0
-        else [1.0, 2.0, 3.0, 4.0]
-    )
-    assert (
-        fingerprint([torch.tensor(start)])
-        == fingerprint([torch.tensor(start)])
-        != fingerprint([torch.tensor(other)])
-    )
 
 
 def test_a_request_says_everything_itself(fakes, policy):
@@ -735,6 +711,19 @@ def test_without_vllm_the_config_says_what_to_install(monkeypatch):
     ):
         experiment(compose(["generation=vllm"]))
     experiment(compose(["generation=vllm", "generation.engine.addresses=[http://localhost:8000]"]))
+
+
+@pytest.mark.parametrize("key", ["server", "addresses"])
+def test_servers_that_only_a_run_folder_names_need_trust(key):
+    node = {"_target_": "rlkit.extras.vllm.VLLM", key: ["http://elsewhere"]}
+    assert list(outside(node, Folder(conf_dir())))
+
+
+def test_two_processes_that_would_each_start_a_vllm_are_refused(monkeypatch):
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: True)  # as if vLLM were installed
+    words = ["generation=vllm", "generation.engine.addresses=[start]", "asynchrony=overlap"]
+    with pytest.raises(ConfigError, match="each would start a vLLM of its own"):
+        experiment(compose(words))
 
 
 @pytest.mark.parametrize(

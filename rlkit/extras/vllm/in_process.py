@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-import rlkit.engines.vllm.weights as weights
+import rlkit.extras.vllm.weights as weights
 from rlkit.engines.service import Service
-from rlkit.engines.vllm.request import generation, request
+from rlkit.extras.vllm.request import generation, request
 from rlkit.types import Generation, Policy, SamplingParams
 
 

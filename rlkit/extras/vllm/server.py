@@ -26,8 +26,8 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlkit.engines.vllm.request import generation, request
 from rlkit.errors import EngineError
+from rlkit.extras.vllm.request import generation, request
 from rlkit.system.waiting import waiting, waiting_outside
 from rlkit.types import Generation, Policy, SamplingParams
 

@@ -15,17 +15,21 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from rlkit.engines.vllm.server import Lost, Server
-from rlkit.errors import ConfigError, EngineError
+from rlkit.errors import ConfigError, EngineError, written
+from rlkit.extras.vllm.server import Lost, Server
 from rlkit.functional import sampled_divergence, top_k_divergence
 from rlkit.models.load import pretrained_tokenizer
 from rlkit.system.loops import run, together
-from rlkit.types import Reference
+from rlkit.training.teachers import Teacher
+from rlkit.types import Reference, reaches, safe
+
+if TYPE_CHECKING:
+    from rlkit.training.experiment import Experiment
 
 TINY = 1e-12  # probability that is left for the tokens without a name, at least
 
@@ -38,6 +42,80 @@ def named_tokens(loss: Any) -> int | None:
     if function is top_k_divergence and given.get("chosen_by") == "teacher":
         return int(given.get("k", 32))
     return 0 if function is sampled_divergence else None
+
+
+class ServedTeachers(Teacher):
+    """Teachers behind servers. They refuse what servers cannot give."""
+
+    def problems(self, experiment: Experiment) -> list[str]:
+        """Refuse divergences of whole distributions, and other temperatures than 1: a server gives
+        the log-probs of single tokens at temperature 1."""
+        loss = experiment.algorithm.streams["teacher"].loss
+        temperature = experiment.generation.temperature
+        problems = []
+        if loss is not None and named_tokens(loss) is None:
+            problems.append(
+                f"algorithm.streams.teacher.loss={written(loss)}: it compares whole distributions,"
+                " and teacher=vllm names only the sampled token and the teacher's likeliest ones;"
+                " choose rlkit.functional.sampled_divergence (algorithm=opd),"
+                " rlkit.functional.top_k_divergence with chosen_by: teacher, or teacher=path"
+            )
+        if temperature not in (0, 1):
+            problems.append(
+                f"generation.temperature={temperature}: teacher=vllm gives log-probs at"
+                " temperature 1; set it to 1, or choose teacher=path"
+            )
+        return problems
+
+
+@reaches(addresses="address", parts="address")
+@safe("model")
+def vllm_teacher(
+    *,
+    addresses: Sequence[str] = (),
+    parts: Mapping[str, str | Sequence[str]] | None = None,
+    model: str | None = None,
+    max_rows: int = 64,
+) -> Teacher:
+    """Other models with the policy's vocabulary, behind `vllm serve`; nothing of them is loaded
+    here.
+
+    A server gives the log-probs of single tokens, at temperature 1. So the divergence is
+    `sampled_divergence`, or `top_k_divergence` with chosen_by=teacher, and generation.temperature
+    is 1. Log-probs are normalised over all rows of the served model.
+
+    Args:
+      addresses: of the servers; rows are dealt to them in turn, and one that no longer answers is
+        passed over.
+      parts: part of a mixture → addresses of its own teacher's servers, or one; then `addresses` is
+        empty.
+      model: the name that they serve it under, checked at the start; None takes what they serve.
+      max_rows: requests at once to each server, > 0.
+    Raises: ValueError without a proper address.
+    """
+    given = {
+        part: [own] if isinstance(own, str) else list(own)
+        for part, own in (parts or {"": addresses}).items()
+    }
+    fine = all(
+        own and all(address.startswith(("http://", "https://")) for address in own)
+        for own in given.values()
+    )
+    if max_rows < 1 or not fine or (parts and addresses):
+        raise ValueError(
+            f"addresses={list(addresses)}, parts={dict(parts or {})}, max_rows={max_rows}: give"
+            " running servers as teacher.addresses=[http://HOST:8000], or of each part of a"
+            " mixture as +teacher.parts.PART=[http://HOST:8000], and rows > 0"
+        )
+    keys = {part: f"teacher.parts.{part}" if part else "teacher.addresses" for part in given}
+    return ServedTeachers(
+        "vllm",
+        {
+            part: served(own, model=model, max_rows=max_rows, key=keys[part])
+            for part, own in given.items()
+        },
+        word="+teacher.parts.PART=[http://HOST:8000]",
+    )
 
 
 class ServedTeacher:
@@ -106,6 +184,12 @@ class ServedTeacher:
                 f"{self.key}: {server.url} cannot be a teacher: {error}; start it with `vllm serve"
                 " MODEL`"
             ) from error
+
+    def score_tokens(
+        self, ids: Tensor, mask: Tensor, *, divergence: Callable[..., Any], columns: int
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """As in `rlkit.types.TokenScorer`."""
+        return self.read(ids, mask, k=named_tokens(divergence) or 0, columns=columns)
 
     def read(
         self, ids: Tensor, mask: Tensor, *, k: int, columns: int
@@ -185,6 +269,7 @@ def served(
         functools.partial(_itself, teacher),
         lambda state: {},
         _nothing,
+        check=teacher.check,
     )
 
 

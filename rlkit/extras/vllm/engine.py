@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from rlkit.engines.vllm.in_process import InProcess
-from rlkit.engines.vllm.pool import ServerPool
-from rlkit.engines.vllm.request import check_reply
-from rlkit.engines.vllm.server import Server, start_server
-from rlkit.engines.vllm.weights import lora_rank, saved_model
 from rlkit.errors import ConfigError, EngineError
+from rlkit.extras.vllm.in_process import InProcess
+from rlkit.extras.vllm.pool import ServerPool
+from rlkit.extras.vllm.request import check_reply
+from rlkit.extras.vllm.server import Server, start_server
+from rlkit.extras.vllm.weights import lora_rank, saved_model
 from rlkit.types import Generation, Policy, SamplingParams, reaches
 
 INSTALL = (
@@ -164,6 +164,16 @@ class VLLM:
         """The episode is over. After the last one, vLLM in this process sleeps."""
         if self.backend is not None:
             self.backend.release(key)
+
+    def problems(self, experiment: Any) -> list[str]:
+        """Refuse asynchrony=overlap without addresses, as in `rlkit.types.ChecksConfig`."""
+        if experiment.asynchrony.mode != "overlap" or self.addresses not in ([], ["start"]):
+            return []
+        return [
+            "asynchrony=overlap: two processes sample, and each would start a vLLM of its own;"
+            " start `vllm serve` and name it in generation.engine.addresses, or choose"
+            " asynchrony=lag"
+        ]
 
     def _started(self, policy: Policy) -> InProcess | ServerPool:
         """A vLLM for this policy's model."""

@@ -7,7 +7,7 @@ import copy
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.system.fingerprints import fingerprint
 from rlkit.types import Policy
 
 
@@ -28,19 +29,6 @@ def plain_numerics() -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
-
-
-def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    """Numbers that differ where any of the tensors does: a hash of the bits, and the sum, of each,
-    read on its device.
-
-    The version counters of autograd cost less, but a fused optimizer does not move them.
-    """
-    given = [t.detach() for t in tensors]
-    with torch.no_grad():
-        bits = [torch.hash_tensor(t).view(torch.int64) for t in given]
-        sums = [t.sum(dtype=torch.float64) for t in given]
-    return (tuple(torch.stack(bits).tolist()), tuple(torch.stack(sums).tolist())) if given else ()
 
 
 def base_mark(model: Any, *, merge: bool) -> Any:

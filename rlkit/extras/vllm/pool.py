@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.engines.vllm.server import Lost, Server, end
-from rlkit.engines.vllm.weights import (
+from rlkit.errors import EngineError
+from rlkit.extras.vllm.server import Lost, Server, end
+from rlkit.extras.vllm.weights import (
     adapter_mark,
     base_mark,
     lora_rank,
@@ -28,7 +29,6 @@ from rlkit.engines.vllm.weights import (
     save_weights,
     temporary_folder,
 )
-from rlkit.errors import EngineError
 from rlkit.types import Generation, Policy, SamplingParams
 
 PUSH = 600.0  # seconds that a server may take to read weights

@@ -1,0 +1,7 @@
+"""vLLM as an engine, in this process or behind any number of `vllm serve`, and as a teacher behind
+servers."""
+
+from rlkit.extras.vllm.engine import VLLM
+from rlkit.extras.vllm.teacher import vllm_teacher
+
+__all__ = ["VLLM", "vllm_teacher"]
