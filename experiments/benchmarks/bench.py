@@ -305,11 +305,11 @@ def model_folder(size: str, folder: Path) -> str:
 
 
 def card() -> Any:
-    """The GPU of this machine in the table of rlkit.models.roofline; None where it is not listed,
+    """The GPU of this machine in the table of rlkit.extras.forecast; None where it is not listed,
     or there is none."""
     import torch
 
-    from rlkit.models.roofline import CARDS
+    from rlkit.extras.forecast import CARDS
 
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     return next((card for key, card in CARDS.items() if key in name), None)

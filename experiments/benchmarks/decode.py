@@ -42,9 +42,9 @@ import torch
 from served import completions
 
 from rlkit.environments import calculator, tool_schema
+from rlkit.extras.forecast import decode_limit, shape_of
 from rlkit.functional import mix
 from rlkit.models import encode_prompt, load_policy
-from rlkit.models.roofline import decode_limit, shape_of
 from rlkit.tasks import arithmetic
 from rlkit.types import Policy
 
@@ -84,7 +84,7 @@ def prompts(policy: Policy, rows: int, length: int | None) -> Contexts:
 
 def limit(model: Any, contexts: Contexts, tokens: int) -> float:
     """Tokens a second that the bandwidth of a listed card allows
-    (rlkit.models.roofline.decode_limit); nan elsewhere."""
+    (rlkit.extras.forecast.decode_limit); nan elsewhere."""
     card = bench.card() if next(model.parameters()).is_cuda else None
     context = statistics.fmean(map(len, contexts)) + tokens / 2
     return (

@@ -56,10 +56,9 @@ def step(given: dict[str, Any]) -> dict[str, Any]:
     """Steps of one setting in this process: seconds, peaks in GB and the mismatch, measured and
     expected."""
 
-    from rlkit.commands import forecast
     from rlkit.config.compose import compose, experiment
     from rlkit.episodes.stream import StreamState
-    from rlkit.models import roofline
+    from rlkit.extras import forecast
     from rlkit.system.device import autocast, on_device
     from rlkit.training.groups import experience
     from rlkit.training.learner import Learner
@@ -91,8 +90,8 @@ def step(given: dict[str, Any]) -> dict[str, Any]:
         forecast.shape_of_run(x),
         forecast.load_of(x, composed.config, {"reply_share": "1"}),
     )
-    card = bench.card() or roofline.CARDS["cpu"]
-    expected, last = roofline.forecast(card, shape, load), rows[-1]
+    card = bench.card() or forecast.CARDS["cpu"]
+    expected, last = forecast.forecast(card, shape, load), rows[-1]
     return {
         "measured_s": round(min(seconds[1:]), 3),
         "expected_s": round(expected.total, 3),

@@ -65,8 +65,8 @@ def processor(shape: Any, threads: int, clock: Callable[[], float] = time.proces
     """
     import torch
 
+    from rlkit.extras.forecast.roofline import shape_of
     from rlkit.models.load import load_policy
-    from rlkit.models.roofline import shape_of
 
     torch.set_num_threads(threads)
     policy = load_policy(path="tiny")._replace(eos_token_ids=(1,))  # no reply ends
@@ -85,7 +85,7 @@ def processor(shape: Any, threads: int, clock: Callable[[], float] = time.proces
     passes = {tokens: update_seconds(policy, tokens, clock) for tokens in (short, long)}
     token = max(0.0, (passes[long] - passes[short]) / (long - short))
     width = tiny.layers * tiny.hidden
-    from rlkit.models.roofline import LAYER_KERNELS, STEP_KERNELS, Card
+    from rlkit.extras.forecast.roofline import LAYER_KERNELS, STEP_KERNELS, Card
 
     return Card(
         name=f"the processor of this machine, {torch.get_num_threads()} threads",
@@ -238,9 +238,8 @@ def measured(given: dict[str, Any]) -> dict[str, float]:
 
 def expected(given: dict[str, Any]) -> dict[str, Any]:
     """What `rlkit check check.device=cpu` expects of the same run: seconds by name."""
-    from rlkit.commands import forecast
     from rlkit.config.compose import compose, experiment
-    from rlkit.models import roofline
+    from rlkit.extras import forecast
 
     with tempfile.TemporaryDirectory() as folder:
         composed = compose(overrides(given, bench.model_folder(given["size"], Path(folder))))
@@ -248,7 +247,7 @@ def expected(given: dict[str, Any]) -> dict[str, Any]:
         shape = forecast.shape_of_run(x)
         load, _ = forecast.load_of(x, composed.config, {"reply_share": "1"})
     card = processor(shape, 1)
-    found = roofline.forecast(card, shape, load)
+    found = forecast.forecast(card, shape, load)
     return {
         "step": found.total,
         "parts": dict(found.seconds),

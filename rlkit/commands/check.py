@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments, drop, is_trusted
+from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
+from rlkit.system.extras import load_command
 from rlkit.training.experiment import BatchSize, Experiment
 from rlkit.types import Rollout, Splits
 
@@ -254,9 +256,16 @@ def _size(count: int) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """What `rlkit train` would do with these overrides, in one small step; or with check.device
-    what it would take on another card."""
-    from rlkit.commands import forecast
+    """What `rlkit train` would do with these overrides, in one small step. With check.device=CARD
+    the command `forecast` says what it would take on that card."""
+    if any(override.startswith("check.") for override in arguments.overrides):
+        forecast = load_command("forecast")
+        if forecast is None:
+            raise ConfigError(
+                "check.device needs the extra 'forecast', which this copy of rlkit does not have:"
+                " there is no folder rlkit/extras/forecast"
+            )
+        return forecast(arguments)
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
@@ -264,14 +273,12 @@ def command(arguments: Arguments) -> int:
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    given, overrides = forecast.asked(drop(arguments.overrides, "trust"))
     composed = compose(
-        overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides)
+        drop(arguments.overrides, "trust"),
+        config_dir=arguments.config_dir,
+        trusted=is_trusted(arguments.overrides),
     )
     x = experiment(composed)
-    if given:
-        print(forecast.in_lines(next(iter(first_steps(x).values())), composed.config, given))
-        return 0
     check_loggers(x.logger)
     tasks = load_tasks(x)
     for line in (*warnings(x), *overlaps(tasks)):

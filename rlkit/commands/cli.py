@@ -56,7 +56,6 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit show algorithm=dapo kl=none              what a run is made of: options, keys that matter or differ, and where each comes from
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
-  rlkit check model=qwen3_0.6b trainer=gpu check.device=h200   what it would take on a card that is not here, and what to change
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
   rlkit metrics kl/ref_k3                        what a number of metrics.jsonl means, a healthy value, and what to do otherwise
   rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite{more}

@@ -468,22 +468,6 @@ def test_every_override_that_a_page_names_is_taken():
 
 
 @pytest.mark.slow
-def test_the_costs_of_the_recipes_are_those_of_the_roofline(capsys):
-    rows = re.findall(
-        r"^\| .* \| `rlkit (check .*)` \| .* \| ([\d.]+) GB \| (\S+) s \|$",
-        (ROOT / "docs" / "recipes.md").read_text(),
-        re.M,
-    )
-    assert len(rows) == 6
-    for command, memory, seconds in rows:
-        assert main(shlex.split(command)) == 0
-        said = capsys.readouterr().out
-        assert f"fits: {memory} of " in said and re.search(
-            rf"^step +{re.escape(seconds)} s:", said, re.M
-        ), command
-
-
-@pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("sphinx", reason="needs the extra docs")
     command = [

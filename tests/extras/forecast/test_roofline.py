@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parametrise import each
-from rlkit.models.load import pretrained_config
-from rlkit.models.roofline import (
+from rlkit.extras.forecast import (
     CARDS,
     KNOWN,
     Load,
@@ -17,6 +16,7 @@ from rlkit.models.roofline import (
     memory_of,
     shape_of,
 )
+from rlkit.models.load import pretrained_config
 
 SMALL, H200 = KNOWN["Qwen/Qwen3-0.6B"], CARDS["h200"]
 STEP = Load(prompts=16, group=8, prompt=150, reply=300, longest=600, rank=16, checkpointing=True)

@@ -1,0 +1,34 @@
+"""Seconds and memory of an RL step on a card that is not here, from sizes alone."""
+
+from rlkit.extras.forecast.load import load_of, shape_of_run
+from rlkit.extras.forecast.roofline import (
+    CARDS,
+    KNOWN,
+    Card,
+    Forecast,
+    Load,
+    Shape,
+    changes,
+    decode_limit,
+    decode_step,
+    forecast,
+    memory_of,
+    shape_of,
+)
+
+__all__ = [
+    "CARDS",
+    "KNOWN",
+    "Card",
+    "Forecast",
+    "Load",
+    "Shape",
+    "changes",
+    "decode_limit",
+    "decode_step",
+    "forecast",
+    "load_of",
+    "memory_of",
+    "shape_of",
+    "shape_of_run",
+]

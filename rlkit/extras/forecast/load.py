@@ -1,0 +1,90 @@
+"""What a step of a composed run asks for. Of the model only its config is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rlkit.errors import ConfigError, RLKitError
+from rlkit.extras.forecast.roofline import KNOWN, Load, Shape, shape_of
+from rlkit.training.experiment import Experiment
+
+# assumed where neither the rows nor the user say how long a prompt and how much of its limit a
+# reply is
+PROMPT = 200
+SHARE = 0.5
+
+
+def shape_of_run(x: Experiment) -> Shape:
+    """Sizes of the run's model; for those of conf/model nothing is fetched. Raises ConfigError for
+    a model without a path."""
+    from rlkit.models.load import pretrained_config
+
+    own = getattr(x.model, "keywords", {})
+    if "path" not in own:
+        raise ConfigError("check.device needs the sizes of the model: name one by model.path")
+    hub = {name: own[name] for name in ("revision", "trust_remote_code") if own.get(name)}
+    return KNOWN.get(own["path"]) or shape_of(
+        pretrained_config(own["path"], **hub).get_text_config()
+    )
+
+
+def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Load, str]:
+    """What a step of the run asks for, and its lengths in words."""
+    own: Any = getattr(x.model, "keywords", {})
+    a = x.algorithm
+    limit = x.generation.max_new_tokens
+    rank = own["lora"].rank if own.get("lora") else 0
+    share = float(given.get("reply_share", SHARE))
+    counted = None if "prompt_tokens" in given else prompt_tokens(x)
+    prompt = int(given.get("prompt_tokens", counted or PROMPT))
+    environment = config.get("environment") or {}
+    engine = (config.get("generation") or {}).get("engine") or {}
+    several = (environment.get("max_turns") or environment.get("max_steps") or 1) > 1
+    updates = a.epochs * a.minibatches
+    load = Load(
+        x.batch.prompts,
+        x.batch.group_size,
+        prompt,
+        max(1, round(share * limit)),
+        limit,
+        int(given.get("turns", 2 if several else 1)),
+        rank,
+        bool(own.get("gradient_checkpointing")),
+        x.trainer.micro_batch_tokens,
+        engine.get("max_rows") or 256,
+        engine.get("max_cached_tokens") or 1 << 20,
+        scoring=x.needs_reference + (updates > 1 or x.kl.in_reward or a.critic.active),
+        copies=int(x.needs_reference and not rank),
+        updates=updates,
+        epochs=a.epochs,
+        steps=x.trainer.steps,
+    )
+    source = "given" if "prompt_tokens" in given else "assumed"
+    if counted:
+        source = "counted"
+    replies = f"replies of {load.reply} ({share:.0%} of generation.max_new_tokens={limit})"
+    return load, f"prompts of {prompt} tokens ({source}), {replies}, {load.turns} a rollout"
+
+
+def prompt_tokens(x: Experiment) -> int | None:
+    """Mean tokens of the first prompts, tools and template included; None where rows or tokenizer
+    are not on this machine."""
+    from rlkit.environments import environment_of
+    from rlkit.episodes.episode import opening
+    from rlkit.models.chat import encode_prompt, make_renderer
+    from rlkit.models.load import pretrained_tokenizer
+
+    os.environ["HF_DATASETS_OFFLINE"] = "1"  # nothing is fetched for an estimate
+    try:
+        path = x.model.keywords["path"]  # type: ignore[attr-defined]
+        renderer = make_renderer(pretrained_tokenizer(path, local_files_only=True))
+        openings = [
+            opening(task, environment_of(x.environment, task))
+            for task in x.task(split="train")[:32]
+        ]
+        lengths = [len(encode_prompt(renderer, own.prompt, own.schemas)) for own in openings]
+    except (RLKitError, OSError):
+        return None
+    return round(sum(lengths) / len(lengths)) if lengths else None
