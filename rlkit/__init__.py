@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOME[name]), name)
     if not name.startswith("_") and importlib.util.find_spec(f"rlkit.{name}") is None:
         notebook = importlib.import_module("rlkit.notebook")
-        if name in notebook.__all__:
+        if name in dir(notebook):
             return getattr(notebook, name)
     raise AttributeError(f"module 'rlkit' has no attribute '{name}'")
 

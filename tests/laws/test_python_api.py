@@ -17,6 +17,7 @@ from rlkit.commands.cli import main
 from rlkit.config.experiment import override
 from rlkit.display import LINES, rollout_html, rollout_text
 from rlkit.functional import group_mean
+from rlkit.system import extras
 from rlkit.types import Step
 
 SMALL = {
@@ -59,10 +60,13 @@ def test_a_name_of_a_namespace_is_not_at_the_top():
         _ = rlkit.k3
 
 
-def test_the_notebooks_names_are_there_and_not_listed():
-    from rlkit import create_rollout
-
-    assert callable(create_rollout) and "create_rollout" not in dir(rlkit)
+def test_without_the_extra_the_notebooks_names_say_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(extras, "FOLDER", tmp_path)
+    with pytest.raises(ImportError, match="needs the extra 'notebook'"):
+        from rlkit.notebook import create_rollout  # noqa: F401
+    with pytest.raises(ImportError, match="needs the extra 'notebook'"):
+        _ = rlkit.notebook.__all__
+    assert dir(rlkit.notebook) == [] and not hasattr(rlkit, "create_rollout")
 
 
 def test_importing_rlkit_imports_nothing_heavy():

@@ -11,6 +11,7 @@ import torch
 
 import rlkit
 import rlkit.notebook as nb
+from rlkit.extras import notebook
 from rlkit.rewards import batched
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,8 +52,8 @@ def test_every_name_of_the_page_is_there():
 
 
 def test_the_notebooks_names_are_known_in_their_room_alone():
-    """Nothing outside rlkit/notebook uses the shape of the documents' rollouts; the lazy
-    `rlkit.__getattr__` knows the room's name."""
+    """Nothing outside the extra uses the shape of the documents' rollouts; the lazy
+    `rlkit.__getattr__` and rlkit/notebook.py know its names."""
     shape = re.compile(
         r"\.(generation\.(text|token_ids|valid_mask|logprobs)|kl_penalty|conversation\.messages)\b|rlkit\.notebook\."
     )
@@ -62,6 +63,15 @@ def test_the_notebooks_names_are_known_in_their_room_alone():
         *dir(rlkit.types.Rollout)
     }
     assert rlkit.create_rollout is nb.create_rollout and "create_rollout" not in dir(rlkit)
+
+
+def test_the_forwarding_module_gives_the_names_of_the_extra():
+    space = {}
+    exec("from rlkit.notebook import *", space)
+    assert set(space) >= set(nb.__all__) == set(dir(nb)) == set(notebook.__all__)
+    assert all(space[name] is getattr(notebook, name) for name in nb.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = nb.nothing
 
 
 def test_advantages_compare_rollouts_of_one_prompt_by_their_task_reward():

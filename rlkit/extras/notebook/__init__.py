@@ -2,8 +2,8 @@
 `Learner.step`.
 
 There is one episode loop and one training loop, the core's; here arguments and hooks become its
-parts, and its episodes rollouts in the document's shape (`rlkit.notebook.views`). docs/notebooks.md
-says, name by name, what differs.
+parts, and its episodes rollouts in the document's shape (`rlkit.extras.notebook.views`). Users
+import these names from `rlkit.notebook`. docs/notebooks.md says, name by name, what differs.
 """
 
 from __future__ import annotations
@@ -58,4 +58,4 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rlkit.notebook' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"rlkit.notebook.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import rlkit.functional as F
-from rlkit.notebook.borrowed import experiment
-from rlkit.notebook.chat import TEMPERATURE, LLMGenerator
-from rlkit.notebook.configs import core_of, squared
-from rlkit.notebook.data import Hook, TrainingConfig
-from rlkit.notebook.generation import begun
-from rlkit.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
+from rlkit.extras.notebook.borrowed import experiment
+from rlkit.extras.notebook.chat import TEMPERATURE, LLMGenerator
+from rlkit.extras.notebook.configs import core_of, squared
+from rlkit.extras.notebook.data import Hook, TrainingConfig
+from rlkit.extras.notebook.generation import begun
+from rlkit.extras.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
 from rlkit.training.experiment import Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
 from rlkit.training.update import batch_logprobs

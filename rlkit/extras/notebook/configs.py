@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm, Critic
-from rlkit.notebook.data import TrainingConfig
+from rlkit.extras.notebook.data import TrainingConfig
 
 
 def create_grpo_config(kl_coef: float = 0.1, normalize_advantages: bool = True) -> TrainingConfig:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rlkit.functional as F
 from rlkit.algorithm import call, inputs
-from rlkit.notebook.data import Hook
+from rlkit.extras.notebook.data import Hook
 from rlkit.training import references as reference
 from rlkit.types import QUANTITIES, Reference, unpacked
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import rlkit.functional as F
 from rlkit.algorithm import KL, Algorithm
 from rlkit.errors import Refusal
-from rlkit.notebook.algorithms import selected
-from rlkit.notebook.configs import core_of
-from rlkit.notebook.data import Hook, Rollout, TrainingConfig
-from rlkit.notebook.kl import compute_kl, is_estimator
-from rlkit.notebook.views import view
+from rlkit.extras.notebook.algorithms import selected
+from rlkit.extras.notebook.configs import core_of
+from rlkit.extras.notebook.data import Hook, Rollout, TrainingConfig
+from rlkit.extras.notebook.kl import compute_kl, is_estimator
+from rlkit.extras.notebook.views import view
 from rlkit.training.learner import Learner
 
 

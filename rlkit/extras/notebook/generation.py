@@ -12,6 +12,8 @@ from rlkit import types
 from rlkit.engines import Batched, Cached
 from rlkit.environments import single_turn, split_reply
 from rlkit.episodes import collect
+from rlkit.extras.notebook.data import Generation, GenerationConfig, Hook, Prompt, as_task
+from rlkit.extras.notebook.views import view
 from rlkit.models import (
     LoRA,
     add_lora,
@@ -23,8 +25,6 @@ from rlkit.models import (
     pretrained_tokenizer,
 )
 from rlkit.models.chat import make_renderer
-from rlkit.notebook.data import Generation, GenerationConfig, Hook, Prompt, as_task
-from rlkit.notebook.views import view
 from rlkit.types import Engine, Messages, Policy, SamplingParams
 
 QWEN3_THINK_END_TOKEN = 151668  # for readers of the document; the functions here ask the tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.errors import DataError
-from rlkit.notebook.data import Hook
+from rlkit.extras.notebook.data import Hook
 from rlkit.system.digest import folder_damage, write_sums
 
 

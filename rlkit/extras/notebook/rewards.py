@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.notebook.data import Rollout
+from rlkit.extras.notebook.data import Rollout
 
 RewardFn = Callable[[Rollout], Any]
 

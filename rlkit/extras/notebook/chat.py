@@ -13,9 +13,9 @@ from rlkit.commands.agent import as_dict, core_parser, run_agent, to_call
 from rlkit.engines import Cached
 from rlkit.environments import calculator, execute, hermes, single_turn, split_thinking
 from rlkit.episodes import collect
+from rlkit.extras.notebook.data import as_task
+from rlkit.extras.notebook.generation import begun, load_model, load_tokenizer, parse_thinking, said
 from rlkit.models import decode, make_policy
-from rlkit.notebook.data import as_task
-from rlkit.notebook.generation import begun, load_model, load_tokenizer, parse_thinking, said
 from rlkit.system.loops import run
 from rlkit.types import Engine, Message, Messages, Rollout, ToolCall
 

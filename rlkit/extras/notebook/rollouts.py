@@ -12,10 +12,10 @@ from torch import nn
 from rlkit import types
 from rlkit.environments import execute, single_turn
 from rlkit.environments.session import FunctionSession
-from rlkit.notebook.data import Conversation, GenerationConfig, Hook, Prompt, Rollout
-from rlkit.notebook.generation import drawn_seed, engine_of, played, policy_of, scores
-from rlkit.notebook.kl import compute_forward_kl
-from rlkit.notebook.views import Arguments, as_reward, call_as_given, conversation_of, view
+from rlkit.extras.notebook.data import Conversation, GenerationConfig, Hook, Prompt, Rollout
+from rlkit.extras.notebook.generation import drawn_seed, engine_of, played, policy_of, scores
+from rlkit.extras.notebook.kl import compute_forward_kl
+from rlkit.extras.notebook.views import Arguments, as_reward, call_as_given, conversation_of, view
 from rlkit.rewards import score
 from rlkit.types import Environment, Messages, Task, Tool, ToolCall, ToolParser, ToolResult
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.notebook.data import Rollout
-from rlkit.notebook.views import groups, stacked, task_rewards
+from rlkit.extras.notebook.data import Rollout
+from rlkit.extras.notebook.views import groups, stacked, task_rewards
 
 PairSelector = Callable[[Sequence[Rollout]], Iterable[tuple[int, int]]]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkit import types
 from rlkit.commands.agent import as_dict
-from rlkit.notebook.data import Conversation, Generation, Hook, Message, Rollout
+from rlkit.extras.notebook.data import Conversation, Generation, Hook, Message, Rollout
 from rlkit.rewards import Reward, Term, batched, weighted_sum
 
 

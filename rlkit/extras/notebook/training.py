@@ -19,10 +19,10 @@ import rlkit.functional as F
 from rlkit.algorithm import KL
 from rlkit.environments import single_turn
 from rlkit.episodes.stream import StreamState, order_of_parts
-from rlkit.notebook.borrowed import Share, experiment, given
-from rlkit.notebook.checkpoints import save_checkpoint
-from rlkit.notebook.configs import core_of, get_algorithm_config
-from rlkit.notebook.data import (
+from rlkit.extras.notebook.borrowed import Share, experiment, given
+from rlkit.extras.notebook.checkpoints import save_checkpoint
+from rlkit.extras.notebook.configs import core_of, get_algorithm_config
+from rlkit.extras.notebook.data import (
     GenerationConfig,
     Hook,
     Prompt,
@@ -30,10 +30,16 @@ from rlkit.notebook.data import (
     TrainingState,
     as_task,
 )
-from rlkit.notebook.generation import drawn_seed, engine_of, load_model, load_tokenizer, policy_of
-from rlkit.notebook.hooks import with_hooks
-from rlkit.notebook.kl import UpdateHook, create_reference_model, update_reference_model
-from rlkit.notebook.views import as_reward
+from rlkit.extras.notebook.generation import (
+    drawn_seed,
+    engine_of,
+    load_model,
+    load_tokenizer,
+    policy_of,
+)
+from rlkit.extras.notebook.hooks import with_hooks
+from rlkit.extras.notebook.kl import UpdateHook, create_reference_model, update_reference_model
+from rlkit.extras.notebook.views import as_reward
 from rlkit.training.experiment import BatchSize, Sampling, TrainerSettings
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import rlkit.functional as F
 from rlkit.errors import DataError
-from rlkit.notebook.chat import Chat, create_batch, generate_templates
-from rlkit.notebook.data import Hook, as_task
+from rlkit.extras.notebook.chat import Chat, create_batch, generate_templates
+from rlkit.extras.notebook.data import Hook, as_task
 from rlkit.types import Rollout, Step
 
 
