@@ -13,6 +13,7 @@ import yaml
 
 from parametrise import each
 from rlkit.config.compose import conf_dir
+from rlkit.system.extras import extra_of
 
 PACKAGE = Path(__file__).resolve().parents[2] / "rlkit"
 MODULES = {
@@ -317,7 +318,8 @@ def test_no_public_name_is_defined_twice_in_a_package():
             if isinstance(
                 node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
             ) and not node.name.startswith("_"):
-                places.setdefault(f"{part(module)}.{node.name}", []).append(module)
+                package = extra_of(module) or part(module)
+                places.setdefault(f"{package}.{node.name}", []).append(module)
     assert {
         name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_TWICE
     } == {}
