@@ -1,4 +1,5 @@
-"""The functions of the notebooks that rlkit grew out of: `from rlkit.notebook import create_rollout`.
+"""The functions of the notebooks that rlkit grew out of: `from rlkit.notebook import
+create_rollout`.
 
 They are the extra `notebook` (rlkit/extras/notebook). Those documents import them from here, so
 this module forwards to it; no other module of the core names an extra.

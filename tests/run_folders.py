@@ -4,12 +4,14 @@ that try to break the page."""
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rlkit.episodes import append_step
+from rlkit.episodes import append_step, save_rollouts
+from rlkit.system.shards import append_lines
 from rlkit.types import Rollout, Step, Task, ToolCall, ToolResult
 
 HOSTILE = (
@@ -196,3 +198,106 @@ def maker(parent: Path):
         return folder
 
     return make
+
+
+ODD = [
+    None,
+    True,
+    -1,
+    3.5,
+    1e308,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 300,
+    "\ud800",
+    [],
+    {},
+    [1],
+    {"a": {"b": []}},
+    [[[]]],
+]
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def damage_run(folder: Path, case: int, generator: random.Random) -> None:
+    """Write a run folder in which numbers, texts and mappings of metrics.jsonl, summary.json,
+    run.json and the rollouts are replaced by other types, at random."""
+    metrics = (
+        "reward/mean",
+        "reward/term/mean",
+        "eval/accuracy",
+        "kl/ref_k3",
+        "perf/step_s",
+        "schedule/optimizer.lr",
+        "adv/abs_mean",
+    )
+    side = {
+        "accuracy": 0.5,
+        "interval": [0.4, 0.6],
+        "reward": 0.4,
+        "reward_interval": [0.3, 0.5],
+        "n": 9,
+        "distinct": 9,
+        "split": "test",
+        "parts": {},
+    }
+    step = Step(
+        ({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho"
+    )
+    (folder / "rollouts").mkdir(parents=True)
+    rows = [{"step": s, **dict.fromkeys(metrics, s / 9)} for s in range(6)]
+    rows.append(
+        {
+            "step": 4,
+            "schedule/switch": "phase a → b after step 4",
+            "reward/" + "y" * 400 + "/mean": 0.3,
+        }
+    )
+    summary = {
+        "ended": "finished",
+        "before": dict(side),
+        "after": dict(side),
+        "steps": 5,
+        "tokens": 9,
+        "wall_seconds": 3.0,
+        "seed": 1,
+    }
+    for node in (*rows, summary, summary["before"], summary["after"]):
+        for key in list(node):
+            if generator.random() < 0.15:
+                node[key] = generator.choice(ODD)
+            elif generator.random() < 0.05:
+                del node[key]
+    odd = [
+        json.dumps(generator.choice(ODD)),
+        "{",
+        "\x00",
+        "[" * 5000,
+        '{"step": 1e999}',
+        '{"a": 1}',
+    ][case % 6]
+    lines = [json.dumps(row) for row in rows]
+    lines.insert(3, odd)
+    (folder / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
+    (folder / "summary.json").write_text(json.dumps(summary if case % 5 else generator.choice(ODD)))
+    (folder / "run.json").write_text(
+        json.dumps(generator.choice([[], [1], {}, [{"versions": 1}], [{"versions": {}}]]))
+    )
+    (folder / "config.yaml").write_text(
+        LAUGHS if case % 7 == 0 else yaml.safe_dump({"name": case, "seed": 0, "a": {"b": case}})
+    )
+    file = folder / "damaged.jsonl"
+    save_rollouts(
+        file,
+        [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0, rewards={"term": 1.0})] * 3,
+    )
+    damaged = [json.loads(line) for line in file.read_text().splitlines()]
+    for node in (damaged[0], damaged[0]["steps"][0], damaged[1]["task"]):
+        node[generator.choice(list(node))] = generator.choice(ODD)
+    append_lines(folder / "rollouts", 1, "\n".join(json.dumps(line) for line in damaged).encode())
+    file.unlink()

@@ -14,11 +14,9 @@ import numpy as np
 
 from rlkit.commands import plan
 from rlkit.episodes import evaluation
-from rlkit.runs import bench
+from rlkit.runs import bench, tables, trends, verdicts
 from rlkit.runs.comparing import ALPHA, TO_CLAIM, iqm
-from rlkit.runs.report import tables, trends, verdicts
-from rlkit.runs.report.page import change
-from rlkit.runs.report.read import Group, ReadRun
+from rlkit.runs.reading import Group, ReadRun
 from rlkit.types import Rollout, Task
 
 PROBLEMS = 100  # of a coarse score
@@ -397,7 +395,7 @@ def report_marks(setting: Setting, pages: int, rng: np.random.Generator) -> Coun
     """Lines that did not change and are marked as better or worse."""
     rows = [row_of(*page) for page in figures(setting, pages, 2, rng)]
     return Count(
-        sum("class=open" not in change(row.change, marked=row.claims()) for row in rows), pages
+        sum(tables.mark_change(row.change, claims=row.claims()) != "open" for row in rows), pages
     )
 
 

@@ -24,7 +24,6 @@ COMMANDS = (
     "agent",
     "serve",
     "export",
-    "report",
     "runs",
     "compare",
     "plan",
@@ -48,7 +47,6 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?" tools=[calculator]
                                                  a conversation with tools; run=FOLDER asks a trained policy
   rlkit serve run=outputs/NAME/TIME              an endpoint on loopback for any client of OpenAI's or Anthropic's API
-  rlkit report outputs/NAME/TIME …               one HTML page of runs or a sweep: curves, tables, conversations; out=FILE
   rlkit runs algorithm=dapo                      runs with these settings, newest first; rlkit runs diff A B compares two
   rlkit compare outputs/grpo outputs/dapo        which is better and by how much, paired by seed; figure=, at=, pairs=all
   rlkit plan outputs/grpo outputs/dapo effect=0.02   how many seeds a comparison needs, and how long they take

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rlkit.commands.arguments import Arguments, option
 from rlkit.errors import ConfigError
-from rlkit.runs.report import verdicts
-from rlkit.runs.report.read import Group, find_runs, group_runs, read_run
+from rlkit.runs import verdicts
+from rlkit.runs.reading import Group, find_runs, group_runs, read_run
 
 TAKES_TEXTS = True
 READS_NO_CODE = True

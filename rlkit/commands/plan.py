@@ -8,9 +8,9 @@ import math
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.compare import effect_of, lines_of
 from rlkit.errors import ConfigError
+from rlkit.runs import verdicts
 from rlkit.runs.comparing import TO_CLAIM, detectable, seeds_needed, spread_bound
-from rlkit.runs.report import verdicts
-from rlkit.runs.report.read import Group
+from rlkit.runs.reading import Group
 from rlkit.statistics import FEWEST
 from rlkit.system.output import clock
 

@@ -18,7 +18,7 @@ from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError, Refusal, RLKitError, say
 from rlkit.runs import folder as runs
-from rlkit.system import owner
+from rlkit.system import extras, owner
 from rlkit.system.contents import clear_places, set_aside
 from rlkit.system.device import versions
 from rlkit.system.files import LOST, lenient, refusing
@@ -39,7 +39,10 @@ def command(arguments: Arguments) -> int:
 
         overrides = drop(arguments.overrides, "trust")
         return sweep(
-            overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides)
+            overrides,
+            config_dir=arguments.config_dir,
+            trusted=is_trusted(arguments.overrides),
+            report=draw_page,
         )
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.training.loggers import check_loggers
@@ -390,7 +393,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         f"run folder       {runs.shown(folder)}",
         "next:",
         *([f"  curves         tensorboard --logdir {where}"] if drawn else []),
-        f"  report         rlkit report {where}",
+        *([f"  report         rlkit report {where}"] if extras.has_command("report") else []),
         f"  conversations  less {where}/samples/*",
         (
             f"  resume         rlkit train resume={where}{longer}"
@@ -401,11 +404,24 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     return "\n".join(lines)
 
 
+def draw_page(folders: Sequence[Path], file: Path) -> None:
+    """Have the command `report` write one page of a sweep's runs. The command prints the path."""
+    print("report           ", end="", flush=True)
+    report = extras.load_command("report")
+    if report is None:
+        print("none: there is no command 'report', which the extra 'report' brings")
+        return
+    try:
+        report(Arguments([f"out={file}"], texts=tuple(map(str, folders))))
+    except Refusal as error:
+        print(f"none: {error}")
+
+
 def doubts(folder: Path) -> list[str]:
     """What drifted over the whole run in a way that is known to end badly, and how many steps had
     episodes that their environment failed in: what no step's own warning can say."""
-    from rlkit.runs.report.read import read_run
-    from rlkit.runs.report.tables import symptoms
+    from rlkit.runs.reading import read_run
+    from rlkit.runs.tables import symptoms
 
     try:
         found = symptoms(read_run(folder))

@@ -187,8 +187,8 @@ def prepare(
 def read_row(cell: MatrixRun) -> Row | None:
     """What a run came to, as its folder says; None if it is not finished, or without an
     evaluation."""
-    from rlkit.runs.report.read import read_run
-    from rlkit.runs.report.verdicts import UNITS, budget
+    from rlkit.runs.reading import read_run
+    from rlkit.runs.verdicts import UNITS, budget
 
     if not runs.is_finished(cell.folder):
         return None
@@ -550,7 +550,7 @@ def budget_table(rows: Sequence[Row]) -> str:
 def unequal(spent: Mapping[tuple[str, str], Sequence[float]]) -> list[str]:
     """A sentence for optimiser steps, samples and tokens each, of which arms of a task spent
     unequal amounts; placebos do not count."""
-    from rlkit.runs.report.verdicts import UNEVEN
+    from rlkit.runs.verdicts import UNEVEN
 
     out = []
     for i, unit in enumerate(list(SPENT.values())[:3]):

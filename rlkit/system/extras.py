@@ -68,6 +68,11 @@ def outside_commands() -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 
 
+def has_command(name: str) -> bool:
+    """Whether an extra or an outside package has the command; nothing is imported."""
+    return name in find_commands() or name in outside_commands()
+
+
 def load_command(name: str) -> Callable[[Any], int] | None:
     """The function of an extra's or an outside package's command; None if there is none."""
     module = find_commands().get(name)

@@ -7,7 +7,6 @@ import json
 import random
 
 import pytest
-import yaml
 
 from parametrise import cases, each
 from rlkit.commands.cli import main
@@ -22,8 +21,10 @@ from rlkit.config.trust import (
 )
 from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
-from rlkit.runs.report import write_report
-from rlkit.system.shards import append_lines
+from rlkit.runs import verdicts
+from rlkit.runs.reading import group_runs, read_run
+from rlkit.runs.tables import before_after, reward_rows, symptoms
+from run_folders import LAUGHS, damage_run
 
 MODEL = {"_target_": "rlkit.models.load_policy", "_partial_": True, "path": "tiny"}
 
@@ -130,10 +131,6 @@ def test_values_of_the_environment_come_from_it_again(monkeypatch):
 
 # -------------------------------------------------------------------------------- files that attack
 
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
 BAD = {
     "aliases that explode": LAUGHS,
     "merge keys that explode": "a: &a {x: 1}\nb: {<<: *a}\n",
@@ -175,122 +172,30 @@ def test_what_rlkit_writes_it_can_read(tmp_path):
 
 # ------------------------------------------------------------------------------ readers of odd rows
 
-ODD = [
-    None,
-    True,
-    -1,
-    3.5,
-    1e308,
-    10**400,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 300,
-    "\ud800",
-    [],
-    {},
-    [1],
-    {"a": {"b": []}},
-    [[[]]],
-]
-
 
 @pytest.mark.parametrize(
     "first, last", cases([(0, 1), *((n, n + 2) for n in range(1, 17, 2))], [(0, 1)], unpack=True)
 )
-def test_a_report_survives_whatever_stands_in_a_run_folder(first, last, tmp_path):
+def test_reading_survives_whatever_stands_in_a_run_folder(first, last, tmp_path):
     """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is
     replaced by another type, at random."""
-    pytest.importorskip("matplotlib")
-    from rlkit.episodes import save_rollouts
-    from rlkit.types import Rollout, Step, Task
-
     generator = random.Random(first)
-    metrics = (
-        "reward/mean",
-        "reward/term/mean",
-        "eval/accuracy",
-        "kl/ref_k3",
-        "perf/step_s",
-        "schedule/optimizer.lr",
-        "adv/abs_mean",
-    )
-    side = {
-        "accuracy": 0.5,
-        "interval": [0.4, 0.6],
-        "reward": 0.4,
-        "reward_interval": [0.3, 0.5],
-        "n": 9,
-        "distinct": 9,
-        "split": "test",
-        "parts": {},
-    }
-    step = Step(
-        ({"role": "user", "content": "hi"},), (1,), (2, 3), (-0.1, -0.2), "stop", content="ho"
-    )
+    found = []
     for case in range(first, last):
         folder = tmp_path / "runs" / str(case)
-        (folder / "rollouts").mkdir(parents=True)
-        rows = [{"step": s, **dict.fromkeys(metrics, s / 9)} for s in range(6)]
-        rows.append(
-            {
-                "step": 4,
-                "schedule/switch": "phase a → b after step 4",
-                "reward/" + "y" * 400 + "/mean": 0.3,
-            }
-        )
-        summary = {
-            "ended": "finished",
-            "before": dict(side),
-            "after": dict(side),
-            "steps": 5,
-            "tokens": 9,
-            "wall_seconds": 3.0,
-            "seed": 1,
-        }
-        for node in (*rows, summary, summary["before"], summary["after"]):
-            for key in list(node):
-                if generator.random() < 0.15:
-                    node[key] = generator.choice(ODD)
-                elif generator.random() < 0.05:
-                    del node[key]
-        odd = [
-            json.dumps(generator.choice(ODD)),
-            "{",
-            "\x00",
-            "[" * 5000,
-            '{"step": 1e999}',
-            '{"a": 1}',
-        ][case % 6]
-        lines = [json.dumps(row) for row in rows]
-        lines.insert(3, odd)
-        (folder / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
-        (folder / "summary.json").write_text(
-            json.dumps(summary if case % 5 else generator.choice(ODD))
-        )
-        (folder / "run.json").write_text(
-            json.dumps(generator.choice([[], [1], {}, [{"versions": 1}], [{"versions": {}}]]))
-        )
-        (folder / "config.yaml").write_text(
-            LAUGHS if case % 7 == 0 else yaml.safe_dump({"name": case, "seed": 0, "a": {"b": case}})
-        )
-        file = tmp_path / "damaged.jsonl"
-        save_rollouts(
-            file,
-            [Rollout(Task("t", step.prompt, "4"), (step,), reward=1.0, rewards={"term": 1.0})] * 3,
-        )
-        damaged = [json.loads(line) for line in file.read_text().splitlines()]
-        for node in (damaged[0], damaged[0]["steps"][0], damaged[1]["task"]):
-            node[generator.choice(list(node))] = generator.choice(ODD)
-        append_lines(
-            folder / "rollouts", 1, "\n".join(json.dumps(line) for line in damaged).encode()
-        )
+        damage_run(folder, case, generator)
         runs.write_start(folder, {}, {})
         runs.read_summary(folder)
-        text = write_report([folder], tmp_path / f"{case}.html").read_text()
-        assert "metrics.jsonl: " in text and "left out" in text and "<script" in text
-    if last - first > 1:
-        assert write_report([tmp_path / "runs"], tmp_path / "all.html").stat().st_size > 10_000
+        found.append(read_run(folder))
+        assert any("metrics.jsonl: " in note and "left out" in note for note in found[-1].notes)
+        symptoms(found[-1])
+    groups = group_runs(found)
+    before_after(groups)
+    reward_rows(groups)
+    verdicts.falls(groups)
+    compared = verdicts.shared_figure(groups)
+    if compared:
+        verdicts.verdicts(groups, compared)
 
 
 def test_a_rollout_of_other_types_is_left_out_with_its_field(tmp_path):

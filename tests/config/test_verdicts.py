@@ -15,7 +15,7 @@ import yaml
 
 from parametrise import cases, each, presets
 from rlkit.commands.arguments import Arguments, added
-from rlkit.commands.cli import COMMANDS, main
+from rlkit.commands.cli import list_commands, main
 from rlkit.commands.trust import asker
 from rlkit.config.compose import compose, conf_dir, without_values
 from rlkit.config.experiment import literal
@@ -399,7 +399,7 @@ def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkey
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", list_commands())
 def test_every_command_takes_trust(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [] if command != "bench" else ["--help"]  # without algorithms it is refused by itself

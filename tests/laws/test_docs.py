@@ -25,12 +25,14 @@ from rlkit.config.hints import leaves_of
 from rlkit.config.schema import build
 from rlkit.errors import ConfigError
 from rlkit.runs.sweeps import expand
+from rlkit.system.extras import find_commands, list_extras
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "experiments").glob("*/README.md")),
+    *sorted((ROOT / "rlkit" / "extras").glob("*/README.md")),
 ]
 PRESETS = [conf_dir() / "experiment" / f"{name}.yaml" for name in presets()]
 
@@ -73,6 +75,7 @@ CANNOT = {
     "rlkit bench": "many processes; tests/extras/bench/test_bench.py runs such",
     "tensorboard": "needs the extra",
 }
+BROUGHT = {"report": "report"}  # command → the extra that brings it
 NEEDS = {  # what a shown command leaves to the reader
     "task=jsonl": ["task.path=rows.jsonl"],
     "task=verifiers": ["task.id=any"],
@@ -198,6 +201,11 @@ def words_of(command: str) -> list[str]:
     ]
 
 
+def test_the_commands_of_extras_are_named_with_their_extra():
+    for name, module in find_commands().items():
+        assert module.startswith(f"rlkit.extras.{BROUGHT[name]}.")
+
+
 def test_commands_are_found():
     assert len(COMMANDS) > 40 and any("-m" in c for c in COMMANDS)
 
@@ -214,9 +222,11 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
             compose(words_of(command)[1:])
         return
     name, *words = words_of(command)
+    if BROUGHT.get(name) not in (None, *list_extras()):
+        pytest.skip(f"the extra {BROUGHT[name]} brings it")
     if name not in ("train", "check", "evaluate", "rollout", "agent"):
-        others = "doctor export report replay compare plan bench runs metrics serve show --help"
-        assert name in others.split()
+        others = "doctor export replay compare plan bench runs metrics serve show --help"
+        assert name in (*BROUGHT, *others.split()), name
         return
     arguments = parse(words, texts=name == "agent")
     overrides = [

@@ -23,7 +23,7 @@ from rlkit.config.compose import compose
 from rlkit.errors import ConfigError
 from rlkit.runs import bench
 from rlkit.runs import folder as runs
-from rlkit.runs.report.read import find_runs
+from rlkit.runs.reading import find_runs
 from rlkit.runs.sweeps.jobs import RunJob, read_jobs, record_path, save
 from rlkit.runs.sweeps.plan import refuse_running
 from rlkit.runs.sweeps.runner import SIGNALS, STOP, do_job, make_sweep, wait_for
@@ -390,7 +390,7 @@ def test_a_bench_reuses_runs_of_the_same_settings_alone(tmp_path, capsys):
         row, _ = (bench.read_row(cell) for cell in matrix(tmp_path))
         assert changed in row["overrides"] and row["reward"] == (2 * (number + 2) - 1) / 10
     assert len(list((tmp_path / "noisy" / "a").glob("0.set_aside*"))) == 3
-    assert find_runs([tmp_path]) == [tmp_path / "noisy" / arm / "0" for arm in "ab"]
+    assert find_runs([tmp_path], "compare") == [tmp_path / "noisy" / arm / "0" for arm in "ab"]
 
 
 def test_a_run_whose_config_cannot_be_read_is_run_anew(tmp_path):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rlkit.errors import ConfigError
-from rlkit.runs.report.read import find_runs, group_runs, read_run
+from rlkit.runs.reading import find_runs, group_runs, read_run
 
 
 def test_runs_below_a_folder_are_found_and_hydras_own_config_is_none(make_run, tmp_path):
     a, b = make_run("sweep/lr=1,seed=0"), make_run("sweep/lr=1,seed=1")
-    assert find_runs([tmp_path / "runs"]) == [a, b] == find_runs([a, b, a])
+    assert find_runs([tmp_path / "runs"], "compare") == [a, b] == find_runs([a, b, a], "compare")
 
 
 def test_what_a_sweep_writes_beside_its_runs_is_passed_over(make_run, tmp_path):
@@ -18,16 +18,16 @@ def test_what_a_sweep_writes_beside_its_runs_is_passed_over(make_run, tmp_path):
     run = make_run("sweep/lr=1,seed=0")
     (run.parent / "comparison.csv").write_text("")
     (run.parent / "jobs").mkdir()
-    assert find_runs(sorted(run.parent.iterdir())) == [run]
+    assert find_runs(sorted(run.parent.iterdir()), "compare") == [run]
     with pytest.raises(ConfigError, match=r"absent"):
-        find_runs([run, run.parent / "absent"])
+        find_runs([run, run.parent / "absent"], "compare")
     with pytest.raises(ConfigError, match=r"jobs"):
-        find_runs([run.parent / "jobs"])
+        find_runs([run.parent / "jobs"], "compare")
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
-        find_runs([tmp_path])
+        find_runs([tmp_path], "compare")
 
 
 def test_runs_that_differ_by_seeds_alone_are_one_line(make_run):

@@ -19,7 +19,7 @@ import pytest
 
 import rlkit
 from parametrise import each
-from rlkit.runs.report.trends import TRENDS
+from rlkit.runs.trends import TRENDS
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "sentences"
 
@@ -59,13 +59,13 @@ ESTIMATORS = {
 }
 # Function → the promises of what is said with it.
 SPEAKERS = {
-    "runs.report.verdicts.verdicts": ("rlkit compare, claim", "rlkit compare, interval"),
-    "runs.report.verdicts.sentence": (
+    "runs.verdicts.verdicts": ("rlkit compare, claim", "rlkit compare, interval"),
+    "runs.verdicts.sentence": (
         "rlkit compare, seeds needed",
         "rlkit compare, seen",
         "rlkit compare, enough",
     ),
-    "runs.report.verdicts.falls": ("rlkit compare, fall", "rlkit compare, fall's interval"),
+    "runs.verdicts.falls": ("rlkit compare, fall", "rlkit compare, fall's interval"),
     "commands.plan.plan_lines": ("rlkit plan, seeds", "rlkit plan, pilot's spread"),
     "commands.plan.in_power": ("rlkit plan, seen",),
     "runs.bench.pairs": (
@@ -77,17 +77,17 @@ SPEAKERS = {
     ),
     "runs.bench.score_interval": ("rlkit bench, scores",),
     "runs.bench.over_tasks_table": ("rlkit bench, IQM",),
-    "runs.report.tables.figures": ("report, marks", "report, change of one run"),
-    "runs.report.tables.over_seeds": ("report, seeds", "report, change over seeds"),
+    "runs.tables.figures": ("report, marks", "report, change of one run"),
+    "runs.tables.over_seeds": ("report, seeds", "report, change over seeds"),
     "episodes.evaluation._share_interval": ("report, one run",),
     "episodes.evaluation._mean_interval": ("report, one run",),
     "episodes.evaluation.curves": ("report, one run",),
-    **{f"runs.report.trends.{check.__name__}": ("report, health",) for check in TRENDS},
+    **{f"runs.trends.{check.__name__}": ("report, health",) for check in TRENDS},
 }
 # The sentences themselves, without what is filled in: a new one has to be written here, beside a
 # promise above.
 WORDS = {
-    "runs.report.verdicts.sentence": {
+    "runs.verdicts.sentence": {
         " (…, … to …)",
         "… against …: no difference can be claimed",
         "… is … than … by … (… to …), … seeds.",
@@ -96,7 +96,7 @@ WORDS = {
         "…; to see … you need … seeds; these … seeds see ….",
         "…; … seeds are enough to see ….",
     },
-    "runs.report.verdicts.fall_sentence": {
+    "runs.verdicts.fall_sentence": {
         " (…, … to …)",
         ", … seed…",
         "… ends below its start: accuracy … before, … after",
@@ -174,7 +174,7 @@ def calls() -> Iterator[tuple[str, str]]:
 
 
 def test_whoever_says_how_sure_something_is_has_a_promise():
-    inside = ("runs.comparing.", "statistics.", "runs.report.trends.thirds")
+    inside = ("runs.comparing.", "statistics.", "runs.trends.thirds")
     found = {where for where, _ in calls() if not where.startswith(inside)}
     assert found - {"commands.plan.command"} == set(SPEAKERS)
     assert {name for own in SPEAKERS.values() for name in own} == set(run.PROMISES), (

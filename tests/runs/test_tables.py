@@ -6,9 +6,15 @@ import math
 
 import pytest
 
-from rlkit.runs.report.page import change
-from rlkit.runs.report.read import group_runs, read_run
-from rlkit.runs.report.tables import WithInterval, before_after, newcombe, over_seeds, symptoms
+from rlkit.runs.reading import group_runs, read_run
+from rlkit.runs.tables import (
+    WithInterval,
+    before_after,
+    mark_change,
+    newcombe,
+    over_seeds,
+    symptoms,
+)
 from rlkit.statistics import wilson
 
 
@@ -23,7 +29,7 @@ def test_an_accuracy_over_seeds_stays_within_zero_and_one_and_two_seeds_have_no_
     assert all(map(math.isnan, over_seeds([0.88, 0.93], bounded=True)[1:]))
     mean, low, high = over_seeds([0.9, 0.95, 1.0], bounded=True, resolution=0.01)
     assert 0 <= low < mean < high <= 1 and mean == pytest.approx(0.95)
-    assert change(over_seeds([0.2, 0.3], bounded=False)) == "<span class=open>+0.250</span>", (
+    assert mark_change(over_seeds([0.2, 0.3], bounded=False)) == "open", (
         "without an interval neither good nor bad"
     )
 

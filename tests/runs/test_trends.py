@@ -12,9 +12,9 @@ import pytest
 
 from parametrise import each
 from rlkit.commands.train import closing_lines
-from rlkit.runs.report.read import ReadRun, group_runs, read_run
-from rlkit.runs.report.tables import reward_rows, symptoms
-from rlkit.runs.report.trends import TRENDS, shadows, thirds
+from rlkit.runs.reading import ReadRun, group_runs, read_run
+from rlkit.runs.tables import reward_rows, symptoms
+from rlkit.runs.trends import TRENDS, shadows, thirds
 
 STEPS = 60
 HEALTHY = {  # metric → its value at a share of the run

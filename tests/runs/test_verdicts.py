@@ -12,8 +12,8 @@ from parametrise import each
 from rlkit.commands.cli import main
 from rlkit.errors import ConfigError
 from rlkit.runs.comparing import Difference
-from rlkit.runs.report.read import group_runs, read_run
-from rlkit.runs.report.verdicts import (
+from rlkit.runs.reading import group_runs, read_run
+from rlkit.runs.verdicts import (
     EFFECT,
     Figure,
     budget,

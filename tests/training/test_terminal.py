@@ -148,7 +148,7 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
         "batch: 2 prompts × 4 samples → 2 update(s) of 4 rollouts a step, 2 steps",
         "sandbox: no reward and no tool asks for one",
         " left",
-        "rlkit report outputs/",
+        "less outputs/",
     ):
         assert words in captured.out
     assert captured.err == "" and captured.out.replace("\n", "").isprintable()

@@ -1,4 +1,4 @@
-"""The results of the jobs of a sweep: a table for people and as CSV, and one page of all runs."""
+"""The results of the jobs of a sweep: a table for people and as CSV."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.errors import Refusal
 from rlkit.runs import folder as runs
-from rlkit.runs.report import verdicts
-from rlkit.runs.report.read import group_runs, read_run
+from rlkit.runs import verdicts
+from rlkit.runs.reading import group_runs, read_run
 from rlkit.runs.sweeps.jobs import RunJob, last_reward
 
 
@@ -122,15 +121,3 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int)
         ).rstrip()
 
     return "\n".join([put(columns), "-" * (sum(widths) + 2 * len(widths) - 2), *map(put, cells)])
-
-
-def report(root: Path, jobs: Sequence[RunJob]) -> Path | None:
-    """One HTML page of all runs of a sweep, if matplotlib is there to draw it."""
-    from rlkit.runs.report import write_report
-
-    folders = [job.folder for job in jobs if runs.is_run(job.folder)]
-    try:
-        return write_report(folders, root / "report.html") if folders else None
-    except Refusal as error:
-        print(f"report           none: {error}")
-        return None

@@ -19,7 +19,7 @@ from rlkit.config.changes import ONCE
 from rlkit.config.compose import compose
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
-from rlkit.runs.sweeps.compare import comparison, report, write_csv
+from rlkit.runs.sweeps.compare import comparison, write_csv
 from rlkit.runs.sweeps.jobs import RunJob, label, objective, read_jobs
 from rlkit.runs.sweeps.plan import Plan, is_search, make_plan, set_aside_changed
 from rlkit.runs.sweeps.runner import Sweep, conducting, do_job, end_line, make_sweep, summed_up
@@ -27,11 +27,21 @@ from rlkit.system import owner
 from rlkit.system.processors import cores
 
 
-def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: bool = False) -> int:
+def sweep(
+    arguments: Sequence[str],
+    *,
+    config_dir: str | None = None,
+    trusted: bool = False,
+    report: Callable[[Sequence[Path], Path], None] | None = None,
+) -> int:
     """Runs all jobs of a command line and compares them; the exit status: 0 all done, 1 one failed,
     130 or 143 stopped by a signal.
 
-    `trusted`: the command line says trust=true, which every job is told too.
+    Args:
+      arguments: overrides, those with several values among them.
+      config_dir: a folder with the user's own options.
+      trusted: the command line says trust=true, which every job is told too.
+      report: writes one page of the run folders to a file, and prints where it is.
     """
     plan = make_plan(arguments, config_dir, trusted=trusted)
     jobs = plan.root / "jobs"
@@ -55,9 +65,9 @@ def sweep(arguments: Sequence[str], *, config_dir: str | None = None, trusted: b
         print(f"\n{comparison(done)}", flush=True)
         write_csv(plan.root / "comparison.csv", done)
         print(f"\ncomparison       {plan.root / 'comparison.csv'}")
-        page = report(plan.root, done)
-        if page:
-            print(f"report           {page}")
+        folders = [job.folder for job in done if runs.is_run(job.folder)]
+        if report and folders:
+            report(folders, plan.root / "report.html")
     print(summed_up(done, plan.total, began))
     finished = sum(job.status == "finished" for job in done)
     if finished < plan.total:

@@ -12,7 +12,7 @@ import shutil
 
 import pytest
 
-from rlkit.runs.report import charts, write_report
+from rlkit.extras.report import charts, write_report
 
 HOSTILE = (
     '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><svg'

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rlkit.runs.report import charts, drawing
-from rlkit.runs.report.read import group_runs, read_run
+from rlkit.extras.report import charts, drawing
+from rlkit.runs.reading import group_runs, read_run
 
 
 def groups(make_run, **changes):

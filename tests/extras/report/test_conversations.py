@@ -8,9 +8,9 @@ import json
 
 import pytest
 
-from rlkit.runs.report import conversations
-from rlkit.runs.report.conversations import TEXT, Turn, best_worst_random, collect, trimmed
-from rlkit.runs.report.read import read_run
+from rlkit.extras.report import conversations
+from rlkit.extras.report.conversations import TEXT, Turn, best_worst_random, collect, trimmed
+from rlkit.runs.reading import read_run
 from rlkit.system import shards
 from rlkit.types import Rollout, Task
 

@@ -7,14 +7,17 @@ import base64
 import gzip
 import hashlib
 import json
+import random
 import re
 
 import pytest
 
+from parametrise import cases
 from rlkit.commands.cli import main
 from rlkit.errors import install
-from rlkit.runs.report import charts, drawing, write_report
-from rlkit.runs.report.conversations import compressed
+from rlkit.extras.report import charts, drawing, write_report
+from rlkit.extras.report.conversations import compressed
+from run_folders import damage_run
 
 HOSTILE = (
     "<img src=x onerror=window.hacked=1></script><script>window.hacked=1</script><!-- \u2028 \ud800"
@@ -163,3 +166,20 @@ def test_the_command_takes_folders_with_an_equals_sign_and_refuses_what_it_does_
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "first, last", cases([(0, 1), *((n, n + 2) for n in range(1, 17, 2))], [(0, 1)], unpack=True)
+)
+def test_the_page_survives_whatever_stands_in_a_run_folder(first, last, tmp_path):
+    """Each number, text and mapping of metrics.jsonl, summary.json, run.json and the rollouts is
+    replaced by another type, at random."""
+    pytest.importorskip("matplotlib")
+    generator = random.Random(first)
+    for case in range(first, last):
+        folder = tmp_path / "runs" / str(case)
+        damage_run(folder, case, generator)
+        text = write_report([folder], tmp_path / f"{case}.html").read_text()
+        assert "metrics.jsonl: " in text and "left out" in text and "<script" in text
+    if last - first > 1:
+        assert write_report([tmp_path / "runs"], tmp_path / "all.html").stat().st_size > 10_000

@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlkit.episodes.summary import STATUSES
 from rlkit.runs.comparing import TO_CLAIM, bounded_mean, paired, smallest_step
-from rlkit.runs.report.read import Group, ReadRun, is_number, metrics_of, series
-from rlkit.runs.report.trends import TRENDS, shadows
-from rlkit.runs.report.verdicts import distinct_problems
+from rlkit.runs.reading import Group, ReadRun, is_number, metrics_of, series
+from rlkit.runs.trends import TRENDS, shadows
+from rlkit.runs.verdicts import distinct_problems
 from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS
 
 
@@ -42,6 +42,16 @@ class HeldOutRow(NamedTuple):
         """Whether the change may be called a gain or a loss: of one run over its problems, else of
         `TO_CLAIM` seeds and more."""
         return self.seeds == 1 or self.seeds >= TO_CLAIM
+
+
+def mark_change(change: WithInterval, *, claims: bool = True) -> Literal["good", "bad", "open"]:
+    """How a change may be marked: open if its interval holds 0 or is not known, or if it claims
+    nothing."""
+    if claims and change.low > 0:
+        return "good"
+    if claims and change.high < 0:
+        return "bad"
+    return "open"
 
 
 def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:

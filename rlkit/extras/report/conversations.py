@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import DataError
-from rlkit.runs.report.read import ReadRun, rollout_file
+from rlkit.runs.reading import ReadRun, rollout_file
 from rlkit.system.files import finite
 from rlkit.system.shards import Part, recorded
 from rlkit.types import Rollout, Step

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlkit.errors import ConfigError, install
+from rlkit.extras.report import charts, conversations, drawing, page
 from rlkit.runs import folder as runs
-from rlkit.runs.report import charts, conversations, drawing, page
-from rlkit.runs.report.read import Group, find_runs, group_runs, read_run
+from rlkit.runs.reading import Group, find_runs, group_runs, read_run
 from rlkit.system.files import refusing, write_atomic
 
 LIMIT = 20_000  # conversations on a page
@@ -42,7 +42,7 @@ def write_report(
     """
     if limit < 0 or (smooth is not None and smooth < 0):
         raise ConfigError(f"limit={limit} and smooth={smooth} are counts: 0 or more")
-    found = [read_run(folder) for folder in find_runs(paths)]
+    found = [read_run(folder) for folder in find_runs(paths, "report")]
     target = _where(paths, out)
     groups = group_runs(found)
     told = charts.with_values(groups)

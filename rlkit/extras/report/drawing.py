@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlkit.runs.report.charts import (
+from rlkit.extras.report.charts import (
     PARTS,
     Chart,
     abridged,
@@ -18,8 +18,8 @@ from rlkit.runs.report.charts import (
     phase_starts,
     seconds_data,
 )
-from rlkit.runs.report.read import Group
-from rlkit.runs.report.verdicts import UNITS
+from rlkit.runs.reading import Group
+from rlkit.runs.verdicts import UNITS
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc0", "#8a8a00")

@@ -1,9 +1,10 @@
-"""`rlkit report`: runs as one HTML page."""
+"""Runs or a sweep as one HTML page: curves, tables, conversations; out=FILE."""
 
 from __future__ import annotations
 
 from rlkit.commands.arguments import Arguments, option
 from rlkit.errors import ConfigError
+from rlkit.extras.report import write_report
 
 TAKES_TEXTS = True
 READS_NO_CODE = True
@@ -30,8 +31,6 @@ def command(arguments: Arguments) -> int:
     wrong = [key for key in ("smooth", "limit") if not given.get(key, "0").isdigit()]
     if wrong:
         raise ConfigError(f"{wrong[0]}={given[wrong[0]]}: give a whole number, 0 or more")
-    from rlkit.runs.report import write_report
-
     counts = {key: int(given[key]) for key in ("smooth", "limit") if key in given}
     print(write_report(arguments.texts, given.get("out"), **counts))
     return 0

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean, variance
 from typing import NamedTuple
 
-from rlkit.runs.report.read import ReadRun, series
+from rlkit.runs.reading import ReadRun, series
 
 FEWEST = 12  # RL steps below which a third says nothing
 

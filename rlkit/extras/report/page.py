@@ -11,8 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from rlkit.runs.comparing import TO_CLAIM
-from rlkit.runs.report.charts import (
+from rlkit.extras.report.charts import (
     BINS,
     OTHER,
     SECTIONS,
@@ -23,10 +22,18 @@ from rlkit.runs.report.charts import (
     seconds_data,
     solve_rates,
 )
-from rlkit.runs.report.conversations import Shown, compressed
-from rlkit.runs.report.read import Group, ReadRun, differences, is_number
-from rlkit.runs.report.tables import HeldOutRow, WithInterval, before_after, reward_rows, symptoms
-from rlkit.runs.report.verdicts import UNITS, basis, budgets, falls, notes, shared_figure, verdicts
+from rlkit.extras.report.conversations import Shown, compressed
+from rlkit.runs.comparing import TO_CLAIM
+from rlkit.runs.reading import Group, ReadRun, differences, is_number
+from rlkit.runs.tables import (
+    HeldOutRow,
+    WithInterval,
+    before_after,
+    mark_change,
+    reward_rows,
+    symptoms,
+)
+from rlkit.runs.verdicts import UNITS, basis, budgets, falls, notes, shared_figure, verdicts
 from rlkit.tasks.splits import count_in_words
 
 SCRIPTS = ("charts.js", "report.js")
@@ -191,7 +198,7 @@ def held_out_table(rows: Sequence[HeldOutRow]) -> str:
             escape(row.figure),
             interval(row.before),
             interval(row.after),
-            change(row.change, marked=row.claims()),
+            marked_change(row.change, claims=row.claims()),
             count_in_words(row.problems, row.distinct),
             str(row.seeds),
         )
@@ -249,15 +256,10 @@ def fall_list(groups: Sequence[Group]) -> str:
     return f"<ul class=health>{''.join(items)}</ul>" if items else ""
 
 
-def change(estimate: WithInterval, *, marked: bool = True) -> str:
-    """A change, marked where its interval leaves out 0 and it may be claimed; without an interval
-    it is open."""
-    kind = "open"
-    if marked and estimate.low > 0:
-        kind = "good"
-    if marked and estimate.high < 0:
-        kind = "bad"
-    return f"<span class={kind}>{interval(estimate, sign='+')}</span>"
+def marked_change(change: WithInterval, *, claims: bool = True) -> str:
+    """A change in the colour of its mark."""
+    kind = mark_change(change, claims=claims)
+    return f"<span class={kind}>{interval(change, sign='+')}</span>"
 
 
 def interval(estimate: WithInterval, *, sign: str = "") -> str:

@@ -40,7 +40,7 @@ class Group(NamedTuple):
     runs: Sequence[ReadRun]
 
 
-def find_runs(paths: Iterable[Path | str], command: str = "report") -> list[Path]:
+def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     """Folders of runs and of `rlkit rollout`: those named, and those below a folder that is none
     itself.
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rlkit.runs.report.read import Group, metrics_of, series
-from rlkit.runs.report.verdicts import budget
+from rlkit.runs.reading import Group, metrics_of, series
+from rlkit.runs.verdicts import budget
 
 
 class Chart(NamedTuple):

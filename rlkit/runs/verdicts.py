@@ -25,7 +25,7 @@ from rlkit.runs.comparing import (
     smallest_step,
     spread_bound,
 )
-from rlkit.runs.report.read import Group, ReadRun, differences, is_number, series
+from rlkit.runs.reading import Group, ReadRun, differences, is_number, series
 from rlkit.statistics import FEWEST
 
 # the difference that seeds are counted for where nobody names one: a point of accuracy
