@@ -72,11 +72,6 @@ class Hung(RLKitError, TimeoutError):
     function and the limit."""
 
 
-class RequestRefused(RLKitError):
-    """A request to the gateway that gets no reply; the program reads the sentence, with status
-    400."""
-
-
 class NonFinite(RLKitError, ArithmeticError):
     """Losses or gradients were nan or infinite too often in a row."""
 

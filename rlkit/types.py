@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -601,6 +600,20 @@ def safe(*names: str) -> Callable[[Part], Part]:
     return _with_verdicts("safe", dict.fromkeys(names, ""))
 
 
+def writes_reward(**when: Any) -> Callable[[Part], Part]:
+    """Declares with which value of a parameter a part's reward is written by the program that it
+    runs: `@writes_reward(score="file")`.
+
+    Such a value needs trust=true on the command line, in a config of the user's own too.
+    """
+
+    def mark(part: Part) -> Part:
+        setattr(part, "__writes_reward__", when)  # noqa: B010  a function has no such field
+        return part
+
+    return mark
+
+
 def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]:
     def mark(part: Part) -> Part:
         unknown = what.keys() - inspect.signature(part).parameters
@@ -892,31 +905,19 @@ class Session(Protocol):
         ...
 
 
-class Ask(Protocol):
-    """What a program's episode is given: a whole conversation → the policy's reply, sampled and
-    recorded. Several may wait at once."""
+class Playing(NamedTuple):
+    """An episode that is about to begin, for an environment that plays it in a way of its own."""
 
-    async def __call__(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
-    ) -> Step:
-        """The reply to a conversation that extends a recorded one, or that starts a row of its own.
-
-        Args:
-          messages: from the first to the last; replies of the policy as they came back. tools:
-            their schemas.
-          limit: tokens of the reply, where fewer than the run's.
-        Raises: RequestRefused where the episode is at its limit of replies, or the context leaves
-          no room.
-        """
-        ...
-
-
-class Ended(NamedTuple):
-    """How a program left its episode."""
-
-    truncation: str = ""  # why it did not end by itself: deadline or error
-    reward: float | None = None  # what the program says that the episode is worth
-    metadata: Mapping[str, Any] = {}
+    task: Task
+    environment: Environment
+    policy: Policy
+    engine: Engine
+    params: SamplingParams
+    seed: int  # of the episode; all that is random in it follows from this number
+    keys: Iterator[int]  # gives names for the engine that no other reply has
+    ready: Callable[[], Awaitable[None]]  # awaited before the first reply: all begin together
+    give_way: Callable[[], None]  # the others no longer wait for this episode's first reply
+    converse: Callable[[], Awaitable[Rollout]]  # plays it as if the environment had no `play`
 
 
 class Environment(NamedTuple):
@@ -952,15 +953,9 @@ class Environment(NamedTuple):
     players: int = 2
     # path of the model that plays against the policy; None: the policy plays both
     opponent: str | None = None
-    # (task, ask) → Ended, async: a program that asks for its replies itself, in the place of a
-    # session (rlkit.gateway.program)
-    program: Callable[[Task, Ask], Awaitable[Ended]] | None = None
-    # of a program: a reply that comes back without its thinking is another history
-    strict_thinking: bool = True
-    # A context manager around each episode, from before its session is opened. It may wait until
-    # others are over; then it calls what it is given first, so that no other episode waits for this
-    # one's first reply (rlkit.system.loops.AtMost).
-    at_once: Callable[[Callable[[], None]], AbstractAsyncContextManager[None]] | None = None
+    # Plays an episode in a way of its own, async: it may wait before it begins, and ask for replies
+    # in the place of a session. The rollout is not scored.
+    play: Callable[[Playing], Awaitable[Rollout]] | None = None
 
 
 class Engine(Protocol):

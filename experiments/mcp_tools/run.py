@@ -29,7 +29,8 @@ def equal_episodes(seed: int) -> dict:
     """64 episodes with the tool in the process, with a shared server, and with a process for each
     episode that calls."""
     import rlkit
-    from rlkit.environments import calculator, mcp, tool_use
+    from rlkit.environments import calculator, tool_use
+    from rlkit.extras.programs import mcp
     from rlkit.tasks import arithmetic
 
     policy, tasks = rlkit.load_policy(path="tiny"), arithmetic(max_samples=16)

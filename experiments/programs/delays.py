@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlkit.environments import calculator, tool_schema
 from rlkit.episodes import collect
-from rlkit.gateway import program
+from rlkit.extras.programs import program
 from rlkit.models import load_policy
 from rlkit.tasks import arithmetic
 from rlkit.types import Environment, Rollout

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from aiohttp import web
 
-from rlkit.gateway.server import opened_door
+from rlkit.extras.programs.server import opened_door
 from rlkit.types import Step
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "word " * 1600}]}

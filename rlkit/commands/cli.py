@@ -22,7 +22,6 @@ COMMANDS = (
     "evaluate",
     "rollout",
     "agent",
-    "serve",
     "export",
     "runs",
     "compare",
@@ -46,7 +45,6 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit rollout task=guess_number n=64           episodes without training: recorded, scored, summed up
   rlkit agent "Kim has 19 toys. Kim buys 14 more. How many toys does Kim have now?" tools=[calculator]
                                                  a conversation with tools; run=FOLDER asks a trained policy
-  rlkit serve run=outputs/NAME/TIME              an endpoint on loopback for any client of OpenAI's or Anthropic's API
   rlkit runs algorithm=dapo                      runs with these settings, newest first; rlkit runs diff A B compares two
   rlkit compare outputs/grpo outputs/dapo        which is better and by how much, paired by seed; figure=, at=, pairs=all
   rlkit plan outputs/grpo outputs/dapo effect=0.02   how many seeds a comparison needs, and how long they take

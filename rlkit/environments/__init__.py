@@ -6,11 +6,8 @@ from rlkit.environments._calculator import calculator
 from rlkit.environments._dialogue import continue_with_step, dialogue, said_done
 from rlkit.environments._guess_number import guess_number
 from rlkit.environments._gymnasium import gymnasium
-from rlkit.environments._gymnasium_vector import gymnasium_vector
-from rlkit.environments._mcp import mcp
 from rlkit.environments._single_turn import single_turn
 from rlkit.environments._tool_use import tool_use
-from rlkit.environments._two_players import two_players
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.python import PythonSession, python_tool
 from rlkit.environments.session import answer_calls, opened

@@ -45,7 +45,7 @@ def by_task(
 def _with_prompt(name: str, environment: Environment, system_prompt: str | None) -> Environment:
     if not system_prompt:
         return environment
-    if environment.session is not None or environment.program is not None:
+    if environment.session is not None or environment.play is not None:
         raise ConfigError(
             f"system_prompt: the environment {name!r} makes its own prompts; set"
             f" environment.environments.{name}.system_prompt"

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from rlkit.environments._single_turn import single_turn
-from rlkit.environments._tool_use import check_seconds, tool_use
+from rlkit.environments._tool_use import tool_use
+from rlkit.environments.calling import check_seconds
 from rlkit.errors import ConfigError
 from rlkit.types import Environment, Rollout, Tool, reaches, safe
 

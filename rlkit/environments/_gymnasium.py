@@ -4,17 +4,15 @@ needed: what counts is the two methods."""
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from rlkit.environments._dialogue import dialogue
+from rlkit.environments.games import closed_quietly, rewarded, seed_of
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.environments.toolbox import closed
 from rlkit.errors import ConfigError, Hung, place
 from rlkit.system.deadline import call_user
-from rlkit.system.loops import closing
 from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool, safe
 
 
@@ -88,23 +86,6 @@ def gymnasium(
     return base._replace(first_prompt=None, session=session)
 
 
-async def closed_quietly(instance: Any) -> None:
-    """Closes an instance. An episode that is over is not lost to an error here. Raises: Hung where
-    an async close does not end."""
-    try:
-        with closing():
-            await closed(instance)
-    except Hung:
-        raise
-    except Exception:
-        pass
-
-
-def seed_of(task: Task) -> int:
-    """What the task's episodes are reset with."""
-    return int(task.metadata.get("seed", zlib.crc32(task.id.encode())))
-
-
 class Game:
     """The session of an episode: an instance that was reset."""
 
@@ -159,8 +140,3 @@ class Game:
         if truncated and not terminated:
             rollout = rollout._replace(status="truncated", truncation="environment")
         return rollout, None if text is None else [{"role": "user", "content": text}]
-
-
-def rewarded(rollout: Rollout, reward: float) -> Rollout:
-    """The rollout with this reward at its last step."""
-    return rollout._replace(steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=reward)))

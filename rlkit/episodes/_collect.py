@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 from rlkit.engines import Cached
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import failed, play
-from rlkit.episodes.programs import Conversations, play_program
 from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
 from rlkit.errors import Hung
 from rlkit.functional import mix
@@ -26,6 +24,7 @@ from rlkit.types import (
     Engine,
     Environment,
     Messages,
+    Playing,
     Policy,
     Rollout,
     SamplingParams,
@@ -211,17 +210,6 @@ async def collected(
         Speaker(policy, engine, sampling, encoder(policy)),
     )
 
-    async def programmed(how: Environment, at: Seat) -> Rollout:
-        draws = mix(seed, step, at.group, at.sample)
-        conversations = Conversations(
-            policy, how, engine, sampling, at.task, seed=draws, keys=KEYS, ready=at.place.ready
-        )
-        rollout = await play_program(conversations)
-        steps = tuple(
-            said._replace(versions=said.versions or ((0, version),)) for said in rollout.steps
-        )
-        return rollout._replace(steps=steps, group=at.group, sample=at.sample)
-
     async def episode(who: Speaker, how: Environment, at: Seat) -> Rollout:
         task = at.task
         draws = mix(seed, step, at.group, at.sample)
@@ -257,16 +245,43 @@ async def collected(
             at.done(rollout)
             return rollout
 
+        async def converse() -> Rollout:
+            return await play(
+                task,
+                how,
+                say,
+                group=at.group,
+                sample=at.sample,
+                seed=draws,
+                said=release,
+                spent=at.spent,
+                so_far=played.append,
+            )
+
         instead(lost)
         try:
-            async with nullcontext() if how.at_once is None else how.at_once(at.place.arrive):
-                if how.program is not None:
-                    rollout = await programmed(how, at)
-                else:
-                    place: dict[str, Any] = {"group": at.group, "sample": at.sample, "seed": draws}
-                    rollout = await play(
-                        task, how, say, **place, said=release, spent=at.spent, so_far=played.append
+            if how.play is None:
+                rollout = await converse()
+            else:
+                rollout = await how.play(
+                    Playing(
+                        task,
+                        how,
+                        who.policy,
+                        who.engine,
+                        who.params,
+                        seed=draws,
+                        keys=KEYS,
+                        ready=at.place.ready,
+                        give_way=at.place.arrive,
+                        converse=converse,
                     )
+                )
+                steps = tuple(
+                    said._replace(versions=said.versions or ((0, version),))
+                    for said in rollout.steps
+                )
+                rollout = rollout._replace(steps=steps, group=at.group, sample=at.sample)
         finally:
             release()
             at.place.arrive()

@@ -416,7 +416,7 @@ def powerless(libc: Any) -> None:
 
 # ----------------------------------------------------------------------------------- whole programs
 
-# Landlock's version 6 keeps a program of another's (rlkit.gateway) to its files, to one TCP port,
+# Landlock's version 6 keeps a confined program of another's to its files, to one TCP port,
 # and to signals of its own. This filter closes what goes past it: sockets that are not TCP (MPTCP
 # and UDP are, and unix sockets by path), data in a TCP handshake, a port by `listen` alone,
 # io_uring, and other processes' memory, limits and priorities. The rest is allowed.

@@ -215,19 +215,6 @@ class AgentRun(NamedTuple):
     sandbox: Sandbox = Sandbox()  # of the python tool
 
 
-@safe("model")
-@ranges(port=(0, 65535))
-class ServeRun(NamedTuple):
-    """An endpoint: who answers, and on which port of loopback."""
-
-    model: Callable[..., Policy]  # (device=…) → policy
-    generation: Sampling
-    parse_calls: ToolParser
-    trainer: TrainerSettings
-    port: int = 8000  # 0: any that is free
-    seed: int = 0
-
-
 @reaches(resume="path")
 @safe("name", "task", "environment", "model", "optimizer", "logger", "callbacks")
 class Experiment(NamedTuple):

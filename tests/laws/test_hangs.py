@@ -19,11 +19,10 @@ import pytest
 
 from parametrise import cases
 from rlkit.engines import Batched
-from rlkit.environments import gymnasium, gymnasium_vector, tool_use, two_players
+from rlkit.environments import gymnasium, tool_use
 from rlkit.environments.session import opened
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, EnvironmentFailed, Hung
-from rlkit.gateway import program
 from rlkit.models.chat import encode_scaffold
 from rlkit.rewards import Reward, RewardError, Term, judge, numeric, score
 from rlkit.system import leaving, loops, waiting
@@ -124,23 +123,6 @@ class Game:
         pass
 
 
-class Duel(Game):
-    def step(self, action):
-        return "Over.", (0.0, 0.0), True, False, {}
-
-
-class Games(Game):
-    def __init__(self, num_envs=1):
-        self.num_envs = num_envs
-
-    def reset(self, *, seed):
-        return ["Move."] * self.num_envs, {}
-
-    def step(self, actions):
-        n = self.num_envs
-        return ["Over."] * n, [0.0] * n, [True] * n, [False] * n, {}
-
-
 def with_method(kind, name, do):
     """A class with one method replaced."""
     return type(f"My{kind.__name__}", (kind,), {name: do})
@@ -234,30 +216,7 @@ DOORS = {  # name → environment of something that hangs; what the line names; 
     "reset": (game(gymnasium, Game, "reset"), "the environment's reset", "ok"),
     "step": (game(gymnasium, Game, "step"), "the environment's step", "ok"),
     "close of a game": (game(gymnasium, Game, "close"), "the close of", "ok"),
-    "reset of a vector": (game(gymnasium_vector, Games, "reset"), "the environment's reset", "ok"),
-    "step of a vector": (game(gymnasium_vector, Games, "step"), "the environment's step", "ok"),
-    "close of a vector": (game(gymnasium_vector, Games, "close"), "the close of", "ok"),
-    "reset of a duel": (game(two_players, Duel, "reset"), "the environment's reset", "ok"),
-    "step of a duel": (game(two_players, Duel, "step"), "the environment's step", "ok"),
-    "close of a duel": (game(two_players, Duel, "close"), "the close of", "ok"),
-    "a program": (
-        lambda do: program(function=lambda task, client: do(), time_limit=0.1),
-        "the program",
-        "ok",
-    ),
 }
-
-
-def program_of(do):
-    """An async function as a program; a plain one has a thread of its own."""
-
-    async def play(task, client):
-        await do()
-
-    return program(function=play, time_limit=0.1)
-
-
-DOORS["a program"] = (program_of, "the program", "ok")
 PLACE = f"{__file__}:"
 
 
@@ -267,7 +226,12 @@ PLACE = f"{__file__}:"
 )
 def test_async_code_that_hangs_is_named_and_its_episodes_fail(tiny, quick, capfd, door, do):
     """Each of them hung forever where it swallowed its cancellation, without a word."""
-    make, named, text = DOORS[door]
+    check_async(tiny, capfd, DOORS[door], do)
+
+
+def check_async(tiny, capfd, door, do, failures=4, place=PLACE):
+    """Four episodes: what hangs is named with its place, and so many fail at least."""
+    make, named, text = door
     rollouts = collect(
         tiny, [TASK, TASK], engine=says(text), environment=make(do), group_size=2, max_new_tokens=64
     )
@@ -279,14 +243,11 @@ def test_async_code_that_hangs_is_named_and_its_episodes_fail(tiny, quick, capfd
         )
     else:
         failed = [r for r in rollouts if r.truncation in ("error", "deadline")]
-        shared = (door.startswith("close of a") and "game" not in door) or "duel" in door
-        assert len(failed) >= (
-            2 if shared else 4
-        )  # only the last one of a table closes; the other player had no turn
+        assert len(failed) >= failures
         assert all(
-            PLACE in r.metadata["error"] or "time_limit" in r.metadata["error"] for r in failed
+            place in r.metadata["error"] or "time_limit" in r.metadata["error"] for r in failed
         )
-    assert f"for {named} " in said and PLACE in said and "episode" in said
+    assert f"for {named} " in said and place in said and "episode" in said
     assert not waiting.WAITS
 
 
@@ -413,14 +374,8 @@ def limited():
     )
 
 
-BLOCKS = [(door, do) for door in DOORS for do in PLAIN if door not in ("a program", "two tools")]
-FAST = {
-    ("close", sleeps),
-    ("step", locks),
-    ("step", holds),
-    ("a tool", sleeps),
-    ("close of a duel", sleeps),
-}
+BLOCKS = [(door, do) for door in DOORS for do in PLAIN if door != "two tools"]
+FAST = {("close", sleeps), ("step", locks), ("step", holds), ("a tool", sleeps)}
 
 
 @pytest.mark.parametrize(("door", "do"), cases(BLOCKS, FAST, unpack=True))
@@ -429,7 +384,12 @@ def test_plain_code_that_blocks_the_main_thread_ends_the_run_at_its_limit_with_t
 ):
     """A `step` or a `close()` that slept hung forever: no limit held in the main thread, and no
     line was printed."""
-    make, named, text = DOORS[door]
+    check_plain(tiny, tmp_path, DOORS[door], do)
+
+
+def check_plain(tiny, tmp_path, door, do):
+    """A run in a process of its own ends, and its line names this hanging place."""
+    make, named, text = door
 
     def work():
         with limited():

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from extras.programs.test_gateway import said_by
 from rlkit.commands.cli import main
 from rlkit.distributed import ranks
-from rlkit.engines import Cached
+from rlkit.engines import Batched, Cached
 from rlkit.engines.cached import kernel
 from rlkit.errors import ConfigError, EngineError
 from rlkit.models import fused
@@ -172,10 +171,13 @@ def test_auto_is_decided_once(tiny, complete, monkeypatch):
     ]
 
 
+OWN = Batched(lambda policy, prompts, seeds, params: [])  # an engine with kernels of its own
+
+
 def test_an_engine_with_kernels_of_its_own_is_not_named(tiny):
     assert (
-        settle_kernels(said_by(), tiny.model) == "kernels: updates fused"
-        and keep_kernels(said_by(), tiny.model, {"kernel": None, "update_kernel": "fused"}) == []
+        settle_kernels(OWN, tiny.model) == "kernels: updates fused"
+        and keep_kernels(OWN, tiny.model, {"kernel": None, "update_kernel": "fused"}) == []
     )
 
 
@@ -232,9 +234,7 @@ def test_the_critic_goes_on_as_the_policy(tiny):
     critic = make_critic(tiny.model, model="separate")
     fused.choose_kernel(tiny.model, "auto")
     try:
-        said = keep_kernels(
-            said_by(), tiny.model, {"kernel": None, "update_kernel": "eager"}, critic
-        )
+        said = keep_kernels(OWN, tiny.model, {"kernel": None, "update_kernel": "eager"}, critic)
         assert said == ["updates are eager, as the run did so far (model.kernel)"]
         assert {m.update_kernel for m in critic.modules() if hasattr(m, "update_kernel")} <= {
             "eager"

@@ -13,8 +13,7 @@ from parametrise import each
 from rlkit.config.problems.rows import check_truths, check_verifier
 from rlkit.engines import Batched, Cached, Transformers
 from rlkit.engines.transformers import complete
-from rlkit.errors import DataError, EngineError, EnvironmentFailed, SelfCheckError, TemplateError
-from rlkit.gateway import program
+from rlkit.errors import DataError, EngineError, SelfCheckError, TemplateError
 from rlkit.models import make_renderer
 from rlkit.rewards import Reward, Term, by_task, exact_match, few_turns, numeric, weighted_sum
 from rlkit.tasks import arithmetic
@@ -291,16 +290,3 @@ def test_a_template_that_cannot_carry_the_tools_is_refused(tiny, tasks, experime
 
 def test_one_row_is_enough_to_check(tiny, tasks, experiment):
     assert check_policy(tiny, tasks[:1], with_engine(experiment, complete)).warnings == []
-
-
-@pytest.mark.parametrize(
-    "play, says",
-    [
-        (lambda task, ask: None, "ended before the policy was asked"),
-        (lambda task, ask: 1 / 0, "division by zero"),
-    ],
-)
-def test_a_program_that_never_asks_is_named_with_its_reason(play, says, tiny, tasks, experiment):
-    """A mistyped script is the first mistake with programs."""
-    with pytest.raises((DataError, EnvironmentFailed), match=says):
-        check_policy(tiny, tasks, experiment._replace(environment=program(function=play)))

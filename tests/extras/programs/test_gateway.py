@@ -20,20 +20,21 @@ from pathlib import Path
 import pytest
 
 from parametrise import each
-from rlkit.commands.serve import serving
 from rlkit.config.compose import compose
 from rlkit.config.schema import build
 from rlkit.engines import Batched
 from rlkit.environments import calculator, execute, tool_schema, tool_use
 from rlkit.episodes import collect
 from rlkit.episodes._assemble import rows
-from rlkit.errors import ConfigError
-from rlkit.gateway import Client, program, reply_message
-from rlkit.gateway._program import LANDLOCK, landlock_version
-from rlkit.gateway.server import MAX_BODY, Endpoint, opened_door
-from rlkit.gateway.wire import WIRES, ChatRequest, Reply
+from rlkit.errors import ConfigError, DataError, EnvironmentFailed
+from rlkit.extras.programs import Client, program, reply_message
+from rlkit.extras.programs._program import LANDLOCK, landlock_version
+from rlkit.extras.programs.server import MAX_BODY, Endpoint, opened_door
+from rlkit.extras.programs.serving import serving
+from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply
 from rlkit.models.chat import encode_scaffold
 from rlkit.tasks import arithmetic
+from rlkit.training.selfcheck import check_policy
 from rlkit.types import Generation, Step, Task, ToolCall
 
 END = "<|im_end|>"
@@ -550,14 +551,14 @@ def raw_request(client, head: str, body: bytes = b"") -> bytes:
 def test_bodies_that_are_too_large_too_slow_or_no_text_are_refused(
     tiny, monkeypatch, head, body, status
 ):
-    monkeypatch.setattr("rlkit.gateway.server.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("rlkit.extras.programs.server.BODY_SECONDS", 0.2)
     found = []
     played(tiny, lambda task, client: found.append(raw_request(client, head, body)))
     assert found and found[0].split()[1] == status and b'"message"' in found[0]
 
 
 def test_a_connection_that_does_not_finish_its_head_is_closed(tiny, monkeypatch):
-    monkeypatch.setattr("rlkit.gateway.server.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("rlkit.extras.programs.server.IDLE_SECONDS", 0.2)
     found = []
 
     def play(task, client):
@@ -582,7 +583,7 @@ def open_sockets() -> int:
 @each("seconds", [0.2, 600.0])
 def test_an_answer_that_is_not_read_is_cut_off_and_leaves_nothing(monkeypatch, stream, seconds):
     """After its time, or with the server. A request beside it is answered meanwhile."""
-    monkeypatch.setattr("rlkit.gateway.server.ANSWER_SECONDS", seconds)
+    monkeypatch.setattr("rlkit.extras.programs.server.ANSWER_SECONDS", seconds)
     handle, over, whole = (
         Endpoint.handle,
         [],
@@ -656,7 +657,7 @@ def test_an_episode_at_its_limit_of_replies_is_truncated(tiny):
     ],
 )
 def test_settings_out_of_range_are_refused(settings, monkeypatch):
-    monkeypatch.setattr("rlkit.gateway._program.landlock_version", lambda: 0)
+    monkeypatch.setattr("rlkit.extras.programs._program.landlock_version", lambda: 0)
     with pytest.raises(ConfigError, match="environment"):
         program(**settings)
 
@@ -914,7 +915,7 @@ def test_what_a_program_started_ends_with_it(tiny, tmp_path):
 def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text("import os, time\nprint('here', flush=True)\n" + LEAVES + "time.sleep(600)")
-    guard = Path(sys.modules["rlkit.gateway._program"].GUARD)
+    guard = Path(sys.modules["rlkit.extras.programs._program"].GUARD)
     job = json.dumps({"command": [sys.executable, str(file)], "task": "{}", "memory_mb": None})
     run = (
         f"import subprocess, sys\nc = subprocess.Popen([sys.executable, {str(guard)!r}], stdin=-1,"
@@ -960,4 +961,19 @@ def test_delays_and_crashes_of_some_change_nothing_for_the_others():
             figures["other tokens"] == 0
             and figures["largest difference of a log-prob"] < 1e-5
             and figures["survive"] > 8
+        )
+
+
+@pytest.mark.parametrize(
+    "play, says",
+    [
+        (lambda task, ask: None, "ended before the policy was asked"),
+        (lambda task, ask: 1 / 0, "division by zero"),
+    ],
+)
+def test_a_program_that_never_asks_is_named_with_its_reason(play, says, tiny, experiment):
+    """A mistyped script is the first mistake with programs."""
+    with pytest.raises((DataError, EnvironmentFailed), match=says):
+        check_policy(
+            tiny, arithmetic(max_samples=2), experiment._replace(environment=program(function=play))
         )

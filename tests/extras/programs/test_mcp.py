@@ -16,13 +16,16 @@ from pathlib import Path
 import pytest
 
 from parametrise import each
+from rlkit.config.compose import conf_dir
+from rlkit.config.trust import Folder, outside
 from rlkit.engines import Batched
-from rlkit.environments import calculator, mcp, tool_schema
-from rlkit.environments._mcp import plain_schema, signature_of
-from rlkit.environments.servers import read_server
+from rlkit.environments import calculator, tool_schema
 from rlkit.episodes._collect import collected
 from rlkit.episodes.episode import opening, play
 from rlkit.errors import ConfigError
+from rlkit.extras.programs import mcp
+from rlkit.extras.programs._mcp import plain_schema, signature_of
+from rlkit.extras.programs.tool_servers import read_server
 from rlkit.models.chat import encode_prompt, encode_scaffold
 from rlkit.rewards import Reward, Term, numeric, score
 from rlkit.system.loops import run
@@ -250,7 +253,7 @@ def test_fewer_servers_than_an_episode_needs_are_refused(max_servers):
 
 
 def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("rlkit.environments.servers.find_spec", lambda name: None)
+    monkeypatch.setattr("rlkit.extras.programs.tool_servers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package mcp.*\[mcp\]"):
         opening(TASK, mcp(servers={"mine": COMMAND}))
 
@@ -295,3 +298,9 @@ def test_a_parameter_that_python_cannot_name_leaves_the_check_to_the_server(name
         str(signature_of({"properties": {name: {"type": "string"}}, "required": [name]}))
         == "(**arguments)"
     )
+
+
+def test_a_server_that_a_folder_names_is_seen_as_code_outside():
+    node = {"_target_": "rlkit.extras.programs.mcp", "servers": {"mine": ["sh", "-c", "true"]}}
+    for place in (node, {"deep": [{"down": node}]}):
+        assert list(outside(place, Folder(conf_dir())))

@@ -18,8 +18,8 @@ from rlkit.config.experiment import experiment
 from rlkit.environments import single_turn
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError
-from rlkit.gateway import program
-from rlkit.gateway._program import read_score
+from rlkit.extras.programs import program
+from rlkit.extras.programs._program import read_score
 from rlkit.system.plain_files import read_plain_file
 from rlkit.types import Task
 
@@ -184,7 +184,7 @@ while not os.path.exists('reward.txt'): time.sleep(0.001)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
 def test_every_process_of_an_episode_is_dead_when_its_score_is_read(tiny, tmp_path, monkeypatch):
     """A grandchild in a session of its own, whose parent is gone, writes on and on."""
-    module, sizes = sys.modules["rlkit.gateway._program"], []
+    module, sizes = sys.modules["rlkit.extras.programs._program"], []
 
     def looks(place):
         for _ in range(20):  # a writer that lives would empty the file between two looks
@@ -253,8 +253,8 @@ def test_a_sweep_and_a_bench_ask_too(tmp_path, monkeypatch, capsys):
 def test_python_asks_too():
     with pytest.raises(ConfigError, match="trust=true"):
         experiment(*WORDS)
-    assert experiment(*WORDS, trust=True).environment.program
-    assert experiment(*WORDS, "trust=true").environment.program
+    assert experiment(*WORDS, trust=True).environment.play
+    assert experiment(*WORDS, "trust=true").environment.play
     assert "trust=true" not in experiment(*WORDS, "trust=true").overrides
     assert experiment(environment=single_turn()) and not isinstance(
         program(command=["true"], score="file"), Exception

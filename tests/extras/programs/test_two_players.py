@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from rlkit.engines import Batched
-from rlkit.environments import two_players
 from rlkit.episodes import _collect, collect
 from rlkit.episodes.episode import opening
 from rlkit.errors import ConfigError
+from rlkit.extras.programs import two_players
 from rlkit.models import decode
 from rlkit.models.chat import encode_scaffold
 from rlkit.types import Generation, Task

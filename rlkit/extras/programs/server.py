@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from rlkit.errors import RequestRefused
-from rlkit.gateway.wire import WIRES, ChatRequest, Reply, Wire, cut_at
+from rlkit.extras.programs.contract import Ask, RequestRefused
+from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply, Wire, cut_at
 from rlkit.system.loops import wind_up
-from rlkit.types import Ask, Step
+from rlkit.types import Step
 
 MAX_BODY = 4 << 20  # bytes of a request
 BODY_SECONDS = 30.0  # until a request must be there, counted from its head

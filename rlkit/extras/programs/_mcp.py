@@ -6,11 +6,16 @@ import inspect
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
-from rlkit.environments._tool_use import calling, check_seconds
-from rlkit.environments.servers import (
+from rlkit.environments import hermes
+from rlkit.environments.calling import calling, check_seconds
+from rlkit.environments.session import FunctionSession
+from rlkit.environments.tools import MAX_CHARS, TIMEOUT
+from rlkit.errors import ConfigError
+from rlkit.extras.programs.tool_servers import (
     ListedTool,
     Pool,
     ServerFailed,
@@ -18,13 +23,19 @@ from rlkit.environments.servers import (
     read_server,
     require_package,
 )
-from rlkit.environments.session import FunctionSession
-from rlkit.environments.tool_parsers import hermes
-from rlkit.environments.tools import MAX_CHARS, TIMEOUT
-from rlkit.errors import ConfigError
 from rlkit.system.loops import AtMost
 from rlkit.system.waiting import waiting
-from rlkit.types import Environment, Messages, Rollout, Task, Tool, ToolParser, reaches, safe
+from rlkit.types import (
+    Environment,
+    Messages,
+    Playing,
+    Rollout,
+    Task,
+    Tool,
+    ToolParser,
+    reaches,
+    safe,
+)
 
 EPISODES = count()
 TYPES = {
@@ -123,7 +134,7 @@ def mcp(
         first_prompt=None,
         tools=None,
         session=session,
-        at_once=None if slots is None else slots.held,
+        play=None if slots is None else partial(_play_in_turn, slots),
     )
 
 
@@ -139,6 +150,11 @@ def _limit_episodes(pool: Pool, max_servers: int | None) -> AtMost | None:
     # Taken before the session, never inside it: with counted rounds the decoder waits for an
     # episode that is in the middle of an answer.
     return AtMost(max_servers // needs) if max_servers and needs else None
+
+
+async def _play_in_turn(slots: AtMost, at: Playing) -> Rollout:
+    async with slots.held(at.give_way):
+        return await at.converse()
 
 
 class ServedSession(FunctionSession):

@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from rlkit.environments._dialogue import dialogue
-from rlkit.environments._gymnasium import closed_quietly, rewarded, seed_of
-from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments import dialogue, with_system_prompt
+from rlkit.environments.games import closed_quietly, rewarded, seed_of
 from rlkit.errors import ConfigError, EpisodeOver, Hung, place
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Rollout, Task, Tool, reaches, safe

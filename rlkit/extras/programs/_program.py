@@ -22,12 +22,23 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.environments import hermes
 from rlkit.errors import ConfigError, place
+from rlkit.extras.programs.contract import Ask, Ended
+from rlkit.extras.programs.conversations import asking
 from rlkit.sandbox.process import CHILD, folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
 from rlkit.system.loops import AtMost, closing
 from rlkit.system.plain_files import read_plain_file
 from rlkit.system.waiting import Wait, waiting
-from rlkit.types import Ask, Ended, Environment, Messages, Step, Task, ToolParser, reaches, safe
+from rlkit.types import (
+    Environment,
+    Messages,
+    Step,
+    Task,
+    ToolParser,
+    reaches,
+    safe,
+    writes_reward,
+)
 
 GUARD = Path(__file__).with_name("_guard_child.py")
 KEPT = 2000  # last bytes of a program's output, for the reason of a failure
@@ -85,6 +96,7 @@ class Client(NamedTuple):
 
 @reaches(command="program", variables="variable", readable="path")
 @safe("function")
+@writes_reward(score="file")
 def program(
     *,
     command: Sequence[str] = (),
@@ -185,9 +197,11 @@ def program(
     return Environment(
         parse_calls=parse_calls,
         max_steps=max_turns,
-        program=partial(_played, play, time_limit, function or shlex.join(words)),
-        strict_thinking=dropped_thinking == "new_row",
-        at_once=AtMost(max_programs).held if max_programs else None,
+        play=asking(
+            partial(_played, play, time_limit, function or shlex.join(words)),
+            strict_thinking=dropped_thinking == "new_row",
+            slots=AtMost(max_programs) if max_programs else None,
+        ),
     )
 
 
@@ -224,7 +238,7 @@ async def _played(
 ) -> Ended:
     """An episode with an endpoint of its own, within its time. `named`: the program, for
     messages."""
-    from rlkit.gateway.server import opened_door
+    from rlkit.extras.programs.server import opened_door
 
     wait = Wait("the program", named)
 
@@ -378,7 +392,7 @@ async def _executed(
     address: str,
 ) -> Ended:
     """A program plays the episode, in a folder that is removed afterwards."""
-    from rlkit.gateway.server import addresses
+    from rlkit.extras.programs.server import addresses
 
     with folder() as where, opened_folder(where) as place:
         text = task_text(task)

@@ -14,23 +14,25 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlkit.episodes.episode import cut_off
 from rlkit.episodes.replies import check_generation, read_reply
-from rlkit.errors import Hung, RequestRefused, TemplateError
+from rlkit.errors import Hung, TemplateError
+from rlkit.extras.programs.contract import Ask, Ended, RequestRefused
+from rlkit.extras.programs.wire import reply_message
 from rlkit.functional import mix
-from rlkit.gateway import reply_message
 from rlkit.models.chat import continuation, encode_prompt
 from rlkit.system.copies import copied
-from rlkit.system.loops import awaited, closing, is_over, result_of, settled, wind_up
+from rlkit.system.loops import AtMost, awaited, closing, is_over, result_of, settled, wind_up
 from rlkit.types import (
-    Ended,
     Engine,
     Environment,
     Message,
     Messages,
+    Playing,
     Policy,
     Rollout,
     SamplingParams,
@@ -65,6 +67,7 @@ class Conversations:
         for k > 0, has mix(seed, replies before it, k).
       keys: gives a new key for the engine.
       ready: awaited before the first reply.
+      strict_thinking: a reply that comes back without its thinking is another conversation.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Conversations:
         seed: int,
         keys: Iterator[int],
         ready: Callable[[], Awaitable[None]],
+        strict_thinking: bool = True,
     ):
         self.policy = policy
         self.environment = environment
@@ -87,6 +91,7 @@ class Conversations:
         self.seed = seed
         self.keys = keys
         self.ready = ready
+        self.strict_thinking = strict_thinking
         self.calls: list[Call] = []
         # digest of a conversation with its reply → the replies that end it
         self.known: dict[bytes, list[Call]] = {}
@@ -99,7 +104,7 @@ class Conversations:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def ask(self, messages: Messages, tools: Schemas = (), limit: int | None = None) -> Step:
-        """See `rlkit.types.Ask`."""
+        """See `rlkit.extras.programs.Ask`."""
         if self.asked >= self.environment.max_steps:
             self.refused = "steps"
             raise RequestRefused(
@@ -229,7 +234,7 @@ class Conversations:
         """Of a conversation with one more message. White space in a call's arguments and the order
         of its keys make no difference."""
         calls = [call["function"] for call in message.get("tool_calls") or ()]
-        thinking = message.get("reasoning_content", "") if self.environment.strict_thinking else ""
+        thinking = message.get("reasoning_content", "") if self.strict_thinking else ""
         said = [
             message["role"],
             message.get("content", ""),
@@ -306,7 +311,42 @@ def _answered(call: Call, children: list[Call]) -> Step:
     return call.step._replace(tool_results=tuple(results))
 
 
-async def play_program(conversations: Conversations) -> Rollout:
+Program = Callable[[Task, Ask], Awaitable[Ended]]
+
+
+def asking(
+    program: Program, *, strict_thinking: bool = True, slots: AtMost | None = None
+) -> Callable[[Playing], Awaitable[Rollout]]:
+    """`Environment.play` of an async function (task, ask) → Ended, which asks for its replies
+    itself.
+
+    Args:
+      program: asks with whole conversations, several of them at a time if it likes.
+      strict_thinking: a reply that comes back without its thinking is another conversation.
+      slots: of which each episode takes one while it is played; None: all play at the same time.
+    """
+    return partial(_play, program, strict_thinking, slots)
+
+
+async def _play(
+    program: Program, strict_thinking: bool, slots: AtMost | None, at: Playing
+) -> Rollout:
+    async with nullcontext() if slots is None else slots.held(at.give_way):
+        conversations = Conversations(
+            at.policy,
+            at.environment,
+            at.engine,
+            at.params,
+            at.task,
+            seed=at.seed,
+            keys=at.keys,
+            ready=at.ready,
+            strict_thinking=strict_thinking,
+        )
+        return await play_program(program, conversations)
+
+
+async def play_program(program: Program, conversations: Conversations) -> Rollout:
     """Run the program of an episode to its end.
 
     Returns: the unscored rollout. `truncation` is that of the program (deadline, error), else
@@ -314,10 +354,7 @@ async def play_program(conversations: Conversations) -> Rollout:
       for that.
     Raises: what the engine raises.
     """
-    environment = conversations.environment
-    task = conversations.task
-    assert environment.program is not None
-    work = asyncio.ensure_future(environment.program(copied(task), conversations.ask))
+    work = asyncio.ensure_future(program(copied(conversations.task), conversations.ask))
     assert isinstance(work, asyncio.Task)
     try:
         await settled([work, conversations.failure], until=is_over)

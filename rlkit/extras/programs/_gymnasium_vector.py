@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from rlkit.environments._gymnasium import gymnasium
+from rlkit.environments import gymnasium
 from rlkit.environments.toolbox import closed
 from rlkit.errors import Hung
 from rlkit.system.deadline import call_user

@@ -1,0 +1,64 @@
+"""Environments whose policy calls tools, whatever the tools of an episode are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from rlkit.environments.prompts import with_system_prompt
+from rlkit.environments.tools import execute
+from rlkit.errors import ConfigError
+from rlkit.types import Environment, Messages, Task, Tool, ToolParser
+
+
+def calling(
+    made: Callable[[Task], Any],
+    known: Mapping[str, Tool],
+    parse_calls: ToolParser,
+    *,
+    max_turns: int,
+    max_calls: int,
+    max_chars: int,
+    timeout: float | None,
+    deadline: float | None,
+    overflow: Literal["truncate", "drop_oldest"],
+    system_prompt: str | None,
+) -> Environment:
+    """`tool_use` where the tools of an episode are what `made(task)` gives; `known` has the
+    signatures, for a parser that asks."""
+    for key, limit in (
+        ("max_turns", max_turns),
+        ("max_calls", max_calls),
+        ("max_chars", max_chars),
+    ):
+        if limit < 1:
+            raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
+    check_seconds(timeout=timeout, deadline=deadline)
+    parser: Callable[..., Any] = parse_calls
+    if "tools" in inspect.signature(parser).parameters:
+        parser = partial(parser, tools=known)
+
+    def first_prompt(task: Task) -> Messages:
+        return with_system_prompt(task.messages, system_prompt)
+
+    return Environment(
+        first_prompt=first_prompt,
+        tools=made,
+        parse_calls=parser,
+        max_steps=max_turns,
+        max_calls=max_calls,
+        overflow=overflow,
+        execute=partial(execute, max_chars=max_chars, timeout=timeout),
+        deadline=deadline,
+    )
+
+
+def check_seconds(**limits: float | None) -> None:
+    """Raises: ConfigError for a limit of the environment that is no number of seconds."""
+    for key, seconds in limits.items():
+        if seconds is not None and not seconds > 0:
+            raise ConfigError(
+                f"environment.{key} is {seconds}; it must be > 0 seconds, or null for no limit"
+            )

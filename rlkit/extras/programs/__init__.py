@@ -1,0 +1,13 @@
+"""Programs and servers of others: a program plays an episode through an endpoint on loopback, tools
+come from MCP servers, games have two players or many boards.
+
+What needs aiohttp is imported when it is asked for.
+"""
+
+from rlkit.extras.programs._gymnasium_vector import gymnasium_vector
+from rlkit.extras.programs._mcp import mcp
+from rlkit.extras.programs._program import Client, program
+from rlkit.extras.programs._two_players import two_players
+from rlkit.extras.programs.contract import Ask, Ended, RequestRefused
+from rlkit.extras.programs.conversations import asking
+from rlkit.extras.programs.wire import reply_message

@@ -1,0 +1,1 @@
+"""Commands that this extra brings: one file a command."""

@@ -1,0 +1,50 @@
+"""an endpoint on loopback for any client of OpenAI's or Anthropic's API: run=FOLDER, port=8000"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlkit.commands.agent import composed
+from rlkit.commands.arguments import Arguments
+from rlkit.commands.trust import with_limits
+from rlkit.config.problems.numbers import sampling_problems
+from rlkit.errors import ConfigError
+from rlkit.extras.programs.serving import serving
+
+
+def command(arguments: Arguments) -> int:
+    """Serves a model as it is, or that of a run (run=FOLDER: its newest checkpoint), until it is
+    interrupted."""
+    from rlkit.config.schema import build
+
+    config, checkpoint = composed(arguments, "serve")
+    x = with_limits(build(config), arguments)
+    problems = sampling_problems(x.generation)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    from rlkit.commands.evaluate import restored_policy
+    from rlkit.system.device import autocast, on_device
+
+    policy, device = on_device(x)
+    if checkpoint is not None:
+        restored_policy(policy, checkpoint)
+
+    async def serve() -> None:
+        async with serving(policy, x) as variables:
+            print(
+                "\n".join(
+                    f"export {name}={value}"
+                    for name, value in variables.items()
+                    if "PROXY" not in name.upper()
+                )
+            )
+            print(
+                "# /v1/chat/completions, /v1/responses and /v1/messages; the model is `policy`;"
+                " Ctrl-C ends it",
+                flush=True,
+            )
+            await asyncio.Event().wait()
+
+    with autocast(x, device):
+        asyncio.run(serve())
+    return 0

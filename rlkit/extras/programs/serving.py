@@ -1,0 +1,92 @@
+"""The endpoint of environment=program on one policy, for any client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+from rlkit.errors import ConfigError
+from rlkit.extras.programs.conversations import Conversations
+from rlkit.training.experiment import Sampling, TrainerSettings
+from rlkit.types import (
+    Environment,
+    Messages,
+    Policy,
+    SamplingParams,
+    Step,
+    Task,
+    ToolParser,
+    ranges,
+    safe,
+)
+
+REMEMBERED = 256  # replies that a later conversation may continue by token ids
+
+
+@safe("model")
+@ranges(port=(0, 65535))
+class ServeRun(NamedTuple):
+    """An endpoint: who answers, and on which port of loopback."""
+
+    model: Callable[..., Policy]  # (device=…) → policy
+    generation: Sampling
+    parse_calls: ToolParser
+    trainer: TrainerSettings
+    port: int = 8000  # 0: any that is free
+    seed: int = 0
+
+
+@asynccontextmanager
+async def serving(policy: Policy, x: ServeRun) -> AsyncIterator[dict[str, str]]:
+    """The endpoint while the block runs; gives the variables in which clients look for it.
+
+    Conversations that extend a recorded one continue it by token ids, as in training. Raises:
+    ConfigError where the port is taken.
+    """
+    from rlkit.extras.programs.server import addresses, opened_door
+
+    engine, params, keys = (
+        x.generation.engine,
+        SamplingParams(**x.generation.params)._replace(admission="free"),
+        count(),
+    )
+    await engine.load(policy, 0)
+    environment = Environment(parse_calls=x.parse_calls, max_steps=REMEMBERED)
+
+    async def ready() -> None:
+        """Every request is sampled as it comes."""
+
+    def fresh() -> Conversations:
+        return Conversations(
+            policy,
+            environment,
+            engine,
+            params,
+            Task("serve", ()),
+            seed=x.seed,
+            keys=keys,
+            ready=ready,
+        )
+
+    known = fresh()
+
+    async def ask(
+        messages: Messages, tools: Sequence[Mapping[str, Any]] = (), limit: int | None = None
+    ) -> Step:
+        nonlocal known
+        if known.asked >= REMEMBERED:  # those that are being sampled end in the old one
+            known = fresh()
+        return await known.ask(messages, tools, limit)
+
+    try:
+        async with opened_door(ask, port=x.port) as (door, address):
+            try:
+                yield addresses(door, address)
+            finally:
+                known.release()
+    except OSError as error:
+        raise ConfigError(
+            f"port={x.port} cannot be opened on 127.0.0.1: {error}; choose another, or 0 for any"
+        ) from error
