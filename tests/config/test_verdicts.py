@@ -24,9 +24,10 @@ from rlkit.config.trust import UNDECLARED, Folder, declared_by, outside, safe_by
 from rlkit.errors import ConfigError
 from rlkit.models.load import TINY
 from rlkit.runs import folder as runs
+from rlkit.system.extras import explain_missing
 from rlkit.types import REACHES, reaches, safe
 
-SHIPPED = sorted(shipped(conf_dir()))
+SHIPPED = [name for name in sorted(shipped(conf_dir())) if not explain_missing(name)]
 BY = Folder(conf_dir())
 
 
