@@ -295,10 +295,12 @@ def options(group: str) -> list[str]:
 
 
 def presets() -> list[str]:
-    """The presets of conf/experiment, recipes as recipe/NAME, without the tasks of the bench."""
+    """The presets of conf/experiment, recipes as recipe/NAME, that are available. Those of the
+    bench have tests of their own."""
     folder = conf_dir() / "experiment"
     names = [file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml")]
-    return sorted(name for name in names if not name.startswith("bench/"))
+    own = sorted(name for name in names if not name.startswith("bench/"))
+    return [name for name in own if available(f"experiment={name}")]
 
 
 ALGORITHMS = [(f"algorithm={name}",) for name in options("algorithm")]
