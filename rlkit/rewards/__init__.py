@@ -1,25 +1,23 @@
 """Verifiable rewards: functions of a rollout that give a score, or None where it cannot be
 scored."""
 
-from rlkit.rewards._by_task import by_task
+from rlkit.rewards._by_task import by_task, named_rewards
 from rlkit.rewards._code_exec import Judgement, code_exec, extract_code, judgements, tests_of
-from rlkit.rewards._judge import judge
-from rlkit.rewards._math_verify import math_verify
 from rlkit.rewards._normalise import Moments, normalise, update_moments
 from rlkit.rewards._numeric import extract_answer, numeric, parse_number
-from rlkit.rewards._reasoning_gym import reasoning_gym
 from rlkit.rewards._score import (
     Reward,
     RewardError,
     Term,
     Verdict,
     final_answer,
+    has_gold,
+    no_gold,
     reads_truth,
     reads_truths,
     score,
     score_spread,
 )
-from rlkit.rewards._verifiers import verifiers
 from rlkit.rewards.aggregators import (
     batched,
     group_normalised,
@@ -54,4 +52,4 @@ _CHECKED: tuple[RewardFn, ...] = (
     repetition,
     soft_length,
 )
-_CHECKED_TOO: tuple[RewardFn, ...] = (tool_usage, verifiers, reasoning_gym)
+_CHECKED_TOO: tuple[RewardFn, ...] = (tool_usage,)

@@ -56,3 +56,10 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
         ):
             values[i] = value
     return values
+
+
+def named_rewards(fn: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+    """Return the rewards by name of a configured `by_task`; none of any other function."""
+    if getattr(fn, "func", fn) is not by_task:
+        return {}
+    return getattr(fn, "keywords", {}).get("rewards", {})

@@ -664,6 +664,20 @@ def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
     return reads_truths(lambda tasks, **keywords: [problem(task, **keywords) for task in tasks])
 
 
+def no_gold(fn: F) -> F:
+    """Mark a reward whose rows have no gold answer to try: the environment, a model or the row's
+    own package judges."""
+    fn.no_gold = True  # type: ignore[attr-defined]
+    return fn
+
+
+def has_gold(fn: Callable[..., Any]) -> bool:
+    """Return whether a reward scores against a row's gold answer: it is not marked `no_gold`."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return not getattr(fn, "no_gold", False)
+
+
 def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
     """`reads_truth` for a function that asks about all rows at once: (tasks, keywords) → one
     problem for each task."""

@@ -7,12 +7,13 @@ from typing import Literal
 
 from rlkit.errors import ConfigError
 from rlkit.rewards._numeric import numeric, unreadable
-from rlkit.rewards._score import Paid, reads_truth
+from rlkit.rewards._score import Paid, no_gold, reads_truth
 from rlkit.types import Rollout, assumes, gives
 
 Unit = Literal["words", "tokens"]
 
 
+@no_gold
 def environment(rollout: Rollout) -> float | None:
     """What the environment paid at its steps, where it counts already; None, cannot be scored,
     where it failed.

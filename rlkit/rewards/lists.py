@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 
+from rlkit.rewards._score import no_gold
 from rlkit.types import Rollout, gives
 
 
 @gives("binary", "non_negative", "raw")
+@no_gold
 def listed(rollout: Rollout) -> float | None:
     """1 where the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored,
     where the row has no such list.
@@ -30,6 +32,7 @@ def listed(rollout: Rollout) -> float | None:
 
 
 @gives("non_negative", "raw")
+@no_gold
 def paid(rollout: Rollout) -> float | None:
     """`listed`, times the number >= 0 `task.metadata["pay"]` where there is one."""
     score = listed(rollout)
@@ -37,6 +40,7 @@ def paid(rollout: Rollout) -> float | None:
 
 
 @gives("raw")
+@no_gold
 def priced(rollout: Rollout) -> float | None:
     """`listed` - `task.metadata["price"]` · (characters of the last reply beyond those of the
     shortest right one)."""

@@ -11,7 +11,5 @@ from rlkit.tasks._gsm8k import gsm8k
 from rlkit.tasks._jsonl import jsonl
 from rlkit.tasks._mbpp import mbpp
 from rlkit.tasks._mixture import mixture
-from rlkit.tasks._reasoning_gym import reasoning_gym
-from rlkit.tasks._verifiers import verifiers
 from rlkit.tasks.games import episodes, guess_number
 from rlkit.tasks.source import read_rows

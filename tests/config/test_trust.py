@@ -111,7 +111,6 @@ def test_what_is_trusted_is_printed(capsys):
         {"_target_": "os.system", "_args_": ["true"]},
         {"_target_": ["os.system"]},
         MODEL | {"trust_remote_code": True, "revision": "0" * 40},
-        {"_target_": "rlkit.tasks.verifiers", "id": "someones"},
         MODEL | {"path": "someone/${oc.env:HOME}"},
     ],
 )

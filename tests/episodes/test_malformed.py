@@ -11,7 +11,9 @@ from functools import partial
 
 import pytest
 
+from parametrise import available
 from rlkit.commands.agent import parts
+from rlkit.config.compose import compose, experiment
 from rlkit.engines import Batched
 from rlkit.environments import (
     calculator,
@@ -35,7 +37,6 @@ from rlkit.rewards import (
     extract_code,
     format_match,
     length,
-    math_verify,
     numeric,
     repetition,
     score,
@@ -322,11 +323,11 @@ def test_malformed_code_is_a_result_or_a_sentence(count):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not available("reward=math_verify"), reason="needs the extra adapters")
 def test_malformed_answers_are_judged_by_math_verify():
     pytest.importorskip("math_verify")
+    reward = experiment(compose(["reward=math_verify"])).reward
     rng = random.Random(3)
     rollouts = [played(malformed(rng), "none")[0] for _ in range(100)]
-    statuses = {
-        r.statuses["m"] for r in score(rollouts, Reward("m", {"m": Term(1.0, math_verify)}))
-    }
+    statuses = {r.statuses["math_verify"] for r in score(rollouts, reward)}
     assert {"ok", "wrong", "unparseable"} <= statuses <= {"ok", "wrong", "unparseable", "timeout"}

@@ -24,7 +24,7 @@ from rlkit.environments.session import opened
 from rlkit.episodes import collect
 from rlkit.errors import ConfigError, EnvironmentFailed, Hung
 from rlkit.models.chat import encode_scaffold
-from rlkit.rewards import Reward, RewardError, Term, judge, numeric, score
+from rlkit.rewards import Reward, RewardError, Term, numeric, score
 from rlkit.system import leaving, loops, waiting
 from rlkit.system.deadline import call_user
 from rlkit.training.callbacks.faults import Watchdog
@@ -288,27 +288,6 @@ def test_a_reward_that_raises_does_not_wait_for_another(quick):
 
     with pytest.raises(RewardError, match="this one"):
         score([rollout(), rollout("raises"), rollout()], Reward("mine", {"mine": Term(1.0, mine)}))
-
-
-def test_a_judge_that_sends_its_answer_byte_by_byte_is_given_up_and_named(
-    quick, capfd, monkeypatch
-):
-    monkeypatch.setattr("rlkit.rewards._judge.SLACK", 0.0)
-    with drips() as address:
-        with pytest.raises(RewardError, match=r"no whole answer within 0\.3 s"):
-            asked = {
-                "address": address,
-                "model": "m",
-                "rubric": {"good": "It is."},
-                "retries": 0,
-                "timeout": 0.3,
-            }
-
-            async def mine(rollouts):
-                return await judge(rollouts, **asked)
-
-            score([rollout()], Reward("mine", {"mine": Term(1.0, mine, batched=True)}))
-        assert f"for the judge {address}, in 1 episode" in capfd.readouterr().err
 
 
 @contextmanager

@@ -148,11 +148,11 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
 def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
     """The functions that score rollouts: the function itself, or where every row names its own
     those that the rows name."""
-    from rlkit.rewards import by_task
+    from rlkit.rewards import by_task, named_rewards
 
     if getattr(fn, "func", fn) is not by_task:
         return [fn]
-    known = fn.keywords["rewards"]
+    known = named_rewards(fn)
     return [known[name] for name in dict.fromkeys(task.reward for task in tasks) if name in known]
 
 

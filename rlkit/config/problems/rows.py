@@ -10,7 +10,7 @@ from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.episodes.summary import by_part
 from rlkit.errors import ConfigError, DataError
-from rlkit.rewards import Reward, RewardError, tests_of
+from rlkit.rewards import Reward, RewardError, has_gold, named_rewards, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards._score import truth_problems
 from rlkit.sandbox import Sandbox, require
@@ -22,9 +22,6 @@ from rlkit.training.schedules import phases
 from rlkit.training.selfcheck import ROWS, first_rows
 from rlkit.training.teachers import answer, demonstration
 from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
-
-# rewards of rows without a gold answer
-JUDGED = ("environment", "verifiers", "reasoning_gym", "listed", "paid", "priced", "judge")
 
 
 def load_tasks(x: Experiment) -> Splits:
@@ -46,7 +43,7 @@ def load_tasks(x: Experiment) -> Splits:
 def _checked_tasks(x: Experiment) -> Splits:
     train = x.task(split="train")
     check_truths(train, x.evaluation.reward)
-    check_verifier(train, x.evaluation.reward)
+    check_verifier(train, x.evaluation.reward, x.reward)
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
     test = load_split(x, "test") if x.evaluation.n else []
     for phase in phases(x).values():
@@ -74,13 +71,26 @@ def load_split(x: Experiment, split: Split) -> Sequence[Task]:
         }
         raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
     check_truths(tasks, x.evaluation.reward)
-    check_verifier(tasks, x.evaluation.reward)
+    check_verifier(tasks, x.evaluation.reward, x.reward)
     return tasks
 
 
-def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
-    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows that bring
-    their own judge have no gold answer.
+def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
+    """Whether the reward that rows ask for by this name is marked `no_gold`."""
+    fns = []
+    for reward in rewards:
+        for term_name, term in reward.terms.items() if reward else ():
+            known = named_rewards(term.fn)
+            if name in known:
+                fns.append(known[name])
+            elif reward and name in (term_name, reward.name):
+                fns.append(term.fn)
+    return not all(map(has_gold, fns))
+
+
+def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
+    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows whose reward
+    is marked `no_gold` have no gold answer to try; it may be one of `training` alone.
 
     The tests of programs are read in every row.
     Raises: DataError naming the row, and the test that cannot be judged outside the program.
@@ -88,7 +98,12 @@ def check_verifier(tasks: Sequence[Task], reward: Reward) -> None:
     for task in tasks:
         if task.reward == "code_exec":
             tests_of(task)
-    for task in first_rows([task for task in tasks if task.reward not in JUDGED], ROWS):
+    judged = {
+        name
+        for name in dict.fromkeys(task.reward for task in tasks)
+        if _is_judged(name, (reward, training))
+    }
+    for task in first_rows([task for task in tasks if task.reward not in judged], ROWS):
         gold, empty = (_answered(task, text) for text in (task.answer, ""))
         scores = [r.reward for r in score_rollouts([gold, empty], reward)]
         if scores[0] is None or scores[0] < 1:

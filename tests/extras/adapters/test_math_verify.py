@@ -15,8 +15,9 @@ import pytest
 from parametrise import cases, each
 from rlkit.config.problems.rows import check_truths
 from rlkit.errors import ConfigError, DataError, install
-from rlkit.rewards import Reward, RewardError, Term, by_task, math_verify, score
-from rlkit.rewards import _math_verify as module
+from rlkit.extras.adapters import _math_verify as module
+from rlkit.extras.adapters import math_verify
+from rlkit.rewards import Reward, RewardError, Term, by_task, score
 from rlkit.types import Rollout, Step, Task
 
 ask, stop = module.ask, module.stop
@@ -165,7 +166,7 @@ def test_children_end_with_the_process_that_started_them(package, tmp_path):
         "import os, signal, sys\n"
         "from threading import Thread\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import rlkit.rewards._math_verify as m\n"
+        "import rlkit.extras.adapters._math_verify as m\n"
         "m.cores = lambda: 2\n"
         "m.ask([('1', '1 or 2'), ('1', '1 or 3')], 5.0)\n"
         "print(*(child.pid for child in m._idle), flush=True)\n"

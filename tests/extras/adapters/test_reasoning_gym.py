@@ -10,9 +10,9 @@ import types
 import pytest
 
 from rlkit.errors import ConfigError
-from rlkit.rewards import reasoning_gym as score
-from rlkit.tasks import reasoning_gym
-from rlkit.tasks._reasoning_gym import Entries, _generated
+from rlkit.extras.adapters import reasoning_gym
+from rlkit.extras.adapters import reasoning_gym_reward as score
+from rlkit.extras.adapters._reasoning_gym import Entries, _generated
 from rlkit.types import Rollout, Step
 
 

@@ -14,10 +14,9 @@ import pytest
 from rlkit.config.problems.rows import check_reward, check_verifier
 from rlkit.episodes.record import from_row, to_row
 from rlkit.errors import ConfigError, DataError
+from rlkit.extras.adapters import verifiers, verifiers_reward
+from rlkit.extras.adapters._verifiers import task_of, trace_of
 from rlkit.rewards import Reward, Term, by_task, score
-from rlkit.rewards import verifiers as verifiers_reward
-from rlkit.rewards._verifiers import task_of, trace_of
-from rlkit.tasks import verifiers
 from rlkit.types import SPLITS, Rollout, Step, Task, ToolCall, ToolResult
 
 SOURCE = """

@@ -25,8 +25,7 @@ from threading import Lock
 from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
-from rlkit.rewards._score import Verdict, final_answer, reads_truths
-from rlkit.rewards.aggregators import batched
+from rlkit.rewards import Verdict, batched, final_answer, reads_truths
 from rlkit.system.processors import cores
 from rlkit.types import Rollout, Task, gives
 

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from rlkit.errors import ConfigError, EngineError
-from rlkit.rewards._score import Verdict, final_answer
-from rlkit.rewards.aggregators import batched
+from rlkit.rewards import Verdict, batched, final_answer, no_gold
 from rlkit.system.deadline import DeadlinePassed, in_worker
 from rlkit.system.files import lenient, write_atomic
 from rlkit.system.waiting import waiting
@@ -70,6 +69,7 @@ class _Settings(NamedTuple):
     budget=(0, None),
 )
 @gives("non_negative", "raw")
+@no_gold
 @batched
 async def judge(
     rollouts: Sequence[Rollout],
