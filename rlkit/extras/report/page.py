@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -62,18 +62,36 @@ def render(
 ) -> str:
     """The whole file. `beside` names the folder with pictures, "" where there are none; `notes` say
     what was left out."""
-    css, *scripts = (
-        files(__package__).joinpath(name).read_text() for name in ("report.css", *SCRIPTS)
-    )
-    script = "".join(scripts)
-    policy = (
-        f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)};"
-        " base-uri 'none'; form-action 'none'"
-    )
     title = f"rlkit report: {' · '.join(group.label for group in groups) or found[0].name}"
     every = [*told, *others(groups, told)]
+    held_out = before_after(groups)
     curves = [section(name, charts_of(name, every, groups)) for name in SECTIONS]
-    sections = [*_compare(groups), *curves, *_describe(found, groups, shown)]
+    sections = [
+        section("Which is better", verdict_list(groups)),
+        section(
+            "Before and after",
+            (held_out_table(held_out) if held_out else "") + fall_list(groups),
+        ),
+        section("Health", health_list(groups)),
+        *curves,
+        section(
+            "Solve rates",
+            (
+                '<div class=charts id="solved"></div>' + SOLVED
+                if any(p.solved for p in shown.played)
+                else ""
+            ),
+        ),
+        section("Rewards", rewards_table(groups)),
+        section("Turns", turns_table(shown)),
+        section("Runs", runs_table(found) + phases_list(groups)),
+        section("Settings that differ", settings_table(groups)),
+        section(
+            "Conversations",
+            files(__package__).joinpath("viewer.html").read_text() if shown.entries else "",
+            wide=True,
+        ),
+    ]
     links = "".join(
         f'<a href="#{ident}">{escape(name)}</a>' for ident, name, text in sections if text
     )
@@ -89,6 +107,23 @@ def render(
         **{name: compressed(block) for name, block in blocks.items()},
         **{f"page-{i}": text for i, text in enumerate(shown.pages)},
     }
+    said = "".join(f"<p class=note>{escape(note)}</p>" for note in notes)
+    body = _with_controls(sections, [ident for ident, _, text in curves if text])
+    main = f"{said}{body}<footer>{_footer(beside)}</footer>\n"
+    return document(title, links, main, data)
+
+
+def document(title: str, links: str, main: str, data: Mapping[str, str]) -> str:
+    """The file around a page's HTML, with style, script and content policy. `data` holds compressed
+    blocks by name."""
+    css, *scripts = (
+        files(__package__).joinpath(name).read_text() for name in ("report.css", *SCRIPTS)
+    )
+    script = "".join(scripts)
+    policy = (
+        f"default-src 'none'; style-src {source_hash(css)}; script-src {source_hash(script)};"
+        " base-uri 'none'; form-action 'none'"
+    )
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -97,42 +132,13 @@ def render(
         f"<style>{css}</style>\n</head>\n<body>\n"
         f"<header><h1>{escape(title)}</h1><button id=theme type=button>Light or"
         f" dark</button></header>\n<nav>{links}</nav>\n"
-        f"<main>\n{''.join(f'<p class=note>{escape(note)}</p>' for note in notes)}"
-        f"{_with_controls(sections, [ident for ident, _, text in curves if text])}"
-        f"<footer>{_footer(beside)}</footer>\n</main>\n"
+        f"<main>\n{main}</main>\n"
         + "".join(
             f'<script type="application/gzip" id="data-{name}">{text}</script>\n'
             for name, text in data.items()
         )
         + f"<script>{script}</script>\n</body>\n</html>\n"
     )
-
-
-def _compare(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
-    """The sections above the curves."""
-    own = before_after(groups)
-    table = held_out_table(own) if own else ""
-    return [
-        section("Which is better", verdict_list(groups)),
-        section("Before and after", table + fall_list(groups)),
-        section("Health", health_list(groups)),
-    ]
-
-
-def _describe(
-    found: Sequence[ReadRun], groups: Sequence[Group], shown: Shown
-) -> list[tuple[str, str, str]]:
-    """The sections below the curves."""
-    solved = any(played.solved for played in shown.played)
-    viewer = files(__package__).joinpath("viewer.html").read_text() if shown.entries else ""
-    return [
-        section("Solve rates", f'<div class=charts id="solved"></div>{SOLVED}' if solved else ""),
-        section("Rewards", rewards_table(groups)),
-        section("Turns", turns_table(shown)),
-        section("Runs", runs_table(found) + phases_list(groups)),
-        section("Settings that differ", settings_table(groups)),
-        section("Conversations", viewer, wide=True),
-    ]
 
 
 def _with_controls(sections: Sequence[tuple[str, str, str]], curves: Sequence[str]) -> str:
@@ -344,7 +350,9 @@ def seconds(value: Any) -> str:
         return ""
     if value < 120:
         return f"{value:.0f} s"
-    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+    if value < 7200:
+        return f"{value / 60:.0f} min"
+    return f"{value / 3600:.1f} h"
 
 
 def phases_list(groups: Sequence[Group]) -> str:
