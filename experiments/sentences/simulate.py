@@ -14,12 +14,15 @@ import numpy as np
 
 from rlkit.commands import plan
 from rlkit.episodes import evaluation
-from rlkit.runs import bench
 from rlkit.runs.comparing import ALPHA, TO_CLAIM, iqm
 from rlkit.runs.report import tables, trends, verdicts
 from rlkit.runs.report.page import change
 from rlkit.runs.report.read import Group, ReadRun
+from rlkit.system.extras import list_extras
 from rlkit.types import Rollout, Task
+
+if "bench" in list_extras():
+    from rlkit.extras.bench import matrix as bench
 
 PROBLEMS = 100  # of a coarse score
 SPREAD = 0.3  # standard deviation of a run's log-odds
