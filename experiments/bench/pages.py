@@ -16,7 +16,7 @@ from pathlib import Path
 import plot
 import run
 
-from rlkit.runs import bench
+from rlkit.extras.bench import matrix as bench
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ import csv
 import sys
 from pathlib import Path
 
-from rlkit.runs import bench
+from rlkit.extras.bench import matrix as bench
 from rlkit.runs.comparing import smallest_step
 
 HERE = Path(__file__).parent

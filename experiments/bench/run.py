@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rlkit.runs import bench
+from rlkit.extras.bench import matrix as bench
 from rlkit.runs.comparing import ALPHA, Difference, paired, smallest_step, tested_together
 from rlkit.statistics import FEWEST
 from rlkit.system import owner

@@ -54,7 +54,7 @@ def trained(task: str, seed: int) -> dict[str, Any]:
 
     from rlkit.config.experiment import experiment
     from rlkit.config.problems.rows import load_tasks
-    from rlkit.tasks.bench import mean_value
+    from rlkit.extras.bench.tasks import mean_value
 
     x = experiment(
         f"experiment=bench/{task}", "algorithm=grpo", *OWN[task].overrides, f"seed={seed}"
@@ -195,7 +195,7 @@ def main() -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Scores of both sides, and the difference within seeds."""
-    from rlkit.runs.bench import markdown
+    from rlkit.extras.bench.matrix import markdown
     from rlkit.runs.comparing import paired
 
     lines = []

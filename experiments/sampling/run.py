@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
-from rlkit.models.fresh import as_tensors, fresh_policy
-from rlkit.tasks.bench import LETTERS, Question, dealt
+from rlkit.extras.bench.fresh import as_tensors, fresh_policy
+from rlkit.extras.bench.tasks import LETTERS, Question, dealt
 from rlkit.types import Policy, Split, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -14,10 +14,14 @@ import numpy as np
 
 from rlkit.commands import plan
 from rlkit.episodes import evaluation
-from rlkit.runs import bench, tables, trends, verdicts
+from rlkit.runs import tables, trends, verdicts
 from rlkit.runs.comparing import ALPHA, TO_CLAIM, iqm
 from rlkit.runs.reading import Group, ReadRun
+from rlkit.system.extras import list_extras
 from rlkit.types import Rollout, Task
+
+if "bench" in list_extras():
+    from rlkit.extras.bench import matrix as bench
 
 PROBLEMS = 100  # of a coarse score
 SPREAD = 0.3  # standard deviation of a run's log-odds

@@ -26,7 +26,6 @@ COMMANDS = (
     "runs",
     "compare",
     "plan",
-    "bench",
     "check",
     "doctor",
     "replay",
@@ -48,7 +47,6 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit runs algorithm=dapo                      runs with these settings, newest first; rlkit runs diff A B compares two
   rlkit compare outputs/grpo outputs/dapo        which is better and by how much, paired by seed; figure=, at=, pairs=all
   rlkit plan outputs/grpo outputs/dapo effect=0.02   how many seeds a comparison needs, and how long they take
-  rlkit bench algorithms=grpo,dapo tasks=needle,noisy seeds=10   small tasks with a known optimum: what can be told apart
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit show algorithm=dapo kl=none              what a run is made of: options, keys that matter or differ, and where each comes from
   rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory

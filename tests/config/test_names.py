@@ -148,13 +148,3 @@ def test_the_folder_of_a_job_is_one_plain_part():
     assert (
         folder_name("algorithm=grpo,seed=1") == "algorithm=grpo,seed=1"
     )  # folders of sweeps that are there already
-
-
-@pytest.mark.parametrize("arm", ["..", ".", "", "a/b", "-x"])
-def test_an_arm_of_the_bench_is_a_plain_folder(arm, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "arms.yaml").write_text(f"{arm!r}: [algorithm=grpo]\n")
-    assert main(["bench", "arms=arms.yaml", "tasks=needle", "seeds=1"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "arms=arms.yaml" in said
-    assert [p.name for p in tmp_path.iterdir()] == ["arms.yaml"]

@@ -10,7 +10,7 @@ import pytest
 
 import rlkit
 from laws.test_docs import COMMANDS, words_of
-from parametrise import available, cases
+from parametrise import available, cases, options
 from rlkit.commands.arguments import parse
 from rlkit.config.changes import difference
 from rlkit.config.compose import compose, conf_dir, experiment
@@ -19,10 +19,8 @@ from rlkit.errors import ConfigError
 from rlkit.models import LoRA, load_policy
 
 EMBEDDED = ("tiny", "tiny_guess", "embedded")
-MODELS = sorted(
-    {f.stem for f in (conf_dir() / "model").glob("*.yaml")} - {"bench"}
-)  # bench is made for its own tasks
-TASKS = sorted(f.stem for f in (conf_dir() / "task").glob("*.yaml"))
+MODELS = [name for name in options("model") if name != "bench"]  # made for its own tasks
+TASKS = options("task")
 GIVEN = {  # what an option leaves to the user
     "model=pretrained": ["model.path=any"],
     "task=jsonl": ["task.path=rows.jsonl"],
@@ -141,8 +139,8 @@ def test_every_engine_and_entry_takes_the_same_length():
 def test_no_option_writes_into_another_group():
     """Every suggestion is read by somebody: a misspelt one would be advice to no one."""
     read = "".join(f.read_text() for f in conf_dir().rglob("*.yaml"))
-    for group, options in (("model", MODELS), ("task", TASKS)):
-        for option in options:
+    for group, names in (("model", MODELS), ("task", TASKS)):
+        for option in names:
             given = composed(f"{group}={option}")[group].get("suggests", {})
             via_code = {"lr", "lora_lr", "max_new_tokens", "max_new_tokens_thinking", "thinking"}
             unread = [

@@ -406,13 +406,13 @@ def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkey
 @pytest.mark.parametrize("command", list_commands())
 def test_every_command_takes_trust(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [] if command != "bench" else ["--help"]  # without algorithms it is refused by itself
+    words = []
     if command in ("train", "check", "rollout", "evaluate", "serve", "agent"):
         words = ["nothing=1"]  # stops them before a model is loaded
     main([command, *words, "trust=true"])
     said = capsys.readouterr().err
     assert "trust" not in said, said
-    if command not in ("doctor", "bench"):
+    if command != "doctor":
         assert main([command, *words, "trust=perhaps"]) == 2
         assert "trust=perhaps: must be true or false" in capsys.readouterr().err
 

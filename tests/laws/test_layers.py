@@ -313,11 +313,11 @@ def test_no_public_name_is_defined_twice_in_a_package():
     own = [m for m in MODULES if not m.startswith(alone) and not m.endswith("_child")]
     places: dict[str, list[str]] = {}
     for module in own:
+        package = extra_of(module) or part(module)
         for node in tree_of(module).body:
             if isinstance(
                 node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
             ) and not node.name.startswith("_"):
-                package = extra_of(module) or part(module)
                 places.setdefault(f"{package}.{node.name}", []).append(module)
     assert {
         name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_TWICE

@@ -17,13 +17,14 @@ spec.loader.exec_module(size)
 # Tokens of the core and of each extra. A limit is raised only by a commit that says what was bought
 # with it.
 TOKENS = {
-    "core": 256_000,
+    "core": 245_000,
     "adapters": 8_000,
-    "vllm": 9_000,
+    "bench": 16_000,
     "forecast": 4_500,
     "notebook": 18_500,
-    "report": 13_000,
     "programs": 28_000,
+    "report": 13_000,
+    "vllm": 9_000,
 }
 FILE_TOKENS = 4_500
 LARGER_FILES = {"algorithm.py": 4_700, "sandbox/_child.py": 5_000}

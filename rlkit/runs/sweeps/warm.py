@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from rlkit.system.parent import end_with, end_with_parent, tied
@@ -35,7 +35,6 @@ IMPORTS = (
     "rlkit.training.callbacks",
     "rlkit.training.loggers",
     "rlkit.engines.cached",
-    "rlkit.models.fresh",
     "rlkit.training.callbacks.checkpoints",
     "rlkit.training.callbacks.conversations",
     "rlkit.training.callbacks.terminal",
@@ -79,10 +78,12 @@ class WarmServer:
 
     Args:
       environment: of the server and of all jobs, beside that of this process.
+      imports: further modules that the server imports for its jobs.
     """
 
-    def __init__(self, environment: Mapping[str, str]):
+    def __init__(self, environment: Mapping[str, str], imports: Sequence[str] = ()):
         self.environment = dict(environment)
+        self.imports = list(imports)
         self.lock = threading.Lock()
         self.begin()
 
@@ -94,7 +95,7 @@ class WarmServer:
             # one, so that its copies still can.
             nvml = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self.process = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno())],
+                [sys.executable, "-c", START, str(theirs.fileno()), *self.imports],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -133,9 +134,11 @@ class WarmServer:
 
 
 @contextlib.contextmanager
-def warm_server(environment: Mapping[str, str]) -> Iterator[WarmServer]:
+def warm_server(
+    environment: Mapping[str, str], imports: Sequence[str] = ()
+) -> Iterator[WarmServer]:
     """A server for the jobs of the block."""
-    server = WarmServer(environment)
+    server = WarmServer(environment, imports)
     try:
         yield server
     finally:
@@ -150,7 +153,7 @@ def serve_jobs() -> None:
     end_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
-    for name in IMPORTS:
+    for name in (*IMPORTS, *sys.argv[2:]):
         with contextlib.suppress(ImportError):  # the job says what is missing
             importlib.import_module(name)
     server = os.getpid()

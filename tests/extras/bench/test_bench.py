@@ -18,13 +18,13 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.experiment import experiment as configured
 from rlkit.config.schema import build
+from rlkit.extras.bench import matrix as bench
+from rlkit.extras.bench.fresh import Opinions, fresh_policy, random_reply
+from rlkit.extras.bench.tasks import LETTERS, Chain, Lake, Value, ice, mean_value
 from rlkit.models import LoRA
 from rlkit.models.chat import encode_prompt
-from rlkit.models.fresh import Opinions, fresh_policy, random_reply
 from rlkit.rewards import listed, paid, priced
-from rlkit.runs import bench
 from rlkit.runs.python import train
-from rlkit.tasks.bench import LETTERS, Chain, Lake, Value, ice, mean_value
 from rlkit.types import Rollout, Step
 
 TASKS = sorted(

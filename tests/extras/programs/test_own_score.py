@@ -242,11 +242,9 @@ def test_a_command_asks_for_consent_and_says_why(command, tmp_path, monkeypatch,
     assert "writes its own reward" in said and not list(tmp_path.iterdir())
 
 
-def test_a_sweep_and_a_bench_ask_too(tmp_path, monkeypatch, capsys):
+def test_a_sweep_asks_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "-m", "seed=0,1", *WORDS]) == 2
-    assert "trust=true" in capsys.readouterr().err
-    assert main(["bench", "algorithms=grpo", "tasks=needle", "seeds=1", *WORDS]) == 2
     assert "trust=true" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 

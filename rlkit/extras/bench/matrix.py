@@ -3,7 +3,7 @@ one page.
 
 A run is `rlkit train` in <folder>/TASK/ARM/SEED, on one thread, with as many at a time as there are
 cores. Runs that are finished are not repeated, unless they are of other settings. A run's score is
-its regret (rlkit/tasks/bench.py): 1 as good as a random policy, 0 as good as possible.
+its regret (rlkit/extras/bench/tasks.py): 1 as good as a random policy, 0 as good as possible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.models.fresh import STARTS
+from rlkit.extras.bench import fresh
 from rlkit.runs import folder as runs
 from rlkit.runs.comparing import (
     ALPHA,
@@ -133,7 +133,7 @@ def run_all(
     done = len(todo) - len(waiting)
     print(f"{len(todo)} runs, {done} of them done earlier, {jobs} at a time", flush=True)
     sweep = make_sweep(folder, config_dir, jobs, threads=1, trusted=trusted)
-    environment = {**sweep.environment, STARTS: str((folder / "starts").resolve())}
+    environment = {**sweep.environment, fresh.STARTS: str((folder / "starts").resolve())}
     sweep = sweep._replace(environment=environment)
     places = {job.folder: cell for job, cell in zip(todo, cells, strict=True)}
 
@@ -147,7 +147,7 @@ def run_all(
     with ExitStack() as block:
         received = block.enter_context(conducting(sweep, line))
         if waiting and start is None and sys.platform == "linux":
-            start = block.enter_context(warm_server(sweep.environment)).start
+            start = block.enter_context(warm_server(sweep.environment, [fresh.__name__])).start
         pool = block.enter_context(ThreadPoolExecutor(max(1, min(jobs, len(waiting)))))
         try:
             for job in pool.map(lambda job: do_job(job, sweep, start, devices=devices), waiting):
@@ -215,7 +215,7 @@ def read_row(cell: MatrixRun) -> Row | None:
 def value_of_run(folder: Path) -> Any:
     """The random and the best expected reward of the test problems of a run."""
     from rlkit.config.schema import build
-    from rlkit.tasks.bench import mean_value
+    from rlkit.extras.bench.tasks import mean_value
 
     config = runs.read_config(folder)
     return mean_value(build(config["task"], "task")(split="test")[: config["evaluation"]["n"]])

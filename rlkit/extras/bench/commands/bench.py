@@ -32,7 +32,7 @@ SETTINGS = {
 def command(arguments: Arguments) -> int:
     """algorithms=A,B or arms=FILE, tasks=, seeds=N, placebo=false, jobs=N, folder=; every other
     override goes to every run."""
-    from rlkit.runs import bench
+    from rlkit.extras.bench import matrix as bench
 
     given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
     trusted = is_trusted(arguments.overrides)
@@ -73,7 +73,7 @@ def command(arguments: Arguments) -> int:
 def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]) -> str:
     """Writes results.csv, comparisons.csv and README.md from the runs' rows; the page and where
     they are, to print."""
-    from rlkit.runs import bench
+    from rlkit.extras.bench import matrix as bench
 
     bench.write_rows(folder / "results.csv", rows)
     found = bench.scores(rows)
@@ -99,7 +99,7 @@ def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
 def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:
     """Name → overrides: options of `algorithm`, and those of a file of names and lists of
     overrides."""
-    from rlkit.runs.bench import PLACEBOS, folder_of
+    from rlkit.extras.bench.matrix import PLACEBOS, folder_of
 
     arms: dict[str, tuple[str, ...]] = {
         name: (f"algorithm={name}",) for name in given["algorithms"].split(",") if name

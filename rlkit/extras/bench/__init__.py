@@ -1,0 +1,5 @@
+"""Small tasks with a known optimum, and the matrix of runs that `rlkit bench` compares on them.
+
+`tasks` has the tasks, `fresh` the small policy that starts them, `matrix` the runs, their rows and
+the page. Nothing is imported before it is asked for.
+"""
