@@ -162,14 +162,12 @@ def program(
             "environment: set one of environment.command=[PROGRAM, …] and"
             " environment.function._target_=MODULE.NAME"
         )
-    for key, limit in (
-        ("max_turns", max_turns),
-        ("output_kb", output_kb),
-        ("memory_mb", memory_mb),
-        ("max_programs", max_programs),
-    ):
-        if limit is not None and limit < 1:
-            raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
+    require_positive(
+        max_turns=max_turns,
+        output_kb=output_kb,
+        memory_mb=memory_mb,
+        max_programs=max_programs,
+    )
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
     if score == "file" and sys.platform != "linux":
@@ -203,6 +201,13 @@ def program(
             slots=AtMost(max_programs) if max_programs else None,
         ),
     )
+
+
+def require_positive(**limits: int | None) -> None:
+    """Raise ConfigError naming the first limit that is below 1; None is no limit."""
+    for key, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
 
 
 def _found(command: Sequence[str]) -> list[str]:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from rlkit.runs.reading import find_runs
 
 from many_runs import (
     DISTURBANCES,
@@ -23,6 +22,7 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.extras.bench import matrix as bench
 from rlkit.runs import folder as runs
+from rlkit.runs.reading import find_runs
 from rlkit.runs.sweeps.jobs import RunJob
 from rlkit.system.identity import read_identity
 
