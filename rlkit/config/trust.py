@@ -23,6 +23,7 @@ import yaml
 
 from rlkit.config.schema import resolve, signature_hints
 from rlkit.errors import ConfigError, DataError, visible
+from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import FROM_ENVIRONMENT
 from rlkit.types import REACHES
 
@@ -83,7 +84,8 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     """The functions that the shipped options of a run name → their parameters → the values that
     options give them.
 
-    Options of Hydra's own groups are left out: no part of a run calls what they name.
+    Options of Hydra's own groups are left out: no part of a run calls what they name. So are
+    functions of extras that are not there.
     """
     found: dict[str, dict[str, list[Any]]] = {}
 
@@ -95,6 +97,8 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
             collect(value)
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             for name in NAME.findall(node["_target_"]):  # a reference with a default names one too
+                if explain_missing(name):
+                    continue
                 own = found.setdefault(name, {})
                 for key, value in node.items():
                     own.setdefault(key, []).append(_marked(value))
