@@ -325,7 +325,7 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
         raw = OmegaConf.to_container(full, resolve=False)
         found = list(_paths_of(raw.get("task"), kind, "task")) if isinstance(raw, dict) else []
         for path in found:
-            declared += OmegaConf.to_container(OmegaConf.select(full, path), resolve=True)
+            declared += [str(name) for name in OmegaConf.select(full, path)]
         for path in found:
             del OmegaConf.select(full, path.rpartition(".")[0])[kind]
         shipped = set(
