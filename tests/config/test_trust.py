@@ -110,7 +110,6 @@ def test_what_is_trusted_is_printed(capsys):
         {"_target_": "os.system", "_args_": ["true"]},
         {"_target_": ["os.system"]},
         MODEL | {"trust_remote_code": True, "revision": "0" * 40},
-        {"_target_": "rlkit.extras.adapters.verifiers", "id": "someones"},
         {"_target_": "rlkit.environments.mcp", "servers": {"mine": ["sh", "-c", "true"]}},
         {"_target_": "rlkit.engines.VLLM", "server": "http://elsewhere"},
         {"_target_": "rlkit.engines.VLLM", "addresses": ["http://elsewhere"]},

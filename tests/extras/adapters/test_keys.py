@@ -224,3 +224,8 @@ def test_every_secret_of_a_shipped_function_stands_beside_an_address():
         own = declared_by(target)
         secrets = [key for key, found in own.items() if SECRET.search(key) and not found.plain]
         assert not secrets or any(found.word in SENDS for found in own.values()), (target, secrets)
+
+
+def test_a_task_set_of_someone_else_is_seen_as_code():
+    node = {"_target_": "rlkit.extras.adapters.verifiers", "id": "someones"}
+    assert len(list(outside(node, BY))) >= 1
