@@ -15,7 +15,7 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.keys import leaks
 from rlkit.config.schema import resolve, signature_hints
-from rlkit.config.trust import SENDS, Folder, declared_by, shipped
+from rlkit.config.trust import SENDS, Folder, declared_by, outside, shipped
 from rlkit.runs import folder as runs
 from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import SECRET
