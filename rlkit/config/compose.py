@@ -39,6 +39,13 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment
 
 
+# what a task declares, the function that has a part for each name, and the option with those parts
+BY_TASK = (
+    ("rewards", "rlkit.rewards.by_task", "reward/by_task.yaml"),
+    ("environments", "rlkit.environments.by_task", "environment/by_task.yaml"),
+)
+
+
 # ---------------------------------------------------------------------------------------- composing
 
 
@@ -302,6 +309,7 @@ def _load(
     parser = OverridesParser.create()
     groups = [text for text in overrides if is_group(text, search)]
     accepted = []
+    text = ""
     try:
         full = copy.deepcopy(_composed_groups(entry, (*search, *groups), _stamp(search)))
         for text in overrides:
@@ -319,37 +327,92 @@ def _load(
     except yaml.MarkedYAMLError as error:
         raise ConfigError(not_yaml(error, "an option")) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        absent = re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error))
-        if absent:
-            group, name = absent.groups()
-            where = "" if f"{group}={name}" in overrides else ", which a defaults list names"
-            raise ConfigError(
-                no_such_option(
-                    f"{group}={name}{where}", name, group, _listed_options(group, search)
-                )
-            ) from error
-        absent = re.match(r"Could not override '([\w.]+)'", str(error))
-        path = absent[1] if absent else ""
-        if path.startswith("hydra."):
-            known = _composed_groups(entry, (), _stamp(search)).hydra
-            raise ConfigError(
-                f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}"
-            ) from error
-        if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
-            raise ConfigError(f"{path}: rlkit {entry} has no such group") from error
-        if str(error).startswith("Error merging override"):
-            text = text.lstrip("+")
-            said = one_sentence(error.__cause__ or error)
-            key = text.partition("=")[0]
-            if "Cannot merge DictConfig with ListConfig" in said:
-                said = f"{key} holds values by name and takes no list; set {key}.NAME=VALUE"
-            raise ConfigError(f"'{text}' cannot be read: {said}") from error
-        raise ConfigError(one_sentence(error)) from error
+        raise _refusal(error, text, entry, search, overrides) from error
+    _keep_declared(full, accepted)
     own = [text for text in accepted if not text.startswith("hydra")]
     full.hydra.overrides.task = own
     full.hydra.job.override_dirname = ",".join(sorted(own))
     full.hydra.runtime.cwd = os.getcwd()
     return full, accepted
+
+
+def _refusal(
+    error: Exception, text: str, entry: str, search: Sequence[str], overrides: Sequence[str]
+) -> ConfigError:
+    """What Hydra's error says, in one sentence about the user's words; `text` is the last override
+    that was applied."""
+    absent = re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error))
+    if absent:
+        group, name = absent.groups()
+        where = "" if f"{group}={name}" in overrides else ", which a defaults list names"
+        return ConfigError(
+            no_such_option(f"{group}={name}{where}", name, group, _listed_options(group, search))
+        )
+    absent = re.match(r"Could not override '([\w.]+)'", str(error))
+    path = absent[1] if absent else ""
+    if path.startswith("hydra."):
+        known = _composed_groups(entry, (), _stamp(search)).hydra
+        return ConfigError(
+            f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}"
+        )
+    if path and "." not in path:  # a whole group: adding it, as Hydra proposes, would not help
+        return ConfigError(f"{path}: rlkit {entry} has no such group")
+    if str(error).startswith("Error merging override"):
+        text = text.lstrip("+")
+        said = one_sentence(error.__cause__ or error)
+        key = text.partition("=")[0]
+        if "Cannot merge DictConfig with ListConfig" in said:
+            said = f"{key} holds values by name and takes no list; set {key}.NAME=VALUE"
+        return ConfigError(f"'{text}' cannot be read: {said}")
+    return ConfigError(one_sentence(error))
+
+
+def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
+    """Leave out of each `by_task` the shipped parts that no row of the task names.
+
+    A task declares `rewards` and `environments`; those of a mixture are the union of its parts. A
+    task without them keeps what is there. A part that an override sets stays, and so does one of
+    the user's own. The declarations themselves do not stay in the config.
+    """
+    from omegaconf import OmegaConf
+
+    OmegaConf.set_struct(full, False)
+    for kind, target, option in BY_TASK:
+        declared: list[str] = []
+        raw = OmegaConf.to_container(full, resolve=False)
+        found = list(_paths_of(raw.get("task"), kind, "task")) if isinstance(raw, dict) else []
+        for path in found:
+            declared += [str(name) for name in OmegaConf.select(full, path)]
+        for path in found:
+            del OmegaConf.select(full, path.rpartition(".")[0])[kind]
+        shipped = set(
+            re.findall(rf"(?:@{kind}\.|^        )(\w+):", (conf_dir() / option).read_text(), re.M)
+        )
+        for path in _paths_of_target(raw, target):
+            parts = OmegaConf.select(full, f"{path}.{kind}")
+            for name in list(parts) if declared and parts is not None else ():
+                touched = any(f".{kind}.{name}" in text for text in accepted)
+                if name in shipped and name not in declared and not touched:
+                    del parts[name]
+
+
+def _paths_of(node: Any, key: str, path: str) -> Iterator[str]:
+    """The dotted keys of lists of this name in a task and the parts of a mixture."""
+    if isinstance(node, dict):
+        if isinstance(node.get(key), list):
+            yield f"{path}.{key}"
+        for name, part in (node.get("parts") or {}).items():
+            yield from _paths_of(part, key, f"{path}.parts.{name}")
+
+
+def _paths_of_target(node: Any, target: str, path: str = "") -> Iterator[str]:
+    """The dotted keys of the nodes that call this function."""
+    if isinstance(node, dict):
+        if node.get("_target_") == target:
+            yield path
+        for key, value in node.items():
+            if key != "hydra":
+                yield from _paths_of_target(value, target, f"{path}.{key}".lstrip("."))
 
 
 @functools.lru_cache(maxsize=64)

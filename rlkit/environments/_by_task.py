@@ -32,10 +32,12 @@ def by_task(
 
     def lookup(task: Task) -> Environment:
         if task.environment not in known:
+            every = ",".join([*known, task.environment])
             raise ConfigError(
                 f"task {task.id!r} asks for the environment {task.environment!r}, which is not in "
                 f"environment.environments; known are {', '.join(sorted(known)) or 'none'}. "
-                "Add it there, or set environment= to one option for all rows"
+                f"Add it with task.environments=[{every}], or set environment= to one option for"
+                " all rows"
             )
         return known[task.environment]
 

@@ -45,8 +45,9 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
         if rollout.task.reward not in rewards:
             raise ConfigError(
                 f"task {rollout.task.id!r} asks for the reward {rollout.task.reward!r}; known are"
-                f" {', '.join(sorted(rewards)) or 'none'}. Correct the row's reward, or set reward="
-                " to one option for all rows"
+                f" {', '.join(sorted(rewards)) or 'none'}. Add it with"
+                f" task.rewards=[{','.join([*rewards, rollout.task.reward])}], correct the row's"
+                " reward, or set reward= to one option for all rows"
             )
     values: list[Any] = [None] * len(rollouts)
     for name in dict.fromkeys(rollout.task.reward for rollout in rollouts):

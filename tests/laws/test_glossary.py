@@ -44,7 +44,7 @@ def written() -> set[str]:
     phases."""
     lines = (
         line
-        for file in (ROOT / "tests" / "goldens").glob("*.yaml")
+        for file in (ROOT / "tests" / "laws" / "goldens").glob("*.yaml")
         for line in file.read_text().splitlines()
     )
     return {

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import rlkit
-from laws import each
+from parametrise import each
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir, unresolved
 from rlkit.runs import folder as runs
@@ -204,7 +204,7 @@ COMPOSED = [
     (),
     ("algorithm=ppo", "environment=mcp", "environment.servers={}"),
     ("model=qwen3_0.6b", "task=gsm8k", "trainer=gpu"),
-    ("experiment=scalerl_paper",),
+    ("experiment=recipe/scalerl",),
     ("experiment=grpo_to_dapo", "generation=transformers"),
     (
         "reward=judge",

@@ -38,8 +38,10 @@ def written_rewards(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def declared_of(target: Any) -> Mapping[str, Any]:
-    """What a part declares; nothing where there is no such part, which is told elsewhere."""
+    """What a part declares; nothing if there is no such part, which is told elsewhere."""
+    if not isinstance(target, str):
+        return {}
     try:
-        return {} if target is None else getattr(resolve(target), "__writes_reward__", {})
+        return getattr(resolve(target), "__writes_reward__", {})
     except ConfigError:
         return {}

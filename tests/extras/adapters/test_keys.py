@@ -15,7 +15,7 @@ from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.keys import leaks
 from rlkit.config.schema import resolve, signature_hints
-from rlkit.config.trust import SENDS, Folder, declared_by, shipped
+from rlkit.config.trust import SENDS, Folder, declared_by, outside, shipped
 from rlkit.runs import folder as runs
 from rlkit.system.extras import explain_missing
 from rlkit.system.noted import is_noted, note
@@ -226,3 +226,8 @@ def test_every_secret_of_a_shipped_function_stands_beside_an_address():
         own = declared_by(target)
         secrets = [key for key, found in own.items() if is_secret_key(key)]
         assert not secrets or any(found.word in SENDS for found in own.values()), (target, secrets)
+
+
+def test_a_task_set_of_someone_else_is_seen_as_code():
+    node = {"_target_": "rlkit.extras.adapters.verifiers", "id": "someones"}
+    assert len(list(outside(node, BY))) >= 1
