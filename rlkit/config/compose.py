@@ -377,6 +377,7 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.set_struct(full, False)
+    keys = [f"{text.partition('=')[0]}." for text in accepted]
     for kind, target, option in BY_TASK:
         declared: list[str] = []
         raw = OmegaConf.to_container(full, resolve=False)
@@ -391,7 +392,7 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
         for path in _paths_of_target(raw, target):
             parts = OmegaConf.select(full, f"{path}.{kind}")
             for name in list(parts) if declared and parts is not None else ():
-                touched = any(f".{kind}.{name}" in text for text in accepted)
+                touched = any(f".{kind}.{name}." in key for key in keys)
                 if name in shipped and name not in declared and not touched:
                     del parts[name]
 

@@ -53,7 +53,8 @@ def test_a_row_that_names_another_part_is_refused_with_the_key_to_set(
     other = {"reward": "contains", "environment": "python"}[key]
     row = f'{{"prompt": "Say 4.", "answer": "4", "{key}": "{other}"}}\n'
     (tmp_path / "rows.jsonl").write_text(row * 8)
-    words = ["train", "task=jsonl", "task.path=rows.jsonl", "evaluation.n=0"]
+    words = ["train", "task=jsonl", "task.path=rows.jsonl", f"+task.fields.{key}={key}"]
+    words += ["evaluation.n=0", "trainer.steps=1"]
     status = main(words)
     said = "".join(capsys.readouterr())
     assert status == 2 and f"task.{key}s=[" in said and other in said
