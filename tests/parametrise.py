@@ -25,7 +25,7 @@ from hypothesis import given, settings
 import rlkit.functional as f
 from rlkit.algorithm import KL
 from rlkit.config.compose import conf_dir
-from rlkit.system.extras import explain_missing
+from rlkit.system.extras import explain_missing, list_extras
 
 
 def cases(
@@ -259,6 +259,14 @@ SLOTS: dict[str, dict[str, Any]] = {
 }
 
 # --------------------------------------------------------------- overrides, from the files of conf/
+
+
+EXTRAS = ("adapters", "bench", "forecast", "notebook", "programs", "report", "vllm")
+
+
+def every_extra() -> bool:
+    """Whether all extras are there: only then is each word of a table used."""
+    return set(EXTRAS) <= set(list_extras())
 
 
 def available(word: str) -> bool:

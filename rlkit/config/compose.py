@@ -29,6 +29,7 @@ from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check
 from rlkit.config.suggestions import RESOLVERS
 from rlkit.errors import ConfigError, nearest, not_yaml
+from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import learn
 from rlkit.system.shared_state import FOLDER, guard_state
 
@@ -371,8 +372,9 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
     """Leave out of each `by_task` the shipped parts that no row of the task names.
 
     A task declares `rewards` and `environments`; those of a mixture are the union of its parts. A
-    task without them keeps what is there. A part that an override sets stays, and so does one of
-    the user's own. The declarations themselves do not stay in the config.
+    task without them keeps what is there, but for parts whose extra is missing. A part that an
+    override sets stays, and so does one of the user's own. The declarations themselves do not stay
+    in the config.
     """
     from omegaconf import OmegaConf
 
@@ -391,9 +393,10 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
         )
         for path in _paths_of_target(raw, target):
             parts = OmegaConf.select(full, f"{path}.{kind}")
-            for name in list(parts) if declared and parts is not None else ():
+            for name in shipped & set(parts or ()):
                 touched = any(f".{kind}.{name}." in key for key in keys)
-                if name in shipped and name not in declared and not touched:
+                missing = explain_missing(str(parts[name].get("_target_")))
+                if name not in declared and (declared or missing) and not touched:
                     del parts[name]
 
 

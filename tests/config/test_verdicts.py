@@ -418,4 +418,5 @@ def test_every_command_takes_trust(command, tmp_path, capsys, monkeypatch):
 
 
 def test_the_words_of_reach_are_used():
-    assert {declared_by(target)[key].word for target, key in REACHING} == set(REACHES)
+    used = {declared_by(target)[key].word for target, key in REACHING}
+    assert used == set(REACHES) or (used < set(REACHES) and not every_extra())
