@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from parametrise import available, cases, each, presets
+from parametrise import available, cases, each, every_extra, presets
 from rlkit.commands.arguments import Arguments, added
 from rlkit.commands.cli import list_commands, main
 from rlkit.commands.trust import asker

@@ -196,8 +196,9 @@ def test_every_key_that_looks_like_a_secret_has_been_judged():
     for file in Path(rlkit.__file__).parent.rglob("*.py"):
         names |= set(parameters_of(ast.parse(file.read_text())))
     looking = {name for name in names if LOOKS_SECRET.search(name)}
-    assert {name for name in looking if not is_secret_key(name)} == IS_NONE
-    assert {name for name in looking if is_secret_key(name)} == {"api_key"}
+    plain = {name for name in looking if not is_secret_key(name)}
+    assert plain == IS_NONE or (plain < IS_NONE and not every_extra())
+    assert looking - plain <= {"api_key"}
 
 
 COMPOSED = [
@@ -214,7 +215,7 @@ COMPOSED = [
 ]
 
 
-@each("words", [pytest.param(words) for words in COMPOSED])
+@each("words", [pytest.param(words) for words in COMPOSED if all(map(available, words))])
 def test_settings_are_written_in_clear(words):
     """`max_new_tokens` stood as <redacted> in `--cfg job` and in every run's .hydra/config.yaml."""
     composed = compose(words)
