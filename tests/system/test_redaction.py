@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import rlkit
-from parametrise import each
+from parametrise import available, each, every_extra
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir, unresolved
 from rlkit.runs import folder as runs
