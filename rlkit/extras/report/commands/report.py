@@ -1,4 +1,4 @@
-"""Runs or a sweep as one HTML page: curves, tables, conversations; out=FILE."""
+"""one HTML page of runs or a sweep: curves, tables, conversations; out=FILE"""
 
 from __future__ import annotations
 
