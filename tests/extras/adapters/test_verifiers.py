@@ -8,6 +8,7 @@ with it.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -55,11 +56,7 @@ __all__ = ["Doubles"]
 """
 REWARD = Reward(
     "by_task",
-    {
-        "task": Term(
-            1.0, lambda rs: by_task(rs, rewards={"verifiers": verifiers_reward}), batched=True
-        )
-    },
+    {"task": Term(1.0, partial(by_task, rewards={"verifiers": verifiers_reward}), batched=True)},
 )
 
 

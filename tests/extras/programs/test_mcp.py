@@ -91,7 +91,7 @@ def test_each_episode_has_a_server_of_its_own_and_results_are_bounded(private):
 def children() -> list[str]:
     """Servers that this process has started and that are alive."""
     listed = subprocess.run(
-        ["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+        ["ps", "-ww", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True
     )
     return [line for line in listed.stdout.splitlines() if SCRIPT in line]
 
