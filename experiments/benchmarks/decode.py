@@ -42,7 +42,6 @@ import torch
 from served import completions
 
 from rlkit.environments import calculator, tool_schema
-from rlkit.extras.forecast import decode_limit, shape_of
 from rlkit.functional import mix
 from rlkit.models import encode_prompt, load_policy
 from rlkit.tasks import arithmetic
@@ -86,12 +85,12 @@ def limit(model: Any, contexts: Contexts, tokens: int) -> float:
     """Tokens a second that the bandwidth of a listed card allows
     (rlkit.extras.forecast.decode_limit); nan elsewhere."""
     card = bench.card() if next(model.parameters()).is_cuda else None
+    if card is None:
+        return math.nan
+    from rlkit.extras.forecast import decode_limit, shape_of  # which older checkouts lack
+
     context = statistics.fmean(map(len, contexts)) + tokens / 2
-    return (
-        math.nan
-        if card is None
-        else decode_limit(card, shape_of(model.config), len(contexts), context)
-    )
+    return decode_limit(card, shape_of(model.config), len(contexts), context)
 
 
 # -------------------------------------------------------------------------------------- the engines
