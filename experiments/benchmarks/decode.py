@@ -9,8 +9,8 @@
 The embedded model, real prompts of the default task, groups of 8; or random weights in a known
 model's shape and random prompts of one length. No reply ends before its limit, so all engines draw
 the same number of tokens, each with its log-prob, at temperature 1. Rounds alternate between the
-engines; medians and the median of the paired ratios go into decode.csv. The prompts are read anew
-in every round and count in neither figure, their time does in both.
+engines; medians and the median of the paired ratios go into decode.csv. Each round
+reads the prompts again. Their tokens are in neither figure; the time to read them is in both.
 
 `continuous` is transformers' continuous batching (`generate_batch`, its manager kept between
 rounds); it is so slow on a CPU that it takes part in one round. `vllm` runs in a process of another

@@ -8,7 +8,7 @@ memory at several of TRL's micro-batches.
 
 Every comparison is a series of pairs, a process or a round of each side in turn, and which goes
 first alternates. table.csv has a row a figure: ours, the peer's, the median ratio of the pairs, the
-ratio of the table before this one, and the goal. peers.csv and decode.csv are written anew. It is
+ratio of the table before this one, and the goal. It replaces peers.csv and decode.csv. It is
 refused at once where a peer is not installed; --without vllm or --without trl leaves one out, and
 the table says so.
 """

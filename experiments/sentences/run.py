@@ -208,8 +208,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.only and given.out == HERE:
         parser.error(
-            "--only counts a part: give --out, so that its rows do not replace those that are"
-            " committed"
+            "--only counts a part of the rows; give --out FOLDER, because the committed files"
+            " hold all of them"
         )
     rows = []
     for name, promise in PROMISES.items():

@@ -1,4 +1,4 @@
-"""Figures of runs whose truth is known, and how often what the package says of them holds. run.py
+"""Simulate runs whose truth is known, and count how often the package's sentences hold. run.py
 has the promises."""
 
 from __future__ import annotations

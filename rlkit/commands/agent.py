@@ -117,7 +117,7 @@ def run_agent(
     if policy is None:
         if model is None or tokenizer is None:
             raise ConfigError(
-                "run_agent: there is nobody to answer; give policy=…, or model=… and tokenizer=…"
+                "run_agent: no model given; give policy=…, or model=… and tokenizer=…"
             )
         policy = make_policy(model, tokenizer)
     named = named_tools(tools, tool_implementations or {}, executed=tool_executor is not None)

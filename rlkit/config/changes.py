@@ -88,5 +88,5 @@ def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None
         raise ConfigError(
             f"resume={folder}: {fixed[0]} was {was} and is now {wanted} (by its config.yaml and by"
             f" the command); a run cannot continue with another {fixed[0].split('.')[0]}. Take the"
-            " override away, or start anew with resume=never"
+            " override away, or start a new run with resume=never"
         )

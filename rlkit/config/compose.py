@@ -484,8 +484,10 @@ def _plain(full: DictConfig) -> dict[str, Any]:
 
 
 def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
-    """(the first key whose reference to another value fails, what is written there), or two empty
-    texts."""
+    """Return the first key whose reference cannot be resolved and the text that stands there.
+
+    If all can be resolved, both are empty.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

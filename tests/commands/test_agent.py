@@ -248,7 +248,7 @@ def test_control_tokens_in_a_question_or_a_result_are_text(tiny):
         ),
         ({"tools": ["calculator"]}, "is no schema"),
         ({"max_turns": 0}, "max_turns is 0"),
-        ({"policy": None}, "nobody to answer"),
+        ({"policy": None}, "no model given"),
     ],
 )
 def test_refused_with_what_is_wrong(tiny, given, words):

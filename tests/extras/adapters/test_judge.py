@@ -4,7 +4,6 @@ where there is no verdict."""
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from dripping_server import drips
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError
@@ -237,34 +237,6 @@ def test_a_plain_function_that_waits_runs_in_as_many_threads_as_it_asks_for():
 
     reward = Reward("plain", {"waits": Term(1.0, waits, threads=2)})
     assert [r.reward for r in score(replies("1", "2", "3", "4"), reward)] == [1.0, 2.0, 3.0, 4.0]
-
-
-@contextmanager
-def drips():
-    """A server that sends a byte from time to time, and never all of its answer."""
-    over = threading.Event()
-
-    def answer(line):
-        with line:
-            line.recv(65536)
-            line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-            while not over.wait(0.05):
-                line.sendall(b" ")
-
-    def accept():
-        while True:
-            try:
-                line, _ = listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=answer, args=(line,), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=accept, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        finally:
-            over.set()
 
 
 def test_a_judge_that_sends_its_answer_byte_by_byte_is_given_up(monkeypatch):

@@ -17,7 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from laws.test_hangs import drips, quick  # noqa: F401 (a fixture)
+from dripping_server import drips
+from laws.test_hangs import quick  # noqa: F401 (a fixture)
 from rlkit import collect
 from rlkit.algorithm import Stream
 from rlkit.config.compose import compose, experiment
