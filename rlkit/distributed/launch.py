@@ -78,7 +78,8 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks and return the exit status of the first that failed, or 0.
 
     If one fails, the others have GRACE seconds to end by themselves. Then they get SIGTERM, and
-    after GRACE seconds more SIGKILL.
+    after GRACE seconds more SIGKILL. Of ranks seen to have failed at once, one that was killed by a
+    signal counts as the first: the others fail because it is gone.
     """
     first = 0
     failed_at = 0.0
@@ -87,10 +88,11 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.1)
         failed = [i for i, rank in enumerate(ranks) if rank.poll()]
         if failed and not first:
-            first = ranks[failed[0]].returncode
+            cause = next((i for i in failed if ranks[i].returncode < 0), failed[0])
+            first = ranks[cause].returncode
             failed_at = time.monotonic()
             print(
-                f"rlkit: rank {failed[0]} of {len(ranks)} {ending(first)}; the others are stopped",
+                f"rlkit: rank {cause} of {len(ranks)} {ending(first)}; the others are stopped",
                 file=sys.stderr,
                 flush=True,
             )
@@ -100,7 +102,8 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             _send(ranks, signal.SIGTERM)
         if waited > 2 * GRACE:
             _send(ranks, signal.SIGKILL)
-    first = first or next((rank.returncode for rank in ranks if rank.returncode), 0)
+    # Ranks that ended together were not seen in the loop; a signal's number is negative.
+    first = first or min((rank.returncode for rank in ranks if rank.returncode), default=0)
     return first if first >= 0 else 128 - first
 
 

@@ -164,6 +164,21 @@ def test_a_rank_that_fails_ends_the_others_and_gives_its_status(monkeypatch, pro
     assert launch.start_ranks([sys.executable, "-c", END + program], 2) == status
 
 
+@pytest.mark.parametrize("others", ["go on", "end too"])
+def test_a_rank_killed_by_a_signal_is_the_cause_of_the_failures_seen_beside_it(
+    monkeypatch, capfd, others
+):
+    """Rank 0 waits in vain for rank 1 and may have ended when both are looked at."""
+    monkeypatch.setattr(launch, "GRACE", 0.2)
+    programs = ["raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)"]
+    started = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    assert [rank.wait() for rank in started] == [1, -9]
+    if others == "go on":
+        started.append(subprocess.Popen(["sleep", "60"]))
+    assert launch._watch(started) == 137
+    assert others == "end too" or "rank 1 of 3 was killed by SIGKILL" in capfd.readouterr().err
+
+
 # ------------------------------------------------------------------------------------ two equal one
 
 FAST = [
