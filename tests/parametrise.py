@@ -1,9 +1,9 @@
 """Which options meet which laws, and how much of each table the fast tests run.
 
 A law is a test that holds for every option of a table, or for every combination of several tables.
-`pytest` alone runs each law with representatives: a few cases in which every option of every table
-occurs at least once. The other cases are marked `slow`, so that `pytest -m slow` runs the rest of
-the product, and no case runs in both.
+`pytest` alone runs each law with representatives: a few cases, and for the tables of options one of
+every option. The other cases are marked `slow`, so that `pytest -m slow` runs the rest of the
+product, and no case runs in both.
 A new option is added to its table here; a test fails if a shipped option is in no table.
 """
 
@@ -14,8 +14,9 @@ import inspect
 import itertools
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -280,22 +281,26 @@ def available(word: str) -> bool:
     file = conf_dir() / group / f"{option}.yaml"
     if not option or not file.is_file():
         return True
-    text = file.read_text()
     if option == "by_task":  # composed with the parts that the task declares
         return True
-    if any(explain_missing(name) for name in re.findall(r"_target_: *([\w.]+)", text)):
-        return False
-    return all(available(chosen) for chosen in _selected(group, yaml.safe_load(text) or {}))
+    targets, selected = _read_option(group, file)
+    return not any(map(explain_missing, targets)) and all(map(available, selected))
 
 
-def _selected(group: str, node: dict[str, Any]) -> Iterator[str]:
-    """The options that the defaults list of an option selects, as overrides."""
+@functools.cache
+def _read_option(group: str, file: Path) -> tuple[list[str], list[str]]:
+    """What an option calls, and the options that its defaults list selects, as overrides."""
+    text = file.read_text()
+    node = yaml.safe_load(text) if "defaults:" in text else {}
+    selected = []
     for entry in node.get("defaults", ()):
         for key, value in entry.items() if isinstance(entry, dict) else [("", entry)]:
             name = key.removeprefix("override ").removeprefix("optional ").partition("@")[0]
             place = name[1:] if name.startswith("/") else f"{group}/{name}".rstrip("/")
-            for option in value if isinstance(value, list) else [value]:
-                yield f"{place}={option}"
+            selected += [
+                f"{place}={each}" for each in (value if isinstance(value, list) else [value])
+            ]
+    return re.findall(r"_target_: *([\w.]+)", text), selected
 
 
 def options(group: str) -> list[str]:

@@ -93,6 +93,7 @@ def test_what_is_interrupted_leaves_the_episodes_that_had_ended(tmp_path, monkey
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, reward, kept",
     [

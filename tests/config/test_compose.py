@@ -141,6 +141,7 @@ def test_recipes_hold_the_numbers_of_their_papers(name, numbers):
     )  # a constant rate, as given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", cases([[f"experiment={name}"] for name in presets()[::4]], 1))
 def test_hydra_composes_alike_with_and_without_what_makes_the_tests_fast(words, composing):
     """The session's own `composing`: values, interpolations, flags and parents, which two equal

@@ -148,11 +148,12 @@ def test_what_is_not_declared_safe_is_found_wherever_it_stands(target, key):
     assert list(outside(node, BY, other))  # the same value under another function is another value
 
 
+THERE = list_commands()
 CASES = [
     (command, *case)
     for case in REACHING
     for command in ("evaluate", "train", "replay", "export", "agent", "serve")
-    if command in list_commands()
+    if command in THERE
 ]
 
 
@@ -379,6 +380,7 @@ def test_a_model_in_the_folder_is_the_folders_own(tmp_path):
         assert len(list(outside(node, BY))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", cases([["agent", "Who?"], ["evaluate"]], 1))
 def test_a_hostile_template_of_a_folder_ends_a_command(command, tmp_path, monkeypatch, capsys):
     """The model lies in the folder, so nothing is asked; its template would take all memory."""

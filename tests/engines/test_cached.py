@@ -499,6 +499,7 @@ class Day:
             self.capacities.add(self.decoder.slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     cases(
@@ -752,6 +753,7 @@ def test_beyond_the_bound_a_larger_graph_is_replayed(tiny, recording, monkeypatc
     assert ran == [8, 8, 16]  # kernel by kernel, in the capture, and what no graph covers
 
 
+@pytest.mark.slow
 def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, recording):
     """The second call allocates nothing and captures nothing, with other weights too; other numbers
     have their own state."""

@@ -76,6 +76,7 @@ def test_its_schema_has_the_code_alone():
     assert tool_use(tools={"python": TOOL}).max_steps == 4
 
 
+@pytest.mark.slow
 def test_a_session_keeps_its_names_until_it_is_lost_and_no_longer():
     """Time, output and an exit take the interpreter and its names; an exception does not. Each
     episode has its own."""
@@ -125,6 +126,7 @@ def test_a_session_is_confined_as_a_program_is():
         session.close()
 
 
+@pytest.mark.slow
 def test_a_thread_that_an_earlier_call_left_in_c_does_not_hold_up_the_next_one():
     """It kept the interpreter from reading, and a call of more than a pipe holds was written to it
     for ever."""

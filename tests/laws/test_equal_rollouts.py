@@ -165,6 +165,7 @@ def test_every_option_stands_in_a_table():
         ].keys(), slot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", cases(PAIRS, 2), ids=" and ".join)
 def test_equal_rollouts_get_equal_advantages(slots):
     for chosen in itertools.product(*(SLOTS[slot] for slot in slots)):

@@ -508,6 +508,7 @@ def test_a_terminal_that_is_closed_ends_a_run_saved(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", cases(["raise SystemExit(0)", "raise KeyboardInterrupt"], 1))
 def test_an_environment_that_ends_the_process_is_named(tmp_path, forked, monkeypatch, how):
     """It ended the run without a word, and with the exit status of its choice."""

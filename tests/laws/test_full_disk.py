@@ -158,6 +158,7 @@ def refuses(tmp_path: Path, forked, moment: str, rank: int, limit: int) -> None:
     assert json.loads((folder / "summary.json").read_text())["lost"] == {}
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_refuses_a_run_before_it_begins(
     tmp_path, monkeypatch, capsys, room
 ):

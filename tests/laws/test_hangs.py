@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -221,7 +222,11 @@ PLACE = f"{__file__}:"
 
 @pytest.mark.parametrize(
     ("door", "do"),
-    cases([(door, do) for door in DOORS for do in ASYNC], lambda c: c[1] is swallows, unpack=True),
+    cases(
+        [(door, do) for door in DOORS for do in ASYNC],
+        [("a tool", swallows), ("a next prompt", swallows), ("step", waits)],
+        unpack=True,
+    ),
 )
 def test_async_code_that_hangs_is_named_and_its_episodes_fail(tiny, quick, capfd, door, do):
     """Each of them hung forever where it swallowed its cancellation, without a word."""
@@ -261,8 +266,14 @@ def rollout(text="ok"):
     return Rollout(TASK, (Step((), (1,), (-1.0,), (), "stop", content=text),), "terminated")
 
 
-@pytest.mark.parametrize("form", REWARDS)
-@pytest.mark.parametrize("do", [waits, swallows, sleeps, locks])
+@pytest.mark.parametrize(
+    ("form", "do"),
+    cases(
+        [(form, do) for form in REWARDS for do in (waits, swallows, sleeps, locks)],
+        [("one by one", swallows), ("in threads", sleeps)],
+        unpack=True,
+    ),
+)
 def test_a_reward_that_hangs_is_named_at_its_first_timeout(quick, capfd, form, do):
     """32 timeouts passed before anything was said, and an async one that swallowed its cancellation
     gave no name at all."""
@@ -368,8 +379,10 @@ def check_plain(tiny, tmp_path, door, do):
     assert "Where each thread stands:" in line and f"in {do.__name__}" in said
 
 
-@pytest.mark.parametrize("do", [sleeps, swallows])
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("do", "batched"),
+    cases(itertools.product([sleeps, swallows], [False, True]), [(sleeps, False)], unpack=True),
+)
 def test_a_reward_without_a_timeout_ends_the_run_at_its_limit(quick, tmp_path, do, batched):
     def work():
         with limited():
@@ -412,6 +425,7 @@ def test_a_step_in_which_nothing_moves_ends_the_run_though_nothing_of_the_users_
     )
 
 
+@pytest.mark.slow
 def test_a_limit_counts_neither_what_moves_nor_what_computes_nor_time_between_steps(
     quick, tmp_path
 ):
@@ -505,6 +519,7 @@ def test_an_error_comes_out_although_another_episode_swallows_its_cancellation(t
     assert ENDS in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", [sleeps, holds])
 def test_an_error_is_printed_before_anything_else_is_waited_for(tiny, quick, tmp_path, do):
     """The close of another episode blocks the main thread."""
@@ -552,6 +567,7 @@ def test_a_call_that_comes_back_in_its_grace_is_no_hang(quick, monkeypatch):
     loops.run(main())
 
 
+@pytest.mark.slow
 def test_a_task_that_was_left_behind_changes_nothing_when_it_comes_back(tiny, quick, monkeypatch):
     """Its episode has failed; what it says later is neither sampled nor told."""
     release, told = threading.Event(), []

@@ -71,6 +71,7 @@ def noted(folder: Path) -> list[dict]:
 EAGER, FUSED = ({"decoding": kind, "updates": kind} for kind in ("eager", "fused"))
 
 
+@pytest.mark.slow
 def test_a_fallback_is_one_sentence_with_its_reason_and_noted(without_compiler, tmp_path, capsys):
     away, _ = without_compiler
     away()

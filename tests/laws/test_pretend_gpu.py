@@ -145,6 +145,7 @@ def test_a_capture_changes_nothing_and_its_replay_does(gpu):
 # ----------------------------------------------------------------------------------- decoding steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "max_thinking_tokens": 3}], ids=str)
 def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch):
     """Captured or kernel by kernel, and nothing in it is on the host; the replies are those of the

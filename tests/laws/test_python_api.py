@@ -190,6 +190,7 @@ def test_what_cannot_be_placed_is_refused_in_a_sentence(given, said):
 # --------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_train_steps_and_the_command_give_the_same_weights(tmp_path, capsys):
     """From Python whole, from Python step by step, and from the command line."""
     x = rlkit.experiment(

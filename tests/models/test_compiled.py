@@ -101,6 +101,7 @@ def test_a_lock_of_a_dead_process_is_free(source, tmp_path):
     assert library(source, "step").step() == 7 and time.monotonic() - began < compiled.PATIENCE
 
 
+@pytest.mark.slow
 def test_who_waits_too_long_for_another_compiles_for_itself(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compiled, "LIMIT", 0.5)
     monkeypatch.setattr(compiled, "PATIENCE", 0.1)
@@ -350,6 +351,7 @@ def test_a_compiler_that_fails_is_a_reason_for_auto_and_refuses_fused(
     assert not list((tmp_path / "tmp").glob("rlkit-kernel-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
@@ -371,6 +373,7 @@ def test_the_load_of_the_moment_decides_nothing(script, source, tmp_path, monkey
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_slow_compiler_is_waited_for_and_named(source, tmp_path, monkeypatch, capsys):
     compiler(tmp_path, monkeypatch, 'sleep 0.5; exec $CC "$@"')
     monkeypatch.setattr(compiled, "PATIENCE", 0.1)

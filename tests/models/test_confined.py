@@ -122,6 +122,7 @@ def test_a_process_that_says_nothing_is_ended(policy, monkeypatch):
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_process_has_none_of_the_variables_and_ends_with_its_owner(policy, monkeypatch):
     monkeypatch.setenv("MY_KEY", "sk-x")
     asked = TemplateProcess(policy.renderer.tokenizer, {})

@@ -282,6 +282,7 @@ def test_memory_of_attention_grows_with_the_tokens(kernels):
     assert found[1] < 1.5 * found[0], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", combinations([(8, 9), (9, 0)], [False, True]))
 def test_no_gpu_plans_a_shape_or_writes_out_the_scores(tiny, case):
     """A mask that meets grouped heads ended in the materialising kernel on Ada and Ampere, and in

@@ -51,6 +51,7 @@ def mean_gap(policy) -> float:
     return float((logprobs - batch.logprobs_sampler)[batch.response_mask].abs().mean())
 
 
+@pytest.mark.slow
 def test_adapters_add_nothing_to_the_gap_between_sampler_and_trainer(adapted):
     """Merging them into a bfloat16 base while sampling adds up to 1.1e-3 nats to 2.0e-3; computed
     beside it they add 0.3e-3 at most."""

@@ -534,6 +534,7 @@ def test_hostile_text_is_bounded(text):
     )  # returns at all: no number of a million digits, no backtracking
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "frame",
     cases(

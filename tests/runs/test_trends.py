@@ -57,6 +57,7 @@ def test_each_check_sees_its_pathology_and_no_other(name):
     }
 
 
+@pytest.mark.slow
 def test_a_healthy_run_and_noise_are_no_pathology():
     """Constant curves with ten percent of noise: of 200 runs none is reported."""
     constant = {name: lambda t, at=at: at(0.5) for name, at in HEALTHY.items()}

@@ -530,6 +530,7 @@ def test_a_flood_of_the_channel_is_cut_in_the_parent(ended):
     assert ended["outcomes"]["flood of the channel"].status == "flood"
 
 
+@pytest.mark.slow
 def test_the_weakest_level_still_keeps_time_memory_and_the_verdict(folder):
     """`basic`, as on macOS: no feature of the kernel. What forges or floods fails there too."""
     names = [
@@ -546,6 +547,7 @@ def test_the_weakest_level_still_keeps_time_memory_and_the_verdict(folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_a_weak_level_started_is_killed_with_it(folder):
     """Without seccomp a child can fork (root always, others up to their limit); its group is
     killed, its folder removed."""

@@ -97,6 +97,7 @@ def newest(folder: Path) -> Path:
 # -------------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_is_whole_and_plain_torch_reads_it(run):
     assert damage(newest(run)) == ""
     assert torch.load(newest(run), weights_only=True)["rlkit"]["rl_step"] == 2
@@ -258,6 +259,7 @@ def test_the_best_model_is_not_written_of_a_damaged_checkpoint(copy):
 # ------------------------------------------------------------------------------- folders of weights
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_a_saved_model_is_found_before_it_is_loaded(
     run, tmp_path, capsys, monkeypatch
 ):

@@ -412,6 +412,7 @@ def test_a_second_process_is_refused_and_changes_nothing(copy, other, capsys, ho
     assert contents(copy) == before and [p.name for p in copy.parent.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_the_place_of_a_dead_owner(copy, capsys):
     write(copy, dead())
     assert main(["train", f"resume={copy}", "trainer.steps=3"]) == 0

@@ -111,6 +111,7 @@ def test_a_staleness_of_zero_is_the_synchronous_run(kind, same):
         assert not other["staleness/steps_max"] > 0 and other["staleness/in_flight_groups"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", cases([kind for kind in KINDS if kind not in ("refills", "sampler", "reuse")], ["grpo"])
 )
@@ -183,6 +184,7 @@ def test_replies_of_an_engine_that_names_no_version_have_that_of_the_weights_it_
     assert [reply.versions for reply in rollout.steps] == [((0, 7),)]
 
 
+@pytest.mark.slow
 def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
     """Also what JSON does not know of a task, since the prompts give it again; refills keep which
     groups are trained on."""
@@ -265,6 +267,7 @@ SWITCHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then, now, version, said", cases(SWITCHES, SWITCHES[:1], unpack=True))
 def test_asynchrony_may_change_where_a_run_is_resumed(
     then, now, version, said, tmp_path, capsys, same

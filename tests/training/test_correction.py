@@ -79,6 +79,7 @@ def test_an_engine_that_agrees_is_not_corrected_and_the_run_is_bit_for_bit_the_u
     )
 
 
+@pytest.mark.slow
 def test_an_engine_that_rounds_differently_is_corrected_and_a_resumed_run_keeps_what_it_had(
     tmp_path, capsys, monkeypatch
 ):

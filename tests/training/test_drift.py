@@ -44,6 +44,7 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_the_last_update_is_in_the_kl_of_the_step_and_the_kl_before_each_update_is_not(tmp_path):
     """With one update a step kl/old is 0 by its definition, however far that update went."""
     rows = run(tmp_path / "one", "algorithm.minibatches=1", "trainer.steps=2")
@@ -66,6 +67,7 @@ def test_drift_from_the_start_is_measured_where_no_reference_stays_there(tmp_pat
         assert all(row["kl/start"] > 1e-4 > (row["kl/ref_k3"] or 0) for row in rows)
 
 
+@pytest.mark.slow
 def test_where_the_reference_is_the_start_kl_ref_says_it_at_no_cost(tmp_path):
     rows = run(tmp_path / "run", "trainer.steps=2")
     state = torch.load(
@@ -88,6 +90,7 @@ def test_a_resumed_run_measures_from_the_same_start(tmp_path):
     assert all(math.isfinite(row["kl/start"]) for row in whole)
 
 
+@pytest.mark.slow
 def test_the_log_probs_of_a_steps_only_update_are_those_of_the_policy_before_it(
     tmp_path, monkeypatch
 ):

@@ -27,6 +27,7 @@ WANDB = {
 WANDB |= {"group": None, "tags": [], "job_type": "train"}
 
 
+@pytest.mark.slow
 def test_several_at_once():
     assert list(compose(["logger=[tensorboard,mlflow,wandb]"]).config["logger"]) == [
         "tensorboard",

@@ -75,6 +75,7 @@ def test_packing_and_the_work_outside_the_model_are_in_every_row(ppo):
 # --------------------------------------------------------------------------------- dynamic sampling
 
 
+@pytest.mark.slow
 def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
     rows = train(
         tmp_path / "run",
@@ -92,6 +93,7 @@ def test_prompts_without_signal_are_replaced_until_there_are_enough(tmp_path):
     assert max(row["group/sampled"] for row in rows) > 2
 
 
+@pytest.mark.slow
 def test_remax_plays_each_prompt_once_more_and_trains_on_none_of_it(tiny):
     """The baseline is the score of the greedy reply, alike for the samples of a prompt; the samples
     are those of a run without it."""
@@ -322,6 +324,7 @@ def phased(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_the_second_phase_begins_with_its_critic(phased):
     folder, rows = phased
     assert [row["schedule/phase"] for row in rows] == [0, 1, 1]

@@ -90,6 +90,7 @@ def test_only_the_trainers_old_policy_takes_a_pass(scored):
             assert rows[old][name] == pytest.approx(rows["trainer"][name], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_stale_samples_move_the_ratio_of_the_sampler_and_not_that_of_the_trainer():
     """The second step is sampled by the start. One update a step: the trainer's ratio is 1,
     whatever the age, and its clip sees nothing."""
@@ -115,6 +116,7 @@ def test_stale_samples_move_the_ratio_of_the_sampler_and_not_that_of_the_trainer
         )
 
 
+@pytest.mark.slow
 def test_with_one_update_a_step_the_correction_is_that_of_the_policy_before_it():
     """There is no pass before such an update but for the correction; without one the policy is its
     own old one, and nothing corrects."""
@@ -218,6 +220,7 @@ DOUBTED = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_probably_not_meant_is_said():
     for words, given in DOUBTED.items():
         said = warnings(experiment(compose([*COMMON, *given])))

@@ -154,6 +154,7 @@ def test_overlap_is_lag_whoever_is_faster(kind, staleness, same, monkeypatch):
         assert same(trained(*LAWS[kind])[0].state_dict(), ahead.state_dict())
 
 
+@pytest.mark.slow
 def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
     in_a_thread, tmp_path, same
 ):

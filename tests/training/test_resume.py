@@ -59,6 +59,7 @@ def as_if_killed(folder: Path) -> None:
     (folder / "summary.json").unlink()
 
 
+@pytest.mark.slow
 def test_a_bad_line_and_a_tail_that_is_no_text_cost_a_resumed_run_no_row(copy, capsys):
     metrics = copy / "metrics.jsonl"
     first, second = metrics.read_bytes().splitlines()

@@ -123,6 +123,7 @@ def test_equal_questions_are_asked_once_and_children_stay_warm(package):
     assert children() == warm
 
 
+@pytest.mark.slow
 def test_what_waits_without_working_is_ended_by_the_clock(package):
     assert verdict(r"\boxed{hang}", deadline=0.05).status == "timeout"
 
@@ -278,6 +279,7 @@ def test_there_are_at_least_a_hundred_truths():
     assert len(set(TRUTHS)) == len(TRUTHS) >= 100
 
 
+@pytest.mark.slow
 @EVERY
 def test_every_truth_is_read_and_equals_itself_in_each_form(real, every):
     r"""2k+2 was read as 2, 6 - 5i as 5, 3,5,7 as 3.5, and (3,4), [0,1), x<3 and B as nothing."""

@@ -46,6 +46,7 @@ def rows(name, split="test", **options):
 GAMES = ("chain", "lake")
 
 
+@pytest.mark.slow
 @each("name", [name for name in TASKS if name not in (*GAMES, "lengthy")])
 def test_the_value_of_a_task_is_what_enumeration_says(name):
     """Random: the mean over all replies of the form that the preset's policy has, to all problems,
@@ -87,6 +88,7 @@ def test_the_chains_value_is_that_of_its_policies():
     assert {played(game, i, lambda g: g.right) for i in range(8)} == {mean_value(tasks).best}
 
 
+@pytest.mark.slow
 @each("name", [name for name in TASKS if name not in GAMES])
 def test_a_placebo_rewards_every_reply_alike_in_training_alone(name):
     for kind in ("coin", "format"):
@@ -101,6 +103,7 @@ def test_a_placebo_rewards_every_reply_alike_in_training_alone(name):
         assert {listed(reply(task, best)) for task in test} == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_the_value_of_lengthy_is_that_of_random_replies():
     """Random: the mean over replies as the start draws them. Best: the right letter alone. All
     eight letters earn less, not nothing."""
@@ -138,6 +141,7 @@ def walked(game, number, moves):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walks", cases([4_000, 60_000], fast=1))
 def test_the_values_of_the_lake_are_those_of_its_walks(walks):
     """Random: walks of the eight maps. Best: some walk without a fall reaches the goal, found here
@@ -489,6 +493,7 @@ def test_what_cannot_run_is_refused_before_anything_does(words, expected, capsys
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @each("words", [["algorithm=dapo"], ["algorithm=grpo", "algorithm/advantage=gdpo"]])
 def test_what_an_environment_pays_at_its_steps_reaches_the_parts_that_read_the_terms_of_the_reward(
     words, tmp_path

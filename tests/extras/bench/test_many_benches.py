@@ -105,6 +105,7 @@ def run(place: Path, start: Jobs, *common: str) -> list[RunJob]:
     return bench.run_all(matrix(place, *common), place, jobs=1, config_dir=None, start=start)[0]
 
 
+@pytest.mark.slow
 def test_a_bench_reuses_runs_of_the_same_settings_alone(tmp_path, capsys):
     """The same command with another length counted all runs as done, and labelled them with it."""
     start = Jobs()

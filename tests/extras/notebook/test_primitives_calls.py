@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import rlkit.notebook as nb
+from parametrise import cases
 from rlkit.rewards import batched
 
 PROMPTS = ["What is 2 + 3?", "Name a colour.", "What is 2 + 3?", "Say DONE."]
@@ -420,7 +421,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", cases(CALLS, 4))
 @pytest.mark.filterwarnings("ignore:training samples", "ignore:kl_coef")
 def test_a_call_of_the_notebook_runs_as_written(name, cell):
     call, holds = CALLS[name]

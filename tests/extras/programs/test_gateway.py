@@ -578,6 +578,7 @@ def open_sockets() -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux's /proc")
 @each("stream", [False, True])
 @each("seconds", [0.2, 600.0])

@@ -62,6 +62,7 @@ def test_a_phase_is_marked_by_its_name(make_run):
     assert ">b</text>" in svg.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_long_names_leave_room_for_the_chart(make_run):
     """matplotlib warns, which is an error here, where a legend takes all of the figure."""
     many = group_runs([read_run(make_run(str(i), lr=10.0**-i, title="n" * 200)) for i in range(15)])

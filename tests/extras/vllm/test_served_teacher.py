@@ -147,6 +147,7 @@ def learner_of(x, tiny, teacher, loss):
     return Learner(x, tiny._replace(model=copy.deepcopy(tiny.model)), exact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_token_and_the_weights_after_two_steps_are_those_of_the_teacher_in_process(
     loss, played, teacher, tiny, monkeypatch
