@@ -317,6 +317,7 @@ def test_one_episode_of_many_is_cancelled():
     assert not service.kept and not decoder.left
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_thousands_of_keys():
     service = Batched(
         lambda policy, prompts, seeds, params: [Generation((1,), (0.0,), "stop")] * len(prompts)

@@ -151,6 +151,7 @@ def test_xml_text_without_a_call_is_unchanged():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece",
     [

@@ -236,6 +236,7 @@ def read_and_scored(texts, parsers=tuple(PARSERS)) -> dict[str, Counter]:
 COUNTS = [500, pytest.param(10_000, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_no_reply_raises_and_each_is_classified(count):
     rng = random.Random(0)

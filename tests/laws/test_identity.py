@@ -532,7 +532,10 @@ REFUSED = {  # (file, damage) → the sentence of a refusal
 }
 
 
-@pytest.mark.parametrize("name, damage, sentence", [(*key, text) for key, text in GOES_ON.items()])
+@pytest.mark.parametrize(
+    "name, damage, sentence",
+    cases([(*key, text) for key, text in GOES_ON.items()], 5, unpack=True),
+)
 def test_a_resume_goes_on_and_says_which_file_is_not_its_own(
     pair, mine, capsys, name, damage, sentence
 ):

@@ -58,6 +58,7 @@ def run(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_each_step_and_the_held_out_rows_have_the_shares(run):
     tasks, _, rows = run
     assert tasks.validation == [] and [

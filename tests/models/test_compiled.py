@@ -334,6 +334,7 @@ FAILS = {  # script → what is said
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", FAILS)
 def test_a_compiler_that_fails_is_a_reason_for_auto_and_refuses_fused(
     script, source, tmp_path, monkeypatch

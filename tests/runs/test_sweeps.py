@@ -67,6 +67,7 @@ def test_a_search_is_checked_at_its_ends():
     ]
 
 
+@pytest.mark.slow
 def test_a_plan_takes_the_values_of_a_preset_and_of_the_command_line(tmp_path, monkeypatch):
     """hydra.sweeper.params in a preset; the command line narrows them. A key that only a signature
     knows needs no plus here either."""

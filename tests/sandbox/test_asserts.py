@@ -56,6 +56,7 @@ LITERALS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @examples(LITERALS, fast=30, slow=150)
 def test_any_literal_is_split_off(value):
     for test in (f"assert f(1, 'x') == {value!r}", f"assert {value!r} == f(1, 'x')"):

@@ -103,6 +103,7 @@ def test_a_whole_checkpoint_is_whole_and_plain_torch_reads_it(run):
     assert torch.load(newest(run), weights_only=True)["rlkit"]["rl_step"] == 2
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_wherever_it_is(copy):
     path, draw = newest(copy), random.Random("bits")
     places = flips(path)

@@ -394,6 +394,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", cases(["resume=FOLDER", "resume=auto", "hydra.run.dir"], 1))
 def test_a_second_process_is_refused_and_changes_nothing(copy, other, capsys, how):
     write(copy, other)

@@ -204,6 +204,7 @@ def run(tmp_path_factory):
     return folder, rows, json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_rows_and_summary_name_the_split(run, tmp_path):
     _, rows, summary = run
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]

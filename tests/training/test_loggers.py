@@ -251,6 +251,7 @@ OWN = {
 OWN |= {"test/reward/brief/words": None, "test/reward/brief/mean": None}  # of held-out problems too
 
 
+@pytest.mark.slow
 def test_metrics_of_ones_own_reach_the_rows_and_the_loggers(folder, events):
     """A callback's were lost: the row had been written before, and Lightning's log knew of no
     row."""

@@ -63,6 +63,7 @@ def without_clock(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
 
 
+@pytest.mark.slow
 def test_packing_and_the_work_outside_the_model_are_in_every_row(ppo):
     """The siblings of a prompt share it."""
     for row in ppo[1]:
@@ -346,6 +347,7 @@ def test_the_second_phase_begins_with_its_critic(phased):
     )
 
 
+@pytest.mark.slow
 def test_every_scheduled_number_is_in_every_row(phased):
     _, rows = phased
     assert all({"schedule/optimizer.lr", "schedule/kl.coef"} <= row.keys() for row in rows)

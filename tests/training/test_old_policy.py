@@ -69,6 +69,7 @@ def scored(monkeypatch):
     return rows
 
 
+@pytest.mark.slow
 def test_only_the_trainers_old_policy_takes_a_pass(scored):
     """Of the 16 rows of a step; the others score the few on which the drift is measured, and those
     of the first step with them. Without staleness all three are one policy."""

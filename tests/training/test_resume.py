@@ -97,6 +97,7 @@ def test_rows_after_the_checkpoint_are_set_aside(copy, capsys):
     assert "1 line(s) after step 2: moved to metrics.discarded.jsonl" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", ["the files", "the folder"])
 @pytest.mark.parametrize("resume", cases(["the run", "auto"], 1))
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(copy, capsys, gone, resume):

@@ -474,7 +474,14 @@ def test_a_phase_with_a_reference_of_its_own_starts_at_it():
 
 
 @pytest.mark.parametrize(
-    "words", [["kl=k3"], ["kl=k3", "model.lora.rank=4"]], ids=["all weights", "adapters"]
+    "words",
+    cases(
+        [
+            pytest.param(["kl=k3"], id="all weights"),
+            pytest.param(["kl=k3", "model.lora.rank=4"], id="adapters"),
+        ],
+        1,
+    ),
 )
 def test_a_resumed_learner_skips_what_the_other_skips(words):
     whole = learner_of("algorithm=grpo", *words, lr=1e-3)

@@ -91,6 +91,7 @@ def judged(folder: Path, address: str, *more: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_judges_key_stays_at_home(server, place, monkeypatch, capsys):
     """It was sent to the address of the folder, without a question."""
     address, heard = server
@@ -111,6 +112,7 @@ def test_the_judges_key_stays_at_home(server, place, monkeypatch, capsys):
     assert heard and all(f"Bearer {KEY}" in request for request in heard)
 
 
+@pytest.mark.slow
 def test_without_a_key_a_trusted_address_is_asked(server, place, monkeypatch, capsys):
     address, heard = server
     monkeypatch.delenv("RLKIT_JUDGE_KEY", raising=False)
@@ -120,6 +122,7 @@ def test_without_a_key_a_trusted_address_is_asked(server, place, monkeypatch, ca
     assert f"trusted: {FN}.address={address} can reach an address" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_users_own_run_names_the_address_himself(server, place, monkeypatch):
     address, heard = server
     monkeypatch.setenv("RLKIT_JUDGE_KEY", KEY)

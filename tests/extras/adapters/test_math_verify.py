@@ -291,6 +291,7 @@ def test_every_truth_is_read_and_equals_itself_in_each_form(real, every):
     ] == []
 
 
+@pytest.mark.slow
 @EVERY
 def test_no_truth_equals_another(real, every):
     truths = TRUTHS[::every]
@@ -304,6 +305,7 @@ def test_no_truth_equals_another(real, every):
     ] == []
 
 
+@pytest.mark.slow
 @each(
     ("truth", "right", "wrong"),
     [

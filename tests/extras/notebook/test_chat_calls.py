@@ -461,6 +461,7 @@ def test_iterations_give_curves(iterations, tmp_path, monkeypatch):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_both_networks_and_both_optimizers(tmp_path):
     """A trainer that starts from it goes on bit for bit."""
     first, second = trainer(), trainer()
