@@ -211,6 +211,7 @@ PLACES = {
     "rlkit.rewards.Reward": "reward",
     "rlkit.rewards.Term": "reward.terms.NAME",
     "rlkit.types.Environment": "environment",
+    "rlkit.types.Table": "environment.table",
     "rlkit.types.Reference": "reference",
     "rlkit.training.schedules.Schedule": "schedule",
     "rlkit.training.schedules.Phase": "schedule.phases.NAME",

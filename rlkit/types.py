@@ -920,6 +920,17 @@ class Playing(NamedTuple):
     converse: Callable[[], Awaitable[Rollout]]  # plays it as if the environment had no `play`
 
 
+class Table(NamedTuple):
+    """What several samples of a task share: a game of two, or an instance that steps them all."""
+
+    # (task, players) → an object with `player(number)` → Session or a context manager of one, and
+    # `lost(number, error)`. The players wait for each other in their sessions.
+    make: Callable[[Task, int], Any]
+    players: int = 2  # who take turns; or 0: all samples of the task, who act together
+    # path of the model that plays against the policy; None: the policy plays both
+    opponent: str | None = None
+
+
 class Environment(NamedTuple):
     """What the policy talks to: functions from which each episode's session is made, or `session`
     itself; and how the history is kept.
@@ -946,13 +957,7 @@ class Environment(NamedTuple):
     # that awaits is cancelled, and abandoned 10 s later if it swallows that. A plain one that
     # blocks cannot be cancelled: the episode is truncated once it returns.
     deadline: float | None = None
-    # (task, players) → what several samples of a task share, with `player(number)` → Session or a
-    # context manager of one. They wait for each other in their sessions.
-    table: Callable[[Task, int], Any] | None = None
-    # samples that share a table: 2, who take turns; or 0, all samples of the task, who act together
-    players: int = 2
-    # path of the model that plays against the policy; None: the policy plays both
-    opponent: str | None = None
+    table: Table | None = None  # what several samples share; None: each plays by itself
     # Plays an episode in a way of its own, async: it may wait before it begins, and ask for replies
     # in the place of a session. The rollout is not scored.
     play: Callable[[Playing], Awaitable[Rollout]] | None = None

@@ -150,15 +150,16 @@ def samples_of(
     """
     if how.table is None:
         return [alone(seat(j)) for j in range(size)]
-    if not how.players:
-        shared = how.table(copied(task), size)
+    make, players, opponent = how.table
+    if not players:
+        shared = make(copied(task), size)
         return [alone(seat(j, shared, j)) for j in range(size)]
     played: list[Played] = []
-    for j in range(0, size - 1, 2) if how.opponent is None else ():
-        first = seat(j, how.table(copied(task), 2))
+    for j in range(0, size - 1, 2) if opponent is None else ():
+        first = seat(j, make(copied(task), 2))
         first.turns.players = 2
         played += [alone(first), alone(first._replace(sample=j + 1, player=1))]
-    rest = [seat(j, how.table(copied(task), 2)) for j in range(len(played), size)]
+    rest = [seat(j, make(copied(task), 2)) for j in range(len(played), size)]
     return played + [against(at._replace(player=(at.group + at.sample) % 2)) for at in rest]
 
 
@@ -286,7 +287,7 @@ async def collected(
             release()
             at.place.arrive()
         rollout = named_limit(who.policy, rollout)
-        if at.table is not None and how.players == 2:
+        if how.table is not None and how.table.players:
             rollout = rollout._replace(metadata={**rollout.metadata, "player": at.player})
         if not was_left():
             at.done(rollout)
@@ -298,10 +299,11 @@ async def collected(
             sample=group_size + one.sample, player=1 - one.player, done=ignored, spent=ignored
         )
         rival = own
-        if how.opponent is None:
+        opponent = how.table and how.table.opponent
+        if opponent is None:
             one.turns.players = 2
         else:
-            rival = await other_player(how.opponent, policy, sampling)
+            rival = await other_player(opponent, policy, sampling)
             other = other._replace(turns=Turns(next(KEYS)), place=Start(waits=False).place())
         return (await together([episode(own, how, one), episode(rival, how, other)]))[0]
 
@@ -323,7 +325,8 @@ async def collected(
 
         # An episode of a shared instance that is done early must not hold up the decoding that it
         # waits for.
-        who = own if how.players else own._replace(params=sampling._replace(admission="free"))
+        shared = how.table is not None and not how.table.players
+        who = own._replace(params=sampling._replace(admission="free")) if shared else own
         return samples_of(
             how, task, group_size, seat, partial(episode, who, how), partial(against, how)
         )

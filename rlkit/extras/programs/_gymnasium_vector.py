@@ -12,7 +12,7 @@ from rlkit.environments import gymnasium
 from rlkit.environments.toolbox import closed
 from rlkit.errors import Hung
 from rlkit.system.deadline import call_user
-from rlkit.types import Environment, Task, reaches, safe
+from rlkit.types import Environment, Table, Task, reaches, safe
 
 
 @reaches(settings="import")
@@ -39,7 +39,9 @@ def gymnasium_vector(*, make: Callable[..., Any], **settings: Any) -> Environmen
         return Vector(task, count, make, settings)
 
     base = gymnasium(make=make, **settings)
-    return base._replace(session=lambda task: table(task, 1).player(0), table=table, players=0)
+    return base._replace(
+        session=lambda task: table(task, 1).player(0), table=Table(table, players=0)
+    )
 
 
 class Vector:

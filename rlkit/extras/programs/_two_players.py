@@ -11,7 +11,7 @@ from rlkit.environments import dialogue, with_system_prompt
 from rlkit.environments.games import closed_quietly, rewarded, seed_of
 from rlkit.errors import ConfigError, EpisodeOver, Hung, place
 from rlkit.system.deadline import call_user
-from rlkit.types import Environment, Messages, Rollout, Task, Tool, reaches, safe
+from rlkit.types import Environment, Messages, Rollout, Table, Task, Tool, reaches, safe
 
 
 @reaches(opponent="path")
@@ -50,19 +50,18 @@ def two_players(
       reset.
     """
 
-    def table(task: Task, players: int = 2) -> Table:
-        return Table(task, make, parse_action, render, system_prompt)
+    def table(task: Task, players: int = 2) -> Game:
+        return Game(task, make, parse_action, render, system_prompt)
 
     base = dialogue(max_turns=max_turns, history=history)
     return base._replace(
         first_prompt=None,
         session=lambda task: table(task).player(0),
-        table=table,
-        opponent=opponent,
+        table=Table(table, opponent=opponent),
     )
 
 
-class Table:
+class Game:
     """A game and whose turn it is. Its players' sessions wait here for each other."""
 
     def __init__(
@@ -183,7 +182,7 @@ class Player:
 
     tools: dict[str, Tool] = {}  # noqa: RUF012
 
-    def __init__(self, table: Table, number: int):
+    def __init__(self, table: Game, number: int):
         self.table = table
         self.number = number
 
