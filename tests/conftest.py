@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import gc
 import gzip
 import json
 import os
+import pickle
 import random
 import sys
 import tempfile
@@ -88,10 +88,8 @@ def composing():
         else:
             key = (source.scheme(), source.provider, source.path, config_path)
         if key not in known:
-            known[key] = load(self, config_path)
-        found = copy.copy(known[key])
-        found.config = copy.deepcopy(found.config)
-        return found
+            known[key] = pickle.dumps(load(self, config_path))
+        return pickle.loads(known[key])
 
     def where_needed(overrides, defaults, self_added):
         return (

@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib.util
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -312,7 +313,7 @@ def _load(
     accepted = []
     text = ""
     try:
-        full = copy.deepcopy(_composed_groups(entry, (*search, *groups), _stamp(search)))
+        full = pickle.loads(_composed_groups(entry, (*search, *groups), _stamp(search)))
         for text in overrides:
             if text in groups:
                 accepted.append(text)
@@ -352,7 +353,7 @@ def _refusal(
     absent = re.match(r"Could not override '([\w.]+)'", str(error))
     path = absent[1] if absent else ""
     if path.startswith("hydra."):
-        known = _composed_groups(entry, (), _stamp(search)).hydra
+        known = pickle.loads(_composed_groups(entry, (), _stamp(search))).hydra
         return ConfigError(
             f"{path}: Hydra has no such setting.{nearest(path.split('.')[1], known)}"
         )
@@ -380,9 +381,9 @@ def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
 
     OmegaConf.set_struct(full, False)
     keys = [f"{text.partition('=')[0]}." for text in accepted]
+    raw = OmegaConf.to_container(full, resolve=False)
     for kind, target, option in BY_TASK:
         declared: list[str] = []
-        raw = OmegaConf.to_container(full, resolve=False)
         found = list(_paths_of(raw.get("task"), kind, "task")) if isinstance(raw, dict) else []
         for path in found:
             declared += [str(name) for name in OmegaConf.select(full, path)]
@@ -420,14 +421,16 @@ def _paths_of_target(node: Any, target: str, path: str = "") -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> DictConfig:
-    """Hydra's composition of options, once for all configs that differ in values only. `stamp`
-    changes with the files."""
+def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> bytes:
+    """Hydra's composition of options, pickled, once for all configs that differ in values only.
+
+    `stamp` changes with the files. To unpickle takes a seventh of the time of a deep copy.
+    """
     import hydra
 
     full = hydra.compose(entry, overrides=list(overrides), return_hydra_config=True)
     drop_shelves(full)
-    return full
+    return pickle.dumps(full)
 
 
 def drop_shelves(node: Any) -> None:
