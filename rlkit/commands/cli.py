@@ -86,7 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(name: str, words: Sequence[str]) -> int:
     """Runs the command of this name with its words; its exit status."""
     if name not in list_commands():
-        raise ConfigError(f"there is no command '{name}'; there are: {', '.join(list_commands())}")
+        known = ", ".join(list_commands())
+        raise ConfigError(
+            f"there is no command '{name}'; there are: {known}. Extras bring others (this copy has:"
+            f" {', '.join(extras.list_extras()) or 'none'}), and so do other packages"
+        )
     run = find_command(name)
     module = sys.modules[run.__module__]
     arguments = parse(words, texts=getattr(module, "TAKES_TEXTS", False))

@@ -86,6 +86,16 @@ def test_a_config_that_needs_a_missing_extra_is_refused_in_one_sentence(
     assert "'rlkit.extras.absent.play' needs the extra 'absent'" in said
 
 
+def test_a_command_of_a_missing_extra_is_refused_with_the_extras_that_are_there(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(extras, "FOLDER", extras.FOLDER / "nowhere")
+    assert main(["report", "run"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "no command 'report'" in said and "Extras bring others (this copy has: none)" in said
+
+
 def test_options_whose_extra_is_missing_are_left_out(monkeypatch):
     options = [
         f"{file.parent.relative_to(conf_dir())}={file.stem}"
