@@ -257,6 +257,7 @@ def test_no_reply_raises_and_each_is_classified(count):
         assert set(counts[name]) <= {"ok", "wrong", "unparseable"}, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pieces", "size"),
     [

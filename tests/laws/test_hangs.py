@@ -336,7 +336,7 @@ def limited():
 
 
 BLOCKS = [(door, do) for door in DOORS for do in PLAIN if door != "two tools"]
-FAST = {("close", sleeps), ("step", locks), ("step", holds), ("a tool", sleeps)}
+FAST = {("close", sleeps), ("step", holds)}
 
 
 @pytest.mark.parametrize(("door", "do"), cases(BLOCKS, FAST, unpack=True))

@@ -534,7 +534,7 @@ REFUSED = {  # (file, damage) → the sentence of a refusal
 
 @pytest.mark.parametrize(
     "name, damage, sentence",
-    cases([(*key, text) for key, text in GOES_ON.items()], 5, unpack=True),
+    cases([(*key, text) for key, text in GOES_ON.items()], 3, unpack=True),
 )
 def test_a_resume_goes_on_and_says_which_file_is_not_its_own(
     pair, mine, capsys, name, damage, sentence

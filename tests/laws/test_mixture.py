@@ -67,6 +67,7 @@ def test_each_step_and_the_held_out_rows_have_the_shares(run):
     assert rows[1]["part/arithmetic/share"] == 0.75 and rows[1]["part/guess_number/share"] == 0.25
 
 
+@pytest.mark.slow
 def test_each_part_plays_in_its_own_environment(run):
     """There are no tools in a game, and none of these has more than two turns."""
     _, _, rows = run

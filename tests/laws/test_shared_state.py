@@ -589,7 +589,7 @@ ROW_DOORS = [
 ]
 
 
-@pytest.mark.parametrize("door", cases(ROW_DOORS, ["batched reward", "session"]))
+@pytest.mark.parametrize("door", cases(ROW_DOORS, ["session"]))
 def test_a_function_that_changes_its_rows_changes_no_step(door, same):
     """Weights, replies, rows and the tasks themselves are those of a twin that changes nothing."""
 

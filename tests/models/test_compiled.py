@@ -188,6 +188,7 @@ for name in sys.argv[3].split(","):
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

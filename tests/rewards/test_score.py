@@ -225,6 +225,7 @@ async def waiting(rollout: Rollout) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [sleepy, waiting])
 def test_a_reward_that_hangs_is_given_up(fn):
     start = time.perf_counter()

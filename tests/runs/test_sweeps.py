@@ -193,6 +193,7 @@ def test_the_comparison_puts_the_best_first_and_sums_up_seeds(tmp_path):
     assert "debug" not in first
 
 
+@pytest.mark.slow
 def test_cores_are_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlkit.runs.sweeps.run.cores", lambda: 8)

@@ -116,6 +116,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(copy):
     assert damage(path) == ""
 
 
+@pytest.mark.slow
 def test_a_zeroed_page_is_found_wherever_it_is(copy):
     path = newest(copy)
     pages = -(-path.stat().st_size // PAGE)

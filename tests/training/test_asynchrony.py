@@ -99,6 +99,7 @@ def trained(*overrides):
     return learner, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", cases([kind for kind in KINDS if kind != "reuse"], ["grpo"]))
 def test_a_staleness_of_zero_is_the_synchronous_run(kind, same):
     plain, rows = trained(*KINDS[kind])

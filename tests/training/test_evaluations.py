@@ -221,6 +221,7 @@ def test_rows_and_summary_name_the_split(run, tmp_path):
     assert any(line.split() == ["test", "before", "after"] for line in table)
 
 
+@pytest.mark.slow
 def test_the_recorded_replies_are_of_their_split(run):
     folder, *_ = run
     for split, steps in (("validation", (0, 2, 3)), ("test", (0, 3))):

@@ -268,6 +268,7 @@ def test_metrics_of_ones_own_reach_the_rows_and_the_loggers(folder, events):
     )
 
 
+@pytest.mark.slow
 def test_nothing_of_a_row_is_dropped_on_the_way_to_a_logger(folder, events):
     """Every finite number of a step's row, from the first to the last, is a point of its curve."""
     steps = [row for row in read_rows(folder / "metrics.jsonl") if row["step"]]

@@ -245,6 +245,7 @@ def ppo(tmp_path_factory):
     return folder, train(folder, *PPO, "trainer.steps=3", "algorithm.critic.warmup=1")
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_in_its_warm_up(ppo):
     _, rows = ppo
     first = rows[0]

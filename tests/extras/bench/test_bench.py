@@ -181,6 +181,7 @@ def walked_from(game, cell, move):
     return game.step(move)[1:3]
 
 
+@pytest.mark.slow
 def test_the_placebos_of_the_lake_pay_at_the_end_alone():
     tasks = {
         kind: rows("lake", "train", placebo=kind, max_samples=800)[1] for kind in ("coin", "format")

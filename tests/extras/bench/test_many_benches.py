@@ -126,6 +126,7 @@ def test_a_bench_reuses_runs_of_the_same_settings_alone(tmp_path, capsys):
     assert find_runs([tmp_path], "compare") == [tmp_path / "noisy" / arm / "0" for arm in "ab"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_config_cannot_be_read_is_run_anew(tmp_path):
     start = Jobs()
     run(tmp_path, start)

@@ -178,6 +178,7 @@ def test_every_token_and_the_weights_after_two_steps_are_those_of_the_teacher_in
     assert 0 < (after[0] - after[1]).norm() < 1e-4 * (after[0] - start).norm()
 
 
+@pytest.mark.slow
 def test_each_part_of_a_mixture_is_scored_by_its_own_servers(played, teacher, tiny):
     """The step of two teachers that are served is that of the same two in process; each server is
     asked about its own part alone."""
