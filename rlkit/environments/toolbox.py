@@ -64,13 +64,16 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
     Raises: ConfigError for a function under another name than its own, a class without a documented
       public method, and two tools of one name.
     """
-    names = [found for name, tool in tools.items() for found in names_of(name, tool)]
-    doubled = {name for name in names if names.count(name) > 1}
-    if doubled:
-        raise ConfigError(
-            f"environment.tools has two tools of the name {min(doubled)!r}; rename one of the"
-            " functions or methods"
-        )
+    givers: dict[str, str] = {}  # tool → the entry that gives it
+    for name, tool in tools.items():
+        for found in names_of(name, tool):
+            if found in givers:
+                raise ConfigError(
+                    f"environment.tools.{givers[found]} and environment.tools.{name} both give a"
+                    f" tool of the name '{found}'; rename one of the functions or methods, or leave"
+                    f" an entry out, as in '~environment.tools.{givers[found]}'"
+                )
+            givers[found] = name
     if not any(map(tool_class, tools.values())):
         return lambda task: dict(tools)  # an executor of the user's may change it
 
