@@ -103,6 +103,7 @@ def test_replies_are_those_of_the_reference_in_any_slots(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelled, interruption", [(False, ""), (True, ""), (False, "Time is up.")])
 def test_a_thinking_budget_is_the_same_in_any_slots(
     tiny, contexts, complete, reference, spelled, interruption

@@ -151,6 +151,7 @@ def test_every_page_of_a_checkpoint_of_all_weights(tmp_path):
     assert damage(path) == ""
 
 
+@pytest.mark.slow
 def test_a_checkpoint_cut_anywhere_is_damaged(copy):
     data, path = newest(copy).read_bytes(), newest(copy)
     for left in (0, 1, 21, 22, PAGE, len(data) // 2, len(data) - 80, len(data) - 1):

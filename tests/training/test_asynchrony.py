@@ -207,6 +207,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, steps", cases(RESUMED, RESUMED[:1], unpack=True))
 def test_a_resumed_run_goes_on_bit_for_bit(kind, steps, tmp_path, same):
     """From the checkpoints of these steps, with evaluations between; rows, files and weights."""

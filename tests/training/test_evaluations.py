@@ -232,6 +232,7 @@ def test_the_recorded_replies_are_of_their_split(run):
         } == {split}
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_the_best_on_validation(run):
     folder, rows, _ = run
     best = json.loads((folder / "checkpoints" / "best.json").read_text())

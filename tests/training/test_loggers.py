@@ -282,6 +282,7 @@ def test_nothing_of_a_row_is_dropped_on_the_way_to_a_logger(folder, events):
     assert numbers <= told
 
 
+@pytest.mark.slow
 def test_the_run_wrote_its_completions_as_a_flat_table(folder):
     import pandas
 

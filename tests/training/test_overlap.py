@@ -124,6 +124,7 @@ def mode(name, staleness):
     return [f"asynchrony={name}", f"asynchrony.staleness={staleness}"]
 
 
+@pytest.mark.slow
 def test_a_second_sampler_gives_the_same_run(in_a_thread, same):
     (lag, rows), (ahead, others) = (trained(*mode(name, 1), steps=3) for name in ("lag", "overlap"))
     assert same(lag.state_dict(), ahead.state_dict()) and same(rows, others)
