@@ -2,12 +2,13 @@
 checkout over the older one.
 
     git worktree add /tmp/before 149a62e
-    python experiments/benchmarks/pairs.py /tmp/before [--pairs 40]
+    python experiments/benchmarks/pairs.py /tmp/before [--processes 14] [--pairs 4]
 
-Two processes, one a checkout, on the same core of their choice with one thread; in turn each does a
-round of `decode.py --once` or `turns.py --once`, and which goes first alternates. pairs.csv has the
-median ratio and its 95 % interval, free of any distribution: the order statistics between which the
-median lies with 95 % by the binomial law.
+Two processes, one a checkout, with one thread each; in turn each does a round of `decode.py --once`
+or `turns.py --once`, and which goes first alternates. The median ratio of their rounds is one
+observation, since two processes of one checkout differ by up to 5 % for as long as they live.
+pairs.csv has the median over `--processes` such couples and its 95 % interval, free of any
+distribution: the order statistics between which the median lies with 95 % by the binomial law.
 """
 
 from __future__ import annotations
@@ -63,28 +64,43 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return ordered[max(0, low - 1)], ordered[n - max(1, low)]
 
 
+def compared(words: list[str], older: Path, pairs: int, couple: int) -> tuple[float, float]:
+    """The median ratio of the rounds of one couple of processes, and this checkout's seconds."""
+    mine, theirs = started(words, HERE.parents[1]), started(words, older)
+    taken(mine), taken(theirs)  # the first round, which warms up
+    ratios, seconds = [], []
+    for number in range(pairs):
+        if (number + couple) % 2 == 0:
+            a, b = round_of(mine), round_of(theirs)
+        else:
+            b, a = round_of(theirs), round_of(mine)
+        ratios.append(a / b)
+        seconds.append(a)
+    for process in (mine, theirs):
+        process.kill()
+        process.wait()
+    return statistics.median(ratios), statistics.median(seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("older", type=Path)
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--pairs", type=int, default=4)
     given = parser.parse_args()
     rows = []
     for name, words in CASES.items():
-        here, older = started(words, HERE.parents[1]), started(words, given.older)
-        taken(here), taken(older)
         ratios, seconds = [], []
-        for number in range(given.pairs):
-            first, second = (here, older) if number % 2 == 0 else (older, here)
-            a, b = round_of(first), round_of(second)
-            mine, theirs = (a, b) if number % 2 == 0 else (b, a)
-            ratios.append(mine / theirs)
+        for couple in range(given.processes):
+            ratio, mine = compared(words, given.older, given.pairs, couple)
+            ratios.append(ratio)
             seconds.append(mine)
-        here.kill(), older.kill()
         low, high = interval(ratios)
         row = {
             "case": name,
+            "processes": given.processes,
             "pairs": given.pairs,
             "ratio": statistics.median(ratios),
             "low": low,
