@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,30 +31,22 @@ from rlkit.types import (
     Estimate,
     GroupFilterFn,
     KLFn,
+    Minibatch,
     NormalizationFn,
     OverlongFn,
     PolicyLossFn,
     RatioFn,
+    Scored,
     TokenFilterFn,
     TokenLogprobs,
     ValueLossFn,
+    Weighted,
     ranges,
     safe,
     unpacked,
 )
 
-# Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row
-# dimension.
-PER_ROLLOUT = (
-    "rewards",
-    "group_ids",
-    "truncated",
-    "lengths",
-    "reply_lengths",
-    "greedy_rewards",
-    "components",
-    "metadata",
-)
+Rows = TypeVar("Rows", bound=Batch)
 
 
 @safe("name", "optimizer")
@@ -149,6 +142,15 @@ class Algorithm(NamedTuple):
         is not among them."""
         own = self.streams.get("reward", Stream(0.0 if self.streams else 1.0))
         return number(own.coef)
+
+    @property
+    def active_streams(self) -> dict[str, Stream]:
+        """The streams beside the reward's that count in this step."""
+        return {
+            name: stream
+            for name, stream in self.streams.items()
+            if name != "reward" and number(stream.coef) > 0
+        }
 
     @property
     def parts(self) -> dict[str, Callable[..., Any]]:
@@ -420,13 +422,13 @@ def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> d
 
 def quantities(batch: Batch) -> dict[str, Any]:
     """What the parts may ask for, before the policy is evaluated."""
-    return {name: value for name, value in batch._asdict().items() if value is not None}
+    return {name: value for name, value in vars(batch).items() if value is not None}
 
 
 # -------------------------------------------------------------- before the update, without gradient
 
 
-def filter_rollouts(batch: Batch, algorithm: Algorithm) -> Batch:
+def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
     """The batch with the rollouts that are trained on, and the rewards that the advantage sees.
 
     The group filter reads the raw rewards; then the overlong rule may change rewards (and with them
@@ -438,11 +440,11 @@ def filter_rollouts(batch: Batch, algorithm: Algorithm) -> Batch:
         kept, filtered = part("group_filter", algorithm.group_filter, given)
         (rewards, trained), shortened = part("overlong", algorithm.overlong, given)
         shaped = (rewards - batch.rewards).nan_to_num(0.0)[batch.rollout_ids][:, None]
-        return batch._replace(
+        return replace(
+            batch,
             rewards=rewards,
             token_rewards=batch.token_rewards + shaped * last_tokens(batch),
             response_mask=batch.response_mask & (kept & trained)[batch.rollout_ids][:, None],
-            sampled_mask=batch.response_mask,
             metrics=filtered | shortened,
         )
 
@@ -454,11 +456,11 @@ def last_tokens(batch: Batch) -> Tensor:
     return F.from_episodes(last, positions, mask, batch.response_mask)
 
 
-def place_old(batch: Batch, algorithm: Algorithm, *, step: int) -> Batch:
-    """The batch with `old_share`, where the ratio's old policy needs no pass before the update
-    (`algorithm.old`).
+def old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
+    """Where the ratio's old policy lies between the sampler (0) and the policy (1) [B, T], where it
+    needs no pass before the update (`algorithm.old`).
 
-    trainer      the policy before the update, by a pass of the trainer: no `old_share`
+    trainer      the policy before the update, by a pass of the trainer: None
     sampler      what sampled, in its own log-probs: share 0. The ratio is π / μ, and a clip sees
                  how old a sample is
     loglinear    between both, by versions (`rlkit.functional.interpolated_old`): share (d - 1) / d,
@@ -469,95 +471,108 @@ def place_old(batch: Batch, algorithm: Algorithm, *, step: int) -> Batch:
       step: RL steps done.
     """
     if algorithm.old == "trainer":
-        return batch
+        return None
     share = torch.zeros_like(batch.logprobs_sampler)
     if algorithm.old == "loglinear":
-        behind = (step - _required(batch.versions, "versions")).clamp_min(0)
+        behind = (step - batch.versions).clamp_min(0)
         share = (behind / (behind + 1)).to(share.dtype)
-    return batch._replace(old_share=share)
+    return share
 
 
-def token_scale(batch: Batch, algorithm: Algorithm) -> Batch:
-    """The batch with the factor on each token's policy loss: off-policy correction × token filter,
-    which may ask for advantages.
-
-    A correction to an old policy that moves with the current one is left to `surrogate`.
-    """
-    with torch.no_grad():
-        given = quantities(batch)
-        factor, corrected = (
-            part("correction", algorithm.correction, given)
-            if batch.old_share is None
-            else (1.0, {})
-        )
-        kept, filtered = part("token_filter", algorithm.token_filter, given)
-        scale = F.fill_masked(factor * kept, batch.response_mask, 0.0)
-        return batch._replace(scale=scale, metrics=(batch.metrics or {}) | corrected | filtered)
-
-
-def estimate_advantages(batch: Batch, algorithm: Algorithm, kl: KL = KL("none")) -> Batch:  # noqa: B008  (immutable)
-    """The batch with advantages [B, T], and returns where there is a critic; zero outside the
-    response mask.
+def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:  # noqa: B008  (immutable)
+    """The batch with advantages [B, T], returns where there is a critic, and the factor on each
+    token's policy loss; zero outside the response mask.
 
     advantage → normalisation → minus the KL to come, where the KL stands in the reward. An
     advantage that asks for `token_rewards` gets the KL in them instead, and with `kl.in_baseline`
     every advantage gets it in its rewards: in those of all rollouts, since also the ones that are
-    not trained on count in the baseline. Computed once over the whole update batch, without
-    gradient.
+    not trained on count in the baseline. Then the factor: off-policy correction × token filter,
+    which may ask for advantages. Computed once over the whole update batch, without gradient.
     Raises: PartError where the advantage has neither shape [N] nor [B, T], or a critic gets no
     returns.
     """
     with torch.no_grad():
-        mask = batch.response_mask
         penalty = penalize(batch, kl)
-        batch = batch._replace(
-            token_rewards=F.fill_masked(batch.token_rewards - penalty, mask, 0.0)
+        batch = replace(
+            batch,
+            token_rewards=F.fill_masked(batch.token_rewards - penalty, batch.response_mask, 0.0),
         )
         if kl.in_baseline:
             of_rollouts = F.segment_sum(
                 penalize(whole(batch), kl), batch.rollout_ids, n=len(batch.rewards)
             )
-            batch = batch._replace(rewards=batch.rewards - of_rollouts)
+            batch = replace(batch, rewards=batch.rewards - of_rollouts)
         given = quantities(batch)
-        estimate, measured = part("advantage", algorithm.advantage, given)
-        advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
-        if algorithm.critic.active and returns is None:
-            who = f"algorithm.advantage ({written(algorithm.advantage)})"
-            raise PartError(
-                f"{who}: gave no returns, and the critic needs them; give"
-                " rlkit.types.Estimate(advantages, returns)"
-            )
-        if advantages.dim() == 1:
-            advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
-        # what cannot be scored teaches neither policy nor critic
-        scored = mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
-        given["advantages"] = F.fill_masked(advantages, scored, 0.0)
-        advantages, normalized = part("normalization", algorithm.normalization, given)
+        advantages, returns, measured = _estimate(batch, algorithm, given)
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
-            advantages = advantages - _reward_to_go(penalty, batch)
-        returns = (
-            None
-            if returns is None
-            else F.fill_masked(
-                torch.where(scored, returns, _required(batch.values, "values")), mask, 0.0
-            )
+            # what cannot be scored has no advantage, whatever its KL
+            later = F.fill_masked(_reward_to_go(penalty, batch), _scored(batch), 0.0)
+            advantages = advantages - later
+        given |= {"advantages": advantages}
+        if returns is not None:
+            given |= {"returns": returns}
+        rank = None
+        if asks(algorithm.policy_loss, "covariance_rank"):
+            rank = given["covariance_rank"] = call(F.covariance_rank, given)
+        scale, scaled = _scale(batch, algorithm, given)
+        return Weighted(
+            **vars(batch) | {"metrics": {**batch.metrics, **measured, **scaled}},
+            advantages=advantages,
+            returns=returns,
+            covariance_rank=rank,
+            scale=scale,
         )
-        metrics = (batch.metrics or {}) | measured | normalized
-        batch = batch._replace(
-            advantages=F.fill_masked(advantages, scored, 0.0), returns=returns, metrics=metrics
-        )
-        if not asks(algorithm.policy_loss, "covariance_rank"):
-            return batch
-        return batch._replace(covariance_rank=call(F.covariance_rank, quantities(batch)))
 
 
-def whole(batch: Batch) -> Batch:
+def _estimate(
+    batch: Scored, algorithm: Algorithm, given: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """Normalised advantages [B, T], returns [B, T] or None, and what the two parts measured."""
+    estimate, measured = part("advantage", algorithm.advantage, given)
+    advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
+    if algorithm.critic.active and returns is None:
+        who = f"algorithm.advantage ({written(algorithm.advantage)})"
+        raise PartError(
+            f"{who}: gave no returns, and the critic needs them; give"
+            " rlkit.types.Estimate(advantages, returns)"
+        )
+    if advantages.dim() == 1:
+        advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
+    # what cannot be scored teaches neither policy nor critic
+    scored = _scored(batch)
+    of_advantages = {"advantages": F.fill_masked(advantages, scored, 0.0)}
+    advantages, normalized = part("normalization", algorithm.normalization, given | of_advantages)
+    if returns is not None:
+        known = torch.where(scored, returns, _required(batch.values, "values"))
+        returns = F.fill_masked(known, batch.response_mask, 0.0)
+    return F.fill_masked(advantages, scored, 0.0), returns, measured | normalized
+
+
+def _scored(batch: Batch) -> Tensor:
+    """[B, T] True on trained tokens of rollouts that have a reward."""
+    return batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
+
+
+def _scale(
+    batch: Scored, algorithm: Algorithm, given: dict[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Off-policy correction × token filter [B, T], and what both measured. A correction to an old
+    policy that moves with the current one is left to `surrogate`."""
+    factor: Any = 1.0
+    corrected: dict[str, Tensor] = {}
+    if batch.old_share is None:
+        factor, corrected = part("correction", algorithm.correction, given)
+    kept, filtered = part("token_filter", algorithm.token_filter, given)
+    return F.fill_masked(factor * kept, batch.response_mask, 0.0), corrected | filtered
+
+
+def whole(batch: Rows) -> Rows:
     """The batch with every sampled token in its response_mask, those of rollouts that are not
     trained on too."""
-    return batch if batch.sampled_mask is None else batch._replace(response_mask=batch.sampled_mask)
+    return replace(batch, response_mask=batch.sampled_mask)
 
 
-def penalize(batch: Batch, kl: KL) -> Tensor:
+def penalize(batch: Scored, kl: KL) -> Tensor:
     """What the KL takes off the reward of each token [B, T], at the policy before the update; zeros
     where it is not in the reward."""
     if not kl.in_reward:
@@ -584,19 +599,19 @@ def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
     return F.from_episodes(later, positions, mask, values)
 
 
-def loss_weights(batch: Batch, algorithm: Algorithm) -> Batch:
+def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
     """The batch with each token's share of the loss, and no other metrics than its own. Once per
     optimiser step, on all of its rows."""
     with torch.no_grad():
         weights, metrics = part("aggregation", algorithm.aggregation, quantities(batch))
-        return batch._replace(weights=weights, metrics=metrics)
+        return Minibatch(**vars(batch) | {"metrics": metrics}, weights=weights)
 
 
 # ----------------------------------------------------------------------------------------- the loss
 
 
 def surrogate(
-    batch: Batch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL
+    batch: Minibatch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef ·
     KL - entropy_coef · entropy).
@@ -630,11 +645,11 @@ def surrogate(
         | clipped_tokens(algorithm.policy_loss, given)
     )
     scale = batch.scale
-    if batch.old_share is not None and scale is not None:
+    if batch.old_share is not None:
         factor, corrected = part("correction", algorithm.correction, given)
         scale = factor.detach() * scale
         terms |= corrected | {"scale": scale}
-    per_token = terms["policy_loss"] if scale is None else scale * terms["policy_loss"]
+    per_token = scale * terms["policy_loss"]
     if algorithm.reward_coef != 1:
         per_token = algorithm.reward_coef * per_token
     if kl.active:
@@ -654,12 +669,12 @@ def surrogate(
         per_token = per_token + number(kl.coef) * weight * terms["kl"]
     if algorithm.entropy_coef:
         per_token = per_token - number(algorithm.entropy_coef) * given["entropy"]
-    loss = (_required(batch.weights, "weights") * F.fill_masked(per_token, mask, 0.0)).sum()
+    loss = (batch.weights * F.fill_masked(per_token, mask, 0.0)).sum()
     return loss, {name: term.detach() for name, term in terms.items()}
 
 
 def value_surrogate(
-    batch: Batch, scores: TokenLogprobs, critic: Critic
+    batch: Minibatch, scores: TokenLogprobs, critic: Critic
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its
     terms, detached."""
@@ -670,10 +685,7 @@ def value_surrogate(
         "returns": _required(batch.returns, "returns"),
     }
     per_token, measured = part("value_loss", _required(critic.loss, "critic.loss"), given)
-    loss = (
-        critic.coef
-        * (_required(batch.weights, "weights") * F.fill_masked(per_token, mask, 0.0)).sum()
-    )
+    loss = critic.coef * (batch.weights * F.fill_masked(per_token, mask, 0.0)).sum()
     return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()} | measured
 
 
@@ -692,86 +704,3 @@ def _required(value: Any, name: str) -> Any:
     if value is None:
         raise ValueError(f"the batch has no {name}; prepare it before the update")
     return value
-
-
-def select(batch: Batch, rows: Tensor) -> Batch:
-    """Some rows of a batch, cut to their longest. Quantities of the rollouts [N], and what is no
-    tensor, stay whole."""
-    width = int(batch.attention_mask[rows].sum(1).max())
-    fields: dict[str, Any] = {
-        name: value
-        for name, value in batch._asdict().items()
-        if isinstance(value, Tensor) and name not in PER_ROLLOUT
-    }
-    per_row = {
-        name: value[rows][:, :width] if value.dim() == 2 else value[rows]
-        for name, value in fields.items()
-    }
-    metrics = batch.metrics and {
-        name: value[rows][:, :width] if value.dim() == 2 else value
-        for name, value in batch.metrics.items()
-    }
-    return batch._replace(**per_row, metrics=metrics)
-
-
-def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
-    """Row numbers of every update: `epochs` passes over all rollouts, each split at random into
-    `minibatches` parts of whole rollouts."""
-    generator = torch.Generator().manual_seed(seed % (1 << 63))
-    owners = batch.rollout_ids.cpu()
-    orders = [
-        torch.randperm(len(batch.rewards), generator=generator) for _ in range(algorithm.epochs)
-    ]
-    parts = [
-        [
-            torch.isin(owners, part).nonzero()[:, 0]
-            for part in order.tensor_split(algorithm.minibatches)
-        ]
-        for order in orders
-    ]
-    # A part has no rows where each of its rollouts ended before its first reply.
-    return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
-
-
-def minibatches(batch: Batch, algorithm: Algorithm, seed: int) -> Iterator[Batch]:
-    """Every update's batch, with the weights of its tokens."""
-    return (
-        loss_weights(select(batch, rows), algorithm)
-        for epoch in minibatch_rows(batch, algorithm, seed)
-        for rows in epoch
-    )
-
-
-def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
-    """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side
-    by side.
-
-    Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its
-    tokens; so a micro-batch is always at least one rollout, even if its rows alone exceed
-    `max_tokens`. A row counts up to its last trained token; what it shares with others
-    (`rlkit.models.packing`) counts each time. Rows without a trained token are left out: they add
-    nothing to any sum.
-    """
-    lengths = (
-        (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device))
-        .amax(1)
-        .tolist()
-    )
-    owners = batch.rollout_ids.tolist()
-    groups = batch.group_ids.tolist()
-    rollouts: dict[int, list[int]] = {}
-    for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):
-        if lengths[row]:
-            rollouts.setdefault(owners[row], []).append(row)
-    chosen = list[int]()
-    size = 0
-    for rows in rollouts.values():
-        more = sum(lengths[row] for row in rows)
-        if chosen and size + more > max_tokens:
-            yield torch.tensor(chosen, device=batch.ids.device)
-            chosen = []
-            size = 0
-        chosen += rows
-        size += more
-    if chosen:
-        yield torch.tensor(chosen, device=batch.ids.device)

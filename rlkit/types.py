@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -313,69 +314,77 @@ def agreement(a: Sequence[int], b: Sequence[int]) -> int:
 # ------------------------------------------------------------------------------------------ tensors
 
 
-class Batch(NamedTuple):
-    """Rollouts as right-padded tensors. Quantities that a run does not need stay None."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Rollouts as right-padded tensors, as they were sampled.
+
+    The type of a batch says what has been computed. Each record below has the fields of the ones
+    before it, so a function that reads token ids alone takes them all:
+
+        Batch ── score ──▶ Scored ── weigh ──▶ Weighted ── some rows, shares ──▶ Minibatch
+
+    A quantity that only some algorithms need is None for the others.
+    """
 
     ids: Tensor  # [B, T] int64
     attention_mask: Tensor  # [B, T] bool, True on real tokens
-    response_mask: Tensor  # [B, T] bool, True exactly on sampled tokens
+    response_mask: Tensor  # [B, T] bool, True on the sampled tokens that are trained on
+    sampled_mask: Tensor  # [B, T] bool, True on all sampled tokens
     rollout_ids: Tensor  # [B] int64, which rollout a row belongs to (0 … N-1)
     step_ids: Tensor  # [B, T] int64, which step of its rollout a token belongs to
     rewards: Tensor  # [N] float, nan where it cannot be scored
     group_ids: Tensor  # [N] int64
     truncated: Tensor  # [N] bool, cut off by a limit instead of ended
     lengths: Tensor  # [N] int64, sampled tokens of a rollout, trained on or not
+    reply_lengths: Tensor  # [N] int64, sampled tokens of a rollout's longest reply
     # [B, T] float, a step's reward at its last sampled token, the episode's at the last of all
     token_rewards: Tensor
     logprobs_sampler: Tensor  # [B, T] by the engine that sampled
-    logprobs_old: Tensor | None = None  # [B, T] by the trainer, before the update
-    old_share: Tensor | None = (
-        # [B, T] in 0 … 1, where "old" lies between sampler (0) and policy (1); None: it is
-        # logprobs_old
-        None
-    )
-    entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer, before the update
+    # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
+    versions: Tensor
+    # reward component → [N] float, nan where it cannot be scored
+    components: Mapping[str, Tensor] = field(default_factory=dict)
+    # of each of the N rollouts: its task's, and its own on top
+    metadata: tuple[Mapping[str, Any], ...] = ()
+    # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was played
+    greedy_rewards: Tensor | None = None
+    # [B, T] bool, what tools answered, without the template around it; None: no stream asks for it
+    observed_mask: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scored(Batch):
+    """A batch with what models say of its tokens before the update."""
+
+    # [B, T] by the trainer; None: the only update of the step finds them, or `old_share` does
+    logprobs_old: Tensor | None
+    # [B, T] in 0 … 1, where "old" lies between sampler (0) and policy (1); None: it is logprobs_old
+    old_share: Tensor | None = None
+    entropy_old: Tensor | None = None  # [B, T] in nats, by the trainer
+    values: Tensor | None = None  # [B, T] by the critic, of the state before each sampled token
     logprobs_ref: Tensor | None = None  # [B, T] by the reference
     full_kl: Tensor | None = None  # [B, T] in nats, exact over the vocabulary, policy to reference
-    # [B, T] by the critic, before the update, of the state before each sampled token
-    values: Tensor | None = None
-    advantages: Tensor | None = None  # [B, T]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weighted(Scored):
+    """A scored batch with what the loss of each token is multiplied by; fixed before it is
+    split."""
+
+    advantages: Tensor  # [B, T]
+    scale: Tensor  # [B, T] off-policy correction × token filter
     returns: Tensor | None = None  # [B, T] what the critic learns to predict
-    # [B, T] factor on each token's policy loss: off-policy correction × token filter
-    scale: Tensor | None = None
-    # [B, T] share of each token in the loss; sums to 1 over an update
-    weights: Tensor | None = None
-    reply_lengths: Tensor | None = None  # [N] int64, sampled tokens of a rollout's longest reply
-    greedy_rewards: Tensor | None = (
-        # [N] reward of one greedy rollout of the prompt, nan where it has none; None: none was
-        # played
-        None
-    )
-    sampled_mask: Tensor | None = (
-        # [B, T] bool, the response_mask before rollouts were taken out of training; None: none were
-        None
-    )
-    versions: Tensor | None = (
-        # [B, T] int64, RL steps done when the weights were loaded that sampled a token; 0 elsewhere
-        None
-    )
-    covariance_rank: Tensor | None = (
-        # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
-        None
-    )
-    observed_mask: Tensor | None = (
-        # [B, T] bool, what tools answered, without the template around it; None: no stream asks for
-        # it
-        None
-    )
-    # reward component → [N] float, nan where it cannot be scored
-    components: Mapping[str, Tensor] | None = None
-    # of each of the N rollouts: its task's, and its own on top
-    metadata: tuple[Mapping[str, Any], ...] | None = None
-    metrics: dict[str, Tensor] | None = (
-        # PART/NAME → [], [N] or [B, T]: what parts measured before the update, or in weighing it
-        None
-    )
+    # [B, T] share of the step's tokens whose covariance of advantage and log-prob is higher
+    covariance_rank: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Minibatch(Weighted):
+    """The rows of one update."""
+
+    weights: Tensor  # [B, T] share of each token in the loss; sums to 1 over the update
 
 
 class TokenLogprobs(NamedTuple):

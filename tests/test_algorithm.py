@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,21 +13,16 @@ import torch
 from parametrise import AGGREGATIONS, combinations, each
 from rlkit.algorithm import (
     KL,
-    PER_ROLLOUT,
     Algorithm,
     Critic,
     call,
-    estimate_advantages,
     filter_rollouts,
     inputs,
     last_tokens,
     loss_weights,
-    micro_batches,
-    minibatches,
     quantities,
-    select,
     surrogate,
-    token_scale,
+    weigh,
 )
 from rlkit.functional import (
     clipped,
@@ -53,7 +49,8 @@ from rlkit.functional import (
     turn_gae,
     whiten,
 )
-from rlkit.types import QUANTITIES, Batch, TokenLogprobs
+from rlkit.training.update.split import PER_ROLLOUT, micro_batches, minibatches, select
+from rlkit.types import QUANTITIES, Batch, Scored, TokenLogprobs, Weighted
 
 POLICY_LOSSES = {"clipped": clipped, "reinforce": reinforce}
 KLS = {
@@ -75,7 +72,7 @@ def algorithm(aggregation=token_mean, policy_loss=clipped, **more) -> Algorithm:
     return Algorithm("test", policy_loss=policy_loss, aggregation=aggregation, **parts)
 
 
-def make_batch(seed: int = 0) -> Batch:
+def make_batch(seed: int = 0) -> Scored:
     """12 rows of 9 rollouts of 3 prompts, of different lengths; log-ratios of order 1, so that the
     clip binds on some tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -95,10 +92,11 @@ def make_batch(seed: int = 0) -> Batch:
         )
         for name in TOKENS
     }
-    return Batch(
+    return Scored(
         ids=torch.randint(1, 50, (b, t), generator=generator),
         attention_mask=attention,
         response_mask=response,
+        sampled_mask=response,
         rollout_ids=ROLLOUTS,
         step_ids=torch.zeros(b, t, dtype=torch.int64),
         rewards=torch.tensor(
@@ -119,9 +117,9 @@ def make_batch(seed: int = 0) -> Batch:
     )
 
 
-def estimated(batch: Batch, a: Algorithm, kl: KL = KLS["none"]) -> Batch:
+def estimated(batch: Batch, a: Algorithm, kl: KL = KLS["none"]) -> Weighted:
     """Chosen rollouts with advantages, as the module prepares them."""
-    return token_scale(estimate_advantages(filter_rollouts(batch, a), a, kl), a)
+    return weigh(filter_rollouts(batch, a), a, kl)
 
 
 def scored(batch: Batch) -> torch.Tensor:
@@ -135,7 +133,7 @@ def policy_logprobs(batch: Batch, seed: int = 7) -> torch.Tensor:
     return -2 * torch.rand(batch.ids.shape, generator=generator, dtype=torch.float64)
 
 
-def prepared(a: Algorithm, batch: Batch | None = None) -> Batch:
+def prepared(a: Algorithm, batch: Batch | None = None) -> Scored:
     return loss_weights(estimated(batch or make_batch(), a), a)
 
 
@@ -205,7 +203,7 @@ def test_every_promised_quantity_reaches_a_loss():
     exec(source, scope)
     batch = prepared(algorithm())
     zeros = torch.zeros(batch.ids.shape)
-    batch = batch._replace(entropy_old=zeros, returns=zeros, covariance_rank=zeros)
+    batch = replace(batch, entropy_old=zeros, returns=zeros, covariance_rank=zeros)
     surrogate(
         batch,
         TokenLogprobs(policy_logprobs(batch), zeros, zeros, zeros),
@@ -285,7 +283,7 @@ def test_an_unscored_rollout_has_advantage_zero_not_nan():
 
 def test_advantages_and_weights_carry_no_gradient():
     batch = make_batch()
-    batch = batch._replace(rewards=batch.rewards.clone().requires_grad_())
+    batch = replace(batch, rewards=batch.rewards.clone().requires_grad_())
     got = prepared(algorithm(advantage=lambda rewards: rewards * 2), batch)
     assert not got.advantages.requires_grad and not got.weights.requires_grad
 
@@ -298,17 +296,21 @@ def test_the_loss_by_hand():
     0.3·½·(e^½ − ½ − 1)."""
     log = torch.tensor([[0.0, -1.0, -1.0]], dtype=torch.float64)
     mask = torch.tensor([[False, True, True]])
-    batch = Batch(
+    batch = Weighted(
         ids=torch.tensor([[1, 2, 3]]),
         attention_mask=torch.ones(1, 3, dtype=torch.bool),
         response_mask=mask,
+        sampled_mask=mask,
         rollout_ids=torch.tensor([0]),
         step_ids=torch.zeros(1, 3, dtype=torch.int64),
         rewards=torch.tensor([1.0]),
         group_ids=torch.tensor([0]),
         truncated=torch.tensor([False]),
         lengths=torch.tensor([2]),
+        reply_lengths=torch.tensor([2]),
         token_rewards=torch.zeros(1, 3),
+        versions=torch.zeros(1, 3, dtype=torch.int64),
+        scale=torch.ones(1, 3),
         logprobs_sampler=log,
         logprobs_old=log,
         logprobs_ref=torch.tensor([[0.0, -0.5, -1.0]]).double(),
@@ -329,7 +331,7 @@ def test_without_old_log_probs_the_policy_is_its_own_old():
     a = algorithm()
     batch = prepared(a)
     logprobs = policy_logprobs(batch)
-    alone, given = batch._replace(logprobs_old=None), batch._replace(logprobs_old=logprobs)
+    alone, given = replace(batch, logprobs_old=None), replace(batch, logprobs_old=logprobs)
     leaf = logprobs.clone().requires_grad_()
     _, terms = surrogate(alone, TokenLogprobs(leaf, torch.zeros_like(leaf)), a, KLS["none"])
     assert torch.equal(terms["ratio"], torch.ones_like(logprobs))
@@ -338,20 +340,19 @@ def test_without_old_log_probs_the_policy_is_its_own_old():
     )
 
 
-@pytest.mark.parametrize("missing, kl", [("weights", "none"), ("logprobs_ref", "k3")])
-def test_an_unprepared_batch_is_refused_by_name(missing, kl):
-    batch = prepared(algorithm())._replace(**{missing: None})
-    with pytest.raises(ValueError, match=missing):
+def test_an_unprepared_batch_is_refused_by_name():
+    batch = replace(prepared(algorithm()), logprobs_ref=None)
+    with pytest.raises(ValueError, match="logprobs_ref"):
         surrogate(
             batch,
             TokenLogprobs(policy_logprobs(batch), torch.zeros(batch.ids.shape)),
             algorithm(),
-            KLS[kl],
+            KLS["k3"],
         )
 
 
 def test_an_inactive_kl_needs_no_reference_and_adds_nothing():
-    batch = prepared(algorithm())._replace(logprobs_ref=None)
+    batch = replace(prepared(algorithm()), logprobs_ref=None)
     logprobs = policy_logprobs(batch)
     plain = whole(batch, logprobs, algorithm(), KLS["none"])
     zero = whole(batch, logprobs, algorithm(), KL("k3", k3, coef=0.0))
@@ -368,8 +369,8 @@ def test_garbage_under_the_mask_changes_no_bit(names):
     loss, gradient = whole(batch, logprobs, a, kl)
     assert gradient[~mask].count_nonzero() == 0 and gradient[mask].count_nonzero() > 0
     for garbage in (float("nan"), float("inf"), -float("inf"), 1e300):
-        dirty = batch._replace(
-            **{name: getattr(batch, name).where(mask, garbage) for name in TOKENS}
+        dirty = replace(
+            batch, **{name: getattr(batch, name).where(mask, garbage) for name in TOKENS}
         )
         got_loss, got_gradient = whole(dirty, logprobs.where(mask, garbage), a, kl)
         assert torch.equal(got_loss, loss) and torch.equal(got_gradient, gradient)
@@ -396,7 +397,7 @@ def test_a_users_own_part_is_safe_from_garbage_without_clamping(dirty):
     for garbage in (0.0, float("nan"), float("inf"), -float("inf")):
         q = given | {dirty: given[dirty].where(batch.response_mask, garbage)}
         leaf = q["logprobs"].clone().requires_grad_()
-        own = batch._replace(logprobs_old=q["logprobs_old"], logprobs_ref=q["logprobs_ref"])
+        own = replace(batch, logprobs_old=q["logprobs_old"], logprobs_ref=q["logprobs_ref"])
         value, terms = surrogate(own, TokenLogprobs(leaf, q["entropy"]), a, kl)
         assert all(term.isfinite().all() for term in terms.values())  # the metrics are made of them
         gradients.append(torch.cat([value.detach()[None], *torch.autograd.grad(value, leaf)[0]]))
@@ -426,7 +427,7 @@ def test_only_the_policy_gets_a_gradient(names):
     }
     leaf = policy_logprobs(batch).requires_grad_()
     loss, terms = surrogate(
-        batch._replace(**constants), TokenLogprobs(leaf, torch.zeros_like(leaf)), a, kl
+        replace(batch, **constants), TokenLogprobs(leaf, torch.zeros_like(leaf)), a, kl
     )
     loss.backward()
     assert leaf.grad.count_nonzero() > 0
@@ -463,7 +464,7 @@ def test_rows_of_a_group_stand_side_by_side_and_fill_the_budget(budget):
     """One row a rollout: what is packed together shares its prompt, and no portion ends before it
     is full."""
     batch = make_batch()
-    batch = batch._replace(rollout_ids=torch.arange(12), group_ids=torch.arange(12) % 3)
+    batch = replace(batch, rollout_ids=torch.arange(12), group_ids=torch.arange(12) % 3)
     lengths, portions = needed(batch), list(micro_batches(batch, budget))
     order = torch.cat(portions)
     assert batch.group_ids[order].tolist() == sorted(batch.group_ids[order].tolist())
@@ -509,7 +510,7 @@ def test_a_batch_without_a_trained_token_has_no_portions():
     batch = make_batch()
     assert (
         list(
-            micro_batches(batch._replace(response_mask=torch.zeros_like(batch.response_mask)), 100)
+            micro_batches(replace(batch, response_mask=torch.zeros_like(batch.response_mask)), 100)
         )
         == []
     )
@@ -519,7 +520,7 @@ def test_selected_rows_lose_padding_only():
     batch = prepared(algorithm())
     for rows in micro_batches(batch, 20):
         part = select(batch, rows)
-        for name, tensor in part._asdict().items():
+        for name, tensor in vars(part).items():
             if not torch.is_tensor(tensor) or name in PER_ROLLOUT:
                 assert tensor is getattr(batch, name)
             elif tensor.dim() == 1:
@@ -559,12 +560,13 @@ def test_neither_padding_nor_the_order_of_rows_changes_the_gradient(names):
     _, gradient = whole(prepared(a, batch), logprobs, a, kl)
 
     def changed(change):
-        return batch._replace(
+        return replace(
+            batch,
             **{
                 n: change(t)
-                for n, t in batch._asdict().items()
+                for n, t in vars(batch).items()
                 if torch.is_tensor(t) and n not in PER_ROLLOUT
-            }
+            },
         )
 
     def pad(tensor, fill=0):
@@ -715,11 +717,13 @@ def test_the_update_of_pairwise_is_the_gradient_of_the_preference_loss(
 # ------------------------------------------------------------------------------ tokens and a critic
 
 
-def at_the_end(batch: Batch) -> Batch:
+def at_the_end(batch: Batch) -> Scored:
     """The same batch with each scored rollout's reward at its last trained token, as `assemble`
     places it."""
-    return batch._replace(
-        token_rewards=batch.rewards.nan_to_num(0.0)[batch.rollout_ids][:, None] * last_tokens(batch)
+    return replace(
+        batch,
+        token_rewards=batch.rewards.nan_to_num(0.0)[batch.rollout_ids][:, None]
+        * last_tokens(batch),
     )
 
 
@@ -748,7 +752,7 @@ def test_an_estimate_gives_the_critic_its_returns(advantage):
         normalization=whiten,
         critic=Critic("head", squared_error),
     )
-    got = estimated(batch._replace(values=values), a)
+    got = estimated(replace(batch, values=values), a)
     returns = estimated(batch, algorithm(advantage=reward_to_go)).advantages
     torch.testing.assert_close(
         got.returns * scored(batch), returns, rtol=0, atol=1e-12

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,17 +24,13 @@ from rlkit.algorithm import (
     PARTS,
     Algorithm,
     Critic,
-    estimate_advantages,
     filter_rollouts,
     loss_weights,
-    micro_batches,
-    minibatches,
     part,
     quantities,
-    select,
     surrogate,
-    token_scale,
     value_surrogate,
+    weigh,
 )
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.schema import resolve
@@ -41,17 +38,18 @@ from rlkit.errors import ConfigError, PartError
 from rlkit.functional import _checked
 from rlkit.models import pack
 from rlkit.rewards import Reward, RewardError, Term, batched, score
-from rlkit.training import drift
 from rlkit.training.metrics import UpdateTerms, update_metrics
 from rlkit.training.references import ema, moved
-from rlkit.types import Batch, Estimate, Measured, Rollout, Step, Task, TokenLogprobs
+from rlkit.training.update import drift
+from rlkit.training.update.split import micro_batches, minibatches, on_device, select
+from rlkit.types import Estimate, Measured, Rollout, Scored, Step, Task, TokenLogprobs
 
 ROWS = torch.tensor(
     [0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7]
 )  # the rollout of each row; rollout 8 has no row
 
 
-def make_batch() -> Batch:
+def make_batch() -> Scored:
     """12 rows of 9 rollouts of 3 prompts, of one width; one reward is unknown, and one row has no
     trained token."""
     generator = torch.Generator().manual_seed(0)
@@ -60,10 +58,11 @@ def make_batch() -> Batch:
     logprobs = [
         -2 * torch.rand(12, 9, generator=generator, dtype=torch.float64) * mask for _ in range(4)
     ]
-    return Batch(
+    return Scored(
         ids=torch.arange(12 * 9).view(12, 9),
         attention_mask=torch.ones_like(mask),
         response_mask=mask,
+        sampled_mask=mask,
         rollout_ids=ROWS,
         step_ids=torch.arange(12 * 9).view(12, 9),
         rewards=torch.tensor([1, 0, 0.5, 1, 1, 1, 0, float("nan"), 1]).double(),
@@ -153,7 +152,7 @@ def updated(
     a: Algorithm, kl: Any, *, budget: int, seed: int = 0
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Gradients and metrics of a step's updates, cut as a module cuts them."""
-    batch = token_scale(estimate_advantages(filter_rollouts(make_batch(), a), a, kl), a)
+    batch = weigh(filter_rollouts(make_batch(), a), a, kl)
     terms, gradients = UpdateTerms(), []
     for minibatch in minibatches(batch, a, seed=seed):
         leaf = (batch.logprobs_ref * 0.7 - 0.3).requires_grad_()
@@ -217,7 +216,7 @@ def test_a_group_filter_measures_what_it_drops_too():
         return rewards > 0.6, {"rewards": rewards}
 
     batch = filter_rollouts(make_batch(), algorithm(group_filter=fussy))
-    batch = estimate_advantages(batch, algorithm(advantage=F.raw))
+    batch = weigh(batch, algorithm(advantage=F.raw))
     row = update_metrics(
         batch, UpdateTerms(), SimpleNamespace(algorithm=algorithm(), kl=KL("none"))
     )  # type: ignore[arg-type]
@@ -410,21 +409,20 @@ def test_a_part_that_reads_metadata_is_composed_without_rows(tmp_path, monkeypat
 
 
 def test_what_is_no_tensor_survives_selection_and_moves_and_a_checkpoint_is_spared_it():
-    batch = loss_weights(estimate_advantages(make_batch(), algorithm()), algorithm())._replace(
-        metadata=({"made": object()},) * 9
-    )
+    batch = loss_weights(weigh(make_batch(), algorithm()), algorithm())
+    batch = replace(batch, metadata=({"made": object()},) * 9)
     one = select(batch, torch.tensor([3, 4]))
     assert (
         one.metadata is batch.metadata
         and one.components is batch.components
         and one.versions.shape[0] == 2
     )
-    there = drift.on(one, torch.device("meta"))
+    there = on_device(one, torch.device("meta"))
     assert there.metadata is batch.metadata and {
         t.device.type for t in (there.versions, *there.components.values())
     } == {"meta"}
-    kept = drift.few(batch)
-    assert kept.metadata is None and all(value is None or torch.is_tensor(value) for value in kept)
+    kept = drift.packed(drift.few(batch, batch.logprobs_old))
+    assert all(torch.is_tensor(value) for value in (*kept["batch"].values(), kept["logprobs"]))
 
 
 # --------------------------------------------------------------------------- rewards and references

@@ -62,8 +62,8 @@ def step(given: dict[str, Any]) -> dict[str, Any]:
     from rlkit.system.device import autocast, on_device
     from rlkit.training.groups import experience
     from rlkit.training.learner import Learner
-    from rlkit.training.memory import probe_memory
     from rlkit.training.selfcheck import check_policy
+    from rlkit.training.update.probe import probe_memory
 
     composed = compose(given["overrides"])
     x = experiment(composed)
@@ -72,11 +72,10 @@ def step(given: dict[str, Any]) -> dict[str, Any]:
     with autocast(x, device):
         agreement = check_policy(policy, tasks, x)
     learner, stream = Learner(x, policy, exact=agreement.exact), StreamState()
-    learner.make_optimizers()
     rows, seconds = [], []
     with autocast(x, device, updates=True):
         forget(device)
-        probe_memory(learner, tasks)
+        probe_memory(learner.record(), tasks)
         probed = peak(device)
         forget(device)
         for number in range(given["steps"]):
@@ -101,7 +100,7 @@ def step(given: dict[str, Any]) -> dict[str, Any]:
         "probed_gb": round(probed, 3),
         "measured_gb": round(peak(device), 3),
         "expected_gb": round(sum(expected.memory.values()) / 1e9, 3),
-        "halvings": learner.halvings,
+        "halvings": learner.micro.halvings,
         "mismatch_mean": f"{last['mismatch/logp_abs_mean']:.2e}",
         "mismatch_max": f"{last['mismatch/logp_abs_max']:.2e}",
         "updates": last["optim/updates"],

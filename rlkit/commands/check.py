@@ -45,8 +45,8 @@ def memory(learner: Any, device: Any) -> Memory:
         gradients=sum(
             p.numel() * p.element_size() for p in learner.nets.parameters() if p.requires_grad
         ),
-        optimizer=sum(size_of(o.state) for o in learner.optimizers),
-        reference=size_of([*held, learner.references]) - size_of(held),
+        optimizer=sum(size_of(o.state) for o in learner.optimizers.made),
+        reference=size_of([*held, learner.kept.references]) - size_of(held),
         peak=int(peak_memory(device) * 2**30),
     )
 
@@ -104,9 +104,9 @@ def run(x: Experiment, tasks: Splits) -> Report:
     from rlkit.training.groups import experience
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.learner import Learner
-    from rlkit.training.memory import probe_memory
     from rlkit.training.run import first_line, header
     from rlkit.training.selfcheck import check_policy, check_teacher
+    from rlkit.training.update.probe import probe_memory
 
     clock = {}
     started = time.perf_counter()
@@ -128,7 +128,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "step 1 hangs"),
     ):
         if device.type == "cuda":
-            probe_memory(learner, tasks.train)
+            probe_memory(learner.record(), tasks.train)
         sampled, trained, _ = experience(
             learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock
         )

@@ -29,11 +29,11 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     from rlkit.config.trust import Folder, outside, require_trust, with_environment
     from rlkit.runs import folder as runs
     from rlkit.system.device import autocast, on_device
-    from rlkit.training import drift
     from rlkit.training.callbacks.checkpoints import read_checkpoint
     from rlkit.training.callbacks.faults import BATCH, STATE
     from rlkit.training.learner import Learner
-    from rlkit.types import Batch
+    from rlkit.training.update.split import on_device as batch_on
+    from rlkit.types import Minibatch
 
     for name in ("config.yaml", BATCH, STATE):
         if not (folder / name).is_file():
@@ -56,14 +56,14 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
     policy, device = on_device(x)
     learner = Learner(x, policy)
     learner.load_state_dict(read_checkpoint(folder / STATE))
-    batch = drift.on(Batch(**read_checkpoint(folder / BATCH)), device)
+    batch = batch_on(Minibatch(**read_checkpoint(folder / BATCH)), device)
     with autocast(x, device):
         return examine(learner, batch)
 
 
 def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     """A line for each micro-batch; where one is not finite, a line for each of its rows."""
-    from rlkit.algorithm import micro_batches
+    from rlkit.training.update.split import micro_batches
 
     lines = [
         f"step {learner.rl_step + 1}, {learner.x.algorithm.name}: {len(batch.ids)} rows of up to"
@@ -71,7 +71,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     ]
     lines += not_finite({name: p for name, p in learner.nets.named_parameters()}, "weights")
     mask = batch.response_mask
-    for name, value in batch._asdict().items():
+    for name, value in vars(batch).items():
         if (
             getattr(value, "shape", None) == mask.shape
             and value.is_floating_point()
@@ -81,7 +81,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
             lines.append(f"{name} is not finite in row(s) {', '.join(map(str, bad))}")
     lines.append(f"{'rows':<24}{'tokens':>8}{'loss':>14}{'gradient':>14}")
     fine = True
-    for rows in micro_batches(batch, learner.micro_batch_tokens):
+    for rows in micro_batches(batch, learner.micro.limit):
         loss, norm, names = backward(learner, batch, rows)
         lines.append(_line(rows, mask, loss, norm))
         if names or loss != loss or abs(loss) == float("inf"):
@@ -98,15 +98,16 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
 
 def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[str]]:
     """Loss and gradient norm of some rows, and which gradients are not finite, as sentences."""
-    from rlkit.algorithm import select, surrogate, value_surrogate
+    from rlkit.algorithm import surrogate, value_surrogate
     from rlkit.models import pack
-    from rlkit.training.update import trained_logprobs
+    from rlkit.training.update.minibatch import trained_logprobs
+    from rlkit.training.update.split import select
 
     x = learner.x
     critic = learner.x.algorithm.critic
     part = select(batch, rows)
     learner.nets.zero_grad()
-    scores = trained_logprobs(learner, pack(part.ids, part.response_mask))
+    scores = trained_logprobs(learner.record(), pack(part.ids, part.response_mask))
     loss, _ = surrogate(part, scores, x.algorithm, x.kl)
     if critic.active:
         loss = loss + value_surrogate(part, scores, critic)[0]

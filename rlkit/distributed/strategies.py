@@ -1,8 +1,9 @@
 """Lightning's strategies for several ranks, adapted to reinforcement learning with manual
 optimisation.
 
-rlkit.training.update sums the gradients over ranks after the last micro-batch. So ranks may run any
-number of backward passes, and a step need not use every parameter, such as those of a critic.
+rlkit.training.update.minibatch sums the gradients over ranks after the last micro-batch. So ranks
+may run any number of backward passes, and a step need not use every parameter, such as those of a
+critic.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Sharded(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module: Any = self.lightning_module
         ranks.reshard(module)
-        return ranks.full_tensors(module.learner.without_frozen(module.state_dict()))
+        return ranks.full_tensors(module.trained_state())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module: Any = self.lightning_module

@@ -109,6 +109,7 @@ def assemble(
         ids=tensor((r.ids for r in lists), torch.int64, pad_token_id),
         attention_mask=there.to(device),
         response_mask=sampled,
+        sampled_mask=sampled,
         rollout_ids=torch.tensor([i for i, _ in numbered], device=device),
         step_ids=tensor((r.steps for r in lists), torch.int64),
         rewards=scores(r.total_reward for r in rollouts),

@@ -16,8 +16,8 @@ from rlkit.rewards import score_spread
 from rlkit.system import rng
 from rlkit.system.copies import copied
 from rlkit.training.experiment import Experiment
-from rlkit.training.memory import named
 from rlkit.training.metrics import Clock
+from rlkit.training.update.micro_batches import named
 from rlkit.types import Policy, Rollout, Task
 
 

@@ -20,7 +20,7 @@ from rlkit.errors import PartError
 from rlkit.models.packing import Packed
 from rlkit.system.waiting import working
 from rlkit.training.experiment import Experiment
-from rlkit.types import Batch, Rollout, TokenLogprobs
+from rlkit.types import Minibatch, Rollout, TokenLogprobs, Weighted
 
 NAN = float("nan")
 BEFORE = (
@@ -53,7 +53,7 @@ class UpdateTerms:
 
     def add(
         self,
-        batch: Batch,
+        batch: Minibatch,
         loss: Tensor,
         scores: TokenLogprobs,
         parts: dict[str, Tensor],
@@ -81,7 +81,7 @@ class UpdateTerms:
         }
         terms["versions"] = batch.versions
         terms["owners"] = batch.rollout_ids[:, None].expand(batch.response_mask.shape)
-        for name, term in (terms | (batch.metrics or {})).items():
+        for name, term in {**terms, **batch.metrics}.items():
             if term is not None:
                 self.tokens[name].append(counted(term.detach(), batch).float())
         self.loss += float(loss.detach())
@@ -159,7 +159,7 @@ class UpdateTerms:
         return NAN if values is None or not len(values) else float(values.mean())
 
 
-def update_metrics(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
+def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     """A fixed set of keys for every algorithm; nan where a quantity does not exist in this step.
 
     loss/*            summed loss, policy term
@@ -252,14 +252,14 @@ def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> d
     return plain | {name: sum(values) / len(values) for name, values in every.items()}
 
 
-def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
+def _of_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     sampled = (
         "group_filter",
         "overlong",
     )  # they saw all that was sampled, before they took anything out
     found = {
         n: counted(v, whole(batch) if n.startswith(sampled) else batch)
-        for n, v in (batch.metrics or {}).items()
+        for n, v in batch.metrics.items()
     }
     found |= {
         name: torch.cat(values) for name, values in terms.tokens.items() if "/" in name and values
@@ -270,7 +270,7 @@ def _of_parts(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     } | terms.reference
 
 
-def _ratios(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
+def _ratios(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     clip = (
         "clip/low_frac",
         "clip/high_frac",
@@ -303,7 +303,7 @@ def _ratios(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     return out
 
 
-def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
+def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
     names = (
         "kl/ref",
         "kl/ref_k3",
@@ -340,14 +340,14 @@ def _divergences(batch: Batch, terms: UpdateTerms, experiment: Experiment) -> di
     return out | _mismatch(old, sampler, _owners(batch, terms))
 
 
-def _entropy(batch: Batch, terms: UpdateTerms) -> float:
+def _entropy(batch: Weighted, terms: UpdateTerms) -> float:
     """Mean entropy of the updates' tokens; of the pass before them where none was taken."""
     if terms.tokens.get("entropy") or batch.entropy_old is None or not batch.response_mask.any():
         return terms.mean("entropy")
     return float(batch.entropy_old[batch.response_mask].float().mean())
 
 
-def _owners(batch: Batch, terms: UpdateTerms) -> Tensor | None:
+def _owners(batch: Weighted, terms: UpdateTerms) -> Tensor | None:
     """Which rollout each trained token belongs to."""
     if batch.logprobs_old is None:
         return terms.first.get("owners")
@@ -383,7 +383,7 @@ def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, 
 
 
 def staleness_metrics(
-    batch: Batch, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
+    batch: Weighted, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
 ) -> dict[str, float]:
     """How far the weights that sampled were behind those that learn, over trained tokens and before
     any correction.
@@ -442,7 +442,7 @@ def staleness_metrics(
     return out | _mismatch(old[fresh], sampler[fresh], None if owners is None else owners[fresh])
 
 
-def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
+def _before(batch: Weighted, terms: UpdateTerms, name: str) -> Tensor | None:
     """Log-probs of the trained tokens before the update: of the whole batch, or of the first
     minibatch where there was no pass before."""
     if batch.logprobs_old is None:
@@ -451,8 +451,7 @@ def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
     return None if values is None else values[batch.response_mask].float()
 
 
-def _advantages(batch: Batch) -> dict[str, float]:
-    assert batch.advantages is not None
+def _advantages(batch: Weighted) -> dict[str, float]:
     values = batch.advantages[batch.response_mask].float()
     names = ("adv/mean", "adv/std", "adv/min", "adv/max", "adv/abs_mean", "adv/positive_frac")
     if not len(values):
@@ -468,8 +467,8 @@ def _advantages(batch: Batch) -> dict[str, float]:
     return dict(zip(names, map(float, spread), strict=True))
 
 
-def _scale(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
-    if batch.scale is None or not batch.response_mask.any():
+def _scale(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
+    if not batch.response_mask.any():
         return {"scale/mean": NAN, "scale/zero_frac": NAN}
     measured = terms.get("scale")  # of every update, where it follows the policy
     values = batch.scale[batch.response_mask].float() if measured is None else measured
@@ -479,7 +478,7 @@ def _scale(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
     }
 
 
-def _critic(batch: Batch, terms: UpdateTerms) -> dict[str, float]:
+def _critic(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
     out = {
         "value/loss": terms.mean("value_loss"),
         "value/mean": terms.mean("values"),
@@ -598,7 +597,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def performance(
-    batch: Batch, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device
+    batch: Weighted, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device
 ) -> dict[str, float]:
     """Wall-clock figures of a step, and what packing saved in its updates; all of perf/* is left
     out where runs are compared for identity.

@@ -14,12 +14,16 @@ from rlkit.distributed import ranks
 from rlkit.episodes.samplers import sampler_metrics
 from rlkit.functional import mix
 from rlkit.system import rng
+from rlkit.system.device import precision
 from rlkit.training.experiment import Experiment
 from rlkit.training.flight import Flight, continued, next_groups, packed, restored
-from rlkit.training.learner import Host, Learner
-from rlkit.training.memory import probe_memory
+from rlkit.training.learner import Learner
 from rlkit.training.metrics import as_number
+from rlkit.training.resume import trained_state
 from rlkit.training.reuse import Group, packed_groups, restored_groups, with_reused
+from rlkit.training.update.optimizers import make_optimizers
+from rlkit.training.update.probe import probe_memory
+from rlkit.training.update.record import Host
 from rlkit.types import Policy, Task
 
 if TYPE_CHECKING:
@@ -118,6 +122,9 @@ class RLModule(L.LightningModule):
         reused = with_reused(x.reuse, self.kept, groups.trained, step=self.rl_step, seed=x.seed)
         self.kept = reused.kept
         self.learner.step(groups.sampled, reused.trained)
+        if x.asynchrony.mode != "none" or x.reuse.active:
+            figures = {f"staleness/{name}": v for name, v in self.learner.in_flight.items()}
+            self.learner.metrics |= figures
         self.learner.metrics |= {**sampler_metrics(groups.after.sampler), **reused.metrics}
         self.trainer.should_stop = ranks.any_rank(
             self.rl_step >= self.total_steps or self.out_of_time()
@@ -167,7 +174,10 @@ class RLModule(L.LightningModule):
         return Steps(self)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return self.learner.make_optimizers()  # again: the weights may lie in shards by now
+        learner = self.learner
+        # again: the weights may lie in shards by now
+        learner.optimizers.made = make_optimizers(learner.experiment, self.model, self.critic)
+        return learner.optimizers.made
 
     def configure_model(self) -> None:
         if (
@@ -175,12 +185,18 @@ class RLModule(L.LightningModule):
             and ranks.size() > 1
             and not ranks.sharded(self.model)
         ):
-            self.learner.shard(self.device_mesh["data_parallel"])  # type: ignore[index]
+            self.learner.optimizers.made.clear()  # they hold the whole weights
+            mixed = precision(self.experiment, self.device) == "bf16-mixed"
+            self.learner.kept.shard(self.device_mesh["data_parallel"], mixed=mixed)  # type: ignore[index]
+
+    def trained_state(self) -> dict[str, Any]:
+        """The state dict without a frozen base."""
+        return trained_state(self.state_dict(), self.model)
 
     def on_train_start(self) -> None:
         if self.device.type == "cuda" and ranks.size() == 1:
             with self.trainer.strategy.precision_plugin.forward_context():
-                probe_memory(self.learner, self.tasks)
+                probe_memory(self.learner.record(), self.tasks)
         self.droppable = False
         if (
             self.rl_step >= self.total_steps
@@ -197,7 +213,7 @@ class RLModule(L.LightningModule):
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out.
         `generators`: of the ranks, in order."""
-        checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
+        checkpoint["state_dict"] = trained_state(checkpoint["state_dict"], self.model)
         checkpoint["rlkit"] = (
             self.learner.saved() | packed(self.flight, self.process) | {"generators": generators}
         )

@@ -16,7 +16,7 @@ from rlkit.episodes._assemble import rows
 from rlkit.episodes.episode import opening
 from rlkit.models import encode_prompt, forward_logprobs, pack
 from rlkit.models.chat import encode_scaffold
-from rlkit.types import Generation, Rollout, Step, Task
+from rlkit.types import Batch, Generation, Rollout, Step, Task
 
 TASK = Task("row/0", ({"role": "user", "content": "?"},))
 
@@ -57,7 +57,7 @@ def test_by_hand():
         and batch.step_ids[2, :9].tolist() == [1] * 9
     )
     assert batch.rewards.tolist() == [1.0, -0.5] and batch.group_ids.tolist() == [0, 4]
-    assert batch.logprobs_old is batch.logprobs_ref is batch.advantages is batch.weights is None
+    assert type(batch) is Batch and torch.equal(batch.sampled_mask, batch.response_mask)
 
 
 def test_one_row_for_histories_that_append_and_one_a_step_for_those_rewritten():
@@ -161,7 +161,7 @@ def test_padding_with_an_end_token_changes_nothing(tiny):
     end = tiny.eos_token_ids[0]
     rollouts = [rollout(([20, 21], [22, end]), reward=1.0), rollout(([20], [23, 24, 25, 26, end]))]
     ours, theirs = assemble(rollouts, pad_token_id=end), assemble(rollouts, pad_token_id=3)
-    for name, tensor in ours._asdict().items():
+    for name, tensor in vars(ours).items():
         if name != "ids" and isinstance(tensor, torch.Tensor):
             assert torch.equal(tensor, getattr(theirs, name)), name
     assert torch.equal(ours.ids[ours.attention_mask], theirs.ids[theirs.attention_mask])
@@ -185,12 +185,12 @@ def test_dtypes_are_those_of_the_contract():
     batch = assemble([APPENDED], pad_token_id=0)
     kinds = {
         name: tensor.dtype
-        for name, tensor in batch._asdict().items()
+        for name, tensor in vars(batch).items()
         if isinstance(tensor, torch.Tensor)
     }
     floats, flags = (
         {"rewards", "token_rewards", "logprobs_sampler"},
-        {"attention_mask", "response_mask", "truncated"},
+        {"attention_mask", "response_mask", "sampled_mask", "truncated"},
     )
     assert all(
         kind == (torch.float32 if name in floats else torch.bool if name in flags else torch.int64)

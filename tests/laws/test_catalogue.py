@@ -9,6 +9,7 @@ file in conf/.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,16 +25,12 @@ from parametrise import (
     cases,
 )
 from rlkit.algorithm import (
-    PER_ROLLOUT,
-    estimate_advantages,
     filter_rollouts,
     loss_weights,
-    micro_batches,
-    place_old,
-    select,
+    old_share,
     surrogate,
-    token_scale,
     value_surrogate,
+    weigh,
 )
 from rlkit.config.compose import compose
 from rlkit.config.compose import experiment as built
@@ -41,7 +38,8 @@ from rlkit.config.problems import problems_of
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
 from rlkit.training.schedules import at, start
-from rlkit.types import Batch, TokenLogprobs
+from rlkit.training.update.split import PER_ROLLOUT, micro_batches, select
+from rlkit.types import Minibatch, Scored, TokenLogprobs
 
 B, T, V = 12, 9, 6
 ROLLOUTS = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 7])  # of each row; rollout 8 has no row
@@ -106,7 +104,7 @@ def experiment(overrides):
     return x
 
 
-def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
+def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Scored:
     """12 rows of 9 rollouts of 3 prompts; log-ratios of order 1, so that clips bind; one prompt all
     right, one reward unknown."""
     generator = torch.Generator().manual_seed(seed)
@@ -127,10 +125,11 @@ def make_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         rows = (j == ROLLOUTS).nonzero()[:, 0]
         row = [r for r in rows.tolist() if response[r].any()][-1]
         last[row, response[row].nonzero()[-1]] = True
-    return Batch(
+    return Scored(
         ids=torch.randint(V, (B, T), generator=generator),
         attention_mask=attention,
         response_mask=response,
+        sampled_mask=response,
         rollout_ids=ROLLOUTS,
         step_ids=torch.arange(B)[:, None].expand(B, T).contiguous(),
         rewards=rewards,
@@ -164,14 +163,14 @@ def make_policy(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     }
 
 
-def prepared(x, batch: Batch) -> Batch:
+def prepared(x, batch: Scored) -> Minibatch:
     """As the module prepares an update."""
-    batch = place_old(filter_rollouts(batch, x.algorithm), x.algorithm, step=3)
-    batch = estimate_advantages(batch, x.algorithm, x.kl)
-    return loss_weights(token_scale(batch, x.algorithm), x.algorithm)
+    batch = filter_rollouts(batch, x.algorithm)
+    batch = replace(batch, old_share=old_share(batch, x.algorithm, step=3))
+    return loss_weights(weigh(batch, x.algorithm, x.kl), x.algorithm)
 
 
-def loss_of(x, batch: Batch, policy: dict[str, Tensor]) -> Tensor:
+def loss_of(x, batch: Minibatch, policy: dict[str, Tensor]) -> Tensor:
     """The loss of policy and critic on some rows."""
     logs, ref = policy["logits"].log_softmax(-1), policy["ref"].log_softmax(-1)
     scores = TokenLogprobs(
@@ -190,7 +189,9 @@ def leaves(policy: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone().requires_grad_() for name, tensor in policy.items()}
 
 
-def gradient_of(x, batch: Batch, policy: dict[str, Tensor], portions=None) -> tuple[Tensor, Tensor]:
+def gradient_of(
+    x, batch: Minibatch, policy: dict[str, Tensor], portions=None
+) -> tuple[Tensor, Tensor]:
     """Loss and flat gradient, in one piece or summed over portions."""
     given, total = leaves(policy), policy["logits"].new_zeros(())
     for rows in portions if portions is not None else [None]:
@@ -211,13 +212,14 @@ def gradient_of(x, batch: Batch, policy: dict[str, Tensor], portions=None) -> tu
     return total, torch.cat(flat)
 
 
-def changed(batch: Batch, change) -> Batch:
-    return batch._replace(
+def changed(batch: Scored, change) -> Scored:
+    return replace(
+        batch,
         **{
             n: change(t)
-            for n, t in batch._asdict().items()
+            for n, t in vars(batch).items()
             if torch.is_tensor(t) and n not in PER_ROLLOUT
-        }
+        },
     )
 
 
@@ -292,8 +294,8 @@ def test_garbage_under_the_mask_changes_no_bit(overrides):
     )
     loss, clean = gradient_of(x, prepared(x, batch), policy)
     for garbage in (float("nan"), float("inf"), -1e300):
-        dirty = batch._replace(
-            **{name: getattr(batch, name).where(mask, garbage) for name in names}
+        dirty = replace(
+            batch, **{name: getattr(batch, name).where(mask, garbage) for name in names}
         )
         soiled = policy | {
             "logits": policy["logits"].where(mask[:, :, None], 1e300),
@@ -319,7 +321,7 @@ def test_only_policy_and_critic_get_a_gradient(overrides):
         "values",
     )
     constants = {name: getattr(batch, name).clone().requires_grad_() for name in names}
-    ready = prepared(x, batch._replace(**constants))
+    ready = prepared(x, replace(batch, **constants))
     made = {
         n: getattr(ready, n)
         for n in ("advantages", "returns", "scale", "weights")
@@ -331,7 +333,7 @@ def test_only_policy_and_critic_get_a_gradient(overrides):
         for name in ("advantages", "returns")
         if name in made
     }
-    loss_of(x, ready._replace(**later), policy).backward()
+    loss_of(x, replace(ready, **later), policy).backward()
     assert policy["logits"].grad.count_nonzero() > 0 and policy["ref"].grad is None
     assert (policy["values"].grad is not None) == x.algorithm.critic.active
     assert [name for name, tensor in (constants | later).items() if tensor.grad is not None] == []
@@ -342,7 +344,7 @@ def test_a_batch_without_a_trained_token_is_a_zero(overrides):
     """Everything filtered, or every reply empty: no nan, and a gradient of 0."""
     x = experiment(overrides)
     batch = make_batch()
-    batch = batch._replace(response_mask=torch.zeros_like(batch.response_mask))
+    batch = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
     loss, gradient = gradient_of(x, prepared(x, batch), make_policy())
     assert loss == 0 and gradient.count_nonzero() == 0
 
@@ -353,7 +355,7 @@ def test_huge_log_ratios_stay_finite(overrides):
     batch, policy = make_batch(), make_policy()
     signs = torch.where(torch.arange(T) % 2 == 0, 1e4, -1e4).double()
     for name in ("logprobs_old", "logprobs_ref", "logprobs_sampler"):
-        extreme = batch._replace(**{name: getattr(batch, name) + signs})
+        extreme = replace(batch, **{name: getattr(batch, name) + signs})
         loss, gradient = gradient_of(x, prepared(x, extreme), policy)
         assert loss.isfinite() and gradient.isfinite().all()
 

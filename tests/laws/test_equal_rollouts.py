@@ -9,15 +9,16 @@ option that stands in none.
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from parametrise import SLOTS, cases
 from rlkit import functional as f
-from rlkit.algorithm import Algorithm, Critic, estimate_advantages, filter_rollouts, token_scale
+from rlkit.algorithm import Algorithm, Critic, filter_rollouts, weigh
 from rlkit.config.compose import compose, conf_dir, experiment
-from rlkit.types import Batch
+from rlkit.types import Batch, Scored, Weighted
 
 GRPO = {"advantage": "group_mean", "normalization": "group"} | dict.fromkeys(
     list(SLOTS)[2:], "none"
@@ -55,10 +56,11 @@ def make_batch(contents: str) -> Batch:
     )
     ends = torch.zeros(b, t, dtype=torch.float64)
     ends[1::2, -1] = rewards
-    return Batch(
+    return Scored(
         ids=torch.ones(b, t, dtype=torch.int64),
         attention_mask=torch.ones(b, t, dtype=torch.bool),
         response_mask=mask,
+        sampled_mask=mask,
         rollout_ids=owner,
         step_ids=torch.tensor([0, 1]).repeat(n)[:, None].expand(b, t),
         rewards=rewards,
@@ -72,12 +74,13 @@ def make_batch(contents: str) -> Batch:
         logprobs_ref=tokens(3),
         entropy_old=tokens(4).abs(),
         values=tokens(5),
+        versions=torch.zeros(b, t, dtype=torch.int64),
         components={"task": rewards},
         greedy_rewards=torch.full((n,), 0.3),
     )
 
 
-def estimated(batch: Batch, names: dict[str, str]) -> Batch:
+def estimated(batch: Scored, names: dict[str, str]) -> Weighted:
     parts = {slot: SLOTS[slot][name] for slot, name in names.items()}
     kl = parts.pop("kl")
     critic = (
@@ -93,26 +96,24 @@ def estimated(batch: Batch, names: dict[str, str]) -> Batch:
         critic=critic,
         **parts,
     )
-    return token_scale(
-        estimate_advantages(filter_rollouts(batch, algorithm), algorithm, kl), algorithm
-    )
+    return weigh(filter_rollouts(batch, algorithm), algorithm, kl)
 
 
-def rows_of(batch: Batch, rollout: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(batch: Weighted, rollout: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask and advantages of a rollout, its two rows one after the other."""
     own = slice(2 * rollout, 2 * rollout + 2)
-    assert batch.advantages is not None
     return batch.response_mask[own], batch.advantages[own]
 
 
-def struck(batch: Batch, victim: int, event: str) -> Batch:
+def struck(batch: Scored, victim: int, event: str) -> Scored:
     """One rollout is cut off, or cannot be scored."""
     hit = torch.arange(len(batch.rewards)) == victim
     if event == "cut off":
-        return batch._replace(truncated=hit)
+        return replace(batch, truncated=hit)
     lost = hit[batch.rollout_ids][:, None]
     rewards = batch.rewards.where(~hit, torch.nan)
-    return batch._replace(
+    return replace(
+        batch,
         rewards=rewards,
         components={"task": rewards},
         token_rewards=batch.token_rewards.where(~lost, 0.0),
@@ -192,7 +193,7 @@ def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
     """A rollout that is not trained on has a KL too where that counts in the baseline, and is not
     scored for nothing elsewhere."""
     from rlkit.training.learner import Learner
-    from rlkit.training.update import with_logprobs
+    from rlkit.training.update.passes import score
 
     words = [
         "kl=k1",
@@ -201,9 +202,11 @@ def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
         "algorithm/overlong=mask",
     ]
     x = experiment(compose([*words, "task.max_samples=8"]))
-    batch = make_batch("aacb")._replace(truncated=torch.tensor([True, False, False, False]))
-    batch = filter_rollouts(batch._replace(ids=torch.arange(32).view(8, 4)), x.algorithm)
-    found = with_logprobs(Learner(x, tiny), batch)
+    batch = replace(make_batch("aacb"), truncated=torch.tensor([True, False, False, False]))
+    batch = filter_rollouts(replace(batch, ids=torch.arange(32).view(8, 4)), x.algorithm)
+    found = score(
+        Learner(x, tiny).record(), Batch(**{f.name: getattr(batch, f.name) for f in fields(Batch)})
+    )
     wanted = batch.sampled_mask if in_baseline else batch.response_mask
     assert torch.equal(found.logprobs_ref != 0, wanted) and torch.equal(
         found.logprobs_old != 0, wanted

@@ -37,8 +37,8 @@ from rlkit.training.callbacks.checkpoints import (
 )
 from rlkit.training.callbacks.evaluation import HeldOut
 from rlkit.training.callbacks.stopping import SIGNALS, StopOnSignal, requeue
-from rlkit.training.memory import OutOfMemory, retried
 from rlkit.training.metrics import UpdateTerms
+from rlkit.training.update.micro_batches import MicroBatches, OutOfMemory
 from rlkit.types import Splits
 
 UPDATES = "algorithm.entropy_coef=0.01"  # in every step, also where all rewards are equal
@@ -267,21 +267,19 @@ def test_rows_that_find_no_room_wait_for_it(tmp_path, monkeypatch, saving, capsy
 # ------------------------------------------------------------------------------------------- memory
 
 
-class Portions(SimpleNamespace):
-    """A learner whose micro-batches take `limit` tokens at most."""
+class Portions(MicroBatches):
+    """Micro-batches of 64 tokens on a device that has room for fewer."""
 
-    halvings = 0
-
-    @property
-    def micro_batch_tokens(self):
-        return 64 >> self.halvings
+    def __init__(self, room):
+        super().__init__(64)
+        self.room = room
 
     def work(self, terms):
         terms.loss += 1
         terms.tokens["kl"].append(torch.ones(1))
-        if self.micro_batch_tokens > self.limit:
+        if self.limit > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
-        return self.micro_batch_tokens
+        return self.limit
 
 
 def eight_rows():
@@ -296,38 +294,38 @@ def eight_rows():
 
 
 def test_micro_batches_are_halved_until_they_fit(capsys):
-    module, terms = Portions(limit=16), UpdateTerms()
-    assert retried(module, eight_rows(), lambda: module.work(terms), terms) == 16
+    module, terms = Portions(room=16), UpdateTerms()
+    assert module.retried(eight_rows(), lambda: module.work(terms), terms) == 16
     assert terms.loss == 1 and len(terms.tokens["kl"]) == 1
     assert "trainer.micro_batch_tokens=16" in capsys.readouterr().out
 
 
 def test_memory_that_a_single_rollout_exceeds_names_the_keys(capsys):
-    module, terms = Portions(limit=1), UpdateTerms()
+    module, terms = Portions(room=1), UpdateTerms()
     with pytest.raises(OutOfMemory, match=r"generation.max_new_tokens.*Tried to allocate"):
-        retried(module, eight_rows(), lambda: module.work(terms), terms)
+        module.retried(eight_rows(), lambda: module.work(terms), terms)
 
 
 def test_several_ranks_do_not_halve(monkeypatch):
     monkeypatch.setattr(ranks, "size", lambda: 2)
-    module, terms = Portions(limit=16), UpdateTerms()
+    module, terms = Portions(room=16), UpdateTerms()
     with pytest.raises(OutOfMemory, match=r"lower trainer\.micro_batch_tokens"):
-        retried(module, eight_rows(), lambda: module.work(terms), terms)
+        module.retried(eight_rows(), lambda: module.work(terms), terms)
 
 
 def test_the_probe_takes_the_longest_rollouts_and_leaves_no_gradient(experiment, monkeypatch):
     """Rows as long as the prompt and every reply of an episode; as many as a micro-batch takes."""
     from rlkit.models import load_policy
-    from rlkit.training import memory
     from rlkit.training.learner import Learner
+    from rlkit.training.update import probe
 
     x = experiment._replace(trainer=experiment.trainer._replace(micro_batch_tokens=1024))
     learner = Learner(x, load_policy(path="tiny"))
-    seen, real = [], memory.forward_logprobs
+    seen, real = [], probe.forward_logprobs
     monkeypatch.setattr(
-        memory, "forward_logprobs", lambda *a, **k: seen.append(a[1]) or real(*a, **k)
+        probe, "forward_logprobs", lambda *a, **k: seen.append(a[1]) or real(*a, **k)
     )
-    memory.probe_memory(learner, experiment.task(split="train")[:2])
+    probe.probe_memory(learner.record(), experiment.task(split="train")[:2])
     (packed,) = seen
     rows, width = packed.response_mask.shape
     assert rows * width <= 1024 < (rows + 1) * width and width > 4 * x.generation.max_new_tokens
@@ -430,7 +428,7 @@ def at(place: str, action):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
-    ["rlkit.episodes.replies.read_reply", "rlkit.training.update.surrogate"],
+    ["rlkit.episodes.replies.read_reply", "rlkit.training.update.minibatch.surrogate"],
     ids=["rollouts", "update"],
 )
 @pytest.mark.parametrize(
@@ -554,7 +552,10 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, forked):
         "callbacks.checkpoint.every=9",
         f"hydra.run.dir={folder}",
     ]
-    assert wait(forked(words, log, lambda: at("rlkit.training.update.surrogate", twice))) == 143
+    assert (
+        wait(forked(words, log, lambda: at("rlkit.training.update.minibatch.surrogate", twice)))
+        == 143
+    )
     assert not (folder / "summary.json").exists() and checkpoints(folder / "checkpoints") == []
 
 

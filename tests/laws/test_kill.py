@@ -88,9 +88,9 @@ MOMENTS = {  # kind of moment → functions that are in the middle of it
     "generate": ["rlkit.episodes.replies.read_reply"],
     "reward": ["rlkit.rewards._score._cell"],
     "update": [
-        "rlkit.training.update.surrogate",
-        "rlkit.training.update.step_optimizer",
-        "rlkit.training.learner.Learner.update_reference",
+        "rlkit.training.update.minibatch.surrogate",
+        "rlkit.training.update.optimizers.Optimizers.step",
+        "rlkit.training.reference_states.ReferenceStates.move",
     ],
     "save": [
         "os.fsync",

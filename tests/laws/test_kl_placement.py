@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parametrise import each
-from rlkit.algorithm import KL, Algorithm, estimate_advantages, loss_weights, penalize, surrogate
+from rlkit.algorithm import KL, Algorithm, loss_weights, penalize, surrogate, weigh
 from rlkit.config.compose import compose, experiment
 from rlkit.functional import (
     confident,
@@ -34,7 +35,7 @@ from rlkit.functional import (
     token_ratio,
     truncated,
 )
-from rlkit.types import Batch, TokenLogprobs
+from rlkit.types import Scored, TokenLogprobs
 
 NAN = float("nan")
 COEF = 0.7
@@ -201,24 +202,32 @@ def _gradient(value: Tensor, logits: Tensor) -> Tensor:
 # ----------------------------------------------------------------- what rlkit makes of each of them
 
 
-def _batch(kind: str, logits: Tensor, old: Tensor) -> Batch:
+def _batch(kind: str, logits: Tensor, old: Tensor) -> Scored:
     mask, n = _mask(kind), len(FIRST[kind])
-    return Batch(
+    return Scored(
         ids=torch.zeros(n, 3, dtype=torch.int64),
         attention_mask=torch.ones_like(mask),
         response_mask=mask,
+        sampled_mask=mask,
         rollout_ids=torch.arange(n),
         step_ids=torch.zeros(n, 3, dtype=torch.int64),
         rewards=torch.zeros(n, dtype=torch.float64),
         group_ids=torch.zeros(n, dtype=torch.int64),
         truncated=torch.zeros(n, dtype=torch.bool),
         lengths=mask.sum(1),
+        reply_lengths=mask.sum(1),
+        versions=torch.zeros(n, 3, dtype=torch.int64),
         token_rewards=torch.zeros(n, 3, dtype=torch.float64),
         logprobs_sampler=_logprobs(kind, old),
         logprobs_old=_logprobs(kind, old),
         logprobs_ref=_logprobs(kind, REF),
         full_kl=_full_kl(kind, old, REF),
     )
+
+
+def changed(batch: Scored, change: Callable[[Tensor], Tensor]) -> Scored:
+    own = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
+    return replace(batch, **{name: change(value) for name, value in own.items()})
 
 
 def _algorithm(weights: Tensor, advantage: Callable[..., Tensor] = raw) -> Algorithm:
@@ -239,7 +248,7 @@ def _descended(kind: str, kl: KL, *, old: Tensor | None = None) -> tuple[Tensor,
     logits = POLICY.clone().requires_grad_()
     old = POLICY if old is None else old
     algorithm = _algorithm(_probabilities(kind, old))
-    batch = loss_weights(estimate_advantages(_batch(kind, logits, old), algorithm, kl), algorithm)
+    batch = loss_weights(weigh(_batch(kind, logits, old), algorithm, kl), algorithm)
     logprobs = _logprobs(kind, logits)
     scores = TokenLogprobs(
         logprobs, torch.zeros_like(logprobs), full_kl=_full_kl(kind, logits, REF)
@@ -350,12 +359,12 @@ def test_in_the_baseline_of_the_others_the_gradient_is_the_same(name: str) -> No
         torch.cartesian_prod(torch.arange(5), torch.arange(5)).flatten(),
     )
     old = _batch("single", POLICY, POLICY)
-    batch = Batch(**{k: v[pairs] for k, v in old._asdict().items() if v is not None})
-    batch = batch._replace(rollout_ids=torch.arange(50), group_ids=torch.arange(50) // 2)
+    batch = changed(old, lambda v: v[pairs])
+    batch = replace(batch, rollout_ids=torch.arange(50), group_ids=torch.arange(50) // 2)
     weights = _probabilities("single", POLICY)[pairs].view(25, 2).prod(1).repeat_interleave(2) / 2
     algorithm = _algorithm(weights, leave_one_out)
     kl = _kl_of(name, "reward", in_baseline=True)
-    batch = loss_weights(estimate_advantages(batch, algorithm, kl), algorithm)
+    batch = loss_weights(weigh(batch, algorithm, kl), algorithm)
     logprobs = _logprobs("single", logits)[pairs]
     loss, _ = surrogate(
         batch,
@@ -399,12 +408,12 @@ def _z_score(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
-def _equal_rewards() -> tuple[Batch, Tensor]:
+def _equal_rewards() -> tuple[Scored, Tensor]:
     """The 21 episodes as one group with equal rewards; and k3 of each token, the coefficient in
     it."""
     batch = _batch("episode", POLICY, POLICY)
     estimates = k3(batch.logprobs_old, batch.logprobs_ref)
-    return batch._replace(rewards=torch.ones(21, dtype=torch.float64)), COEF * torch.where(
+    return replace(batch, rewards=torch.ones(21, dtype=torch.float64)), COEF * torch.where(
         batch.response_mask, estimates, 0.0
     )
 
@@ -413,9 +422,7 @@ def test_after_the_baseline_equal_rewards_leave_the_divergence_to_come() -> None
     """Group statistics see the raw rewards, so a group of equal ones says nothing but the KL, in
     nats."""
     batch, penalty = _equal_rewards()
-    got = estimate_advantages(
-        batch, _algorithm(torch.ones(21), _z_score), _kl_of("k3", "reward")
-    ).advantages
+    got = weigh(batch, _algorithm(torch.ones(21), _z_score), _kl_of("k3", "reward")).advantages
     expected = torch.where(batch.response_mask, -penalty.flip(1).cumsum(1).flip(1), 0.0)
     torch.testing.assert_close(got, expected, **CLOSE)
 
@@ -428,10 +435,8 @@ def test_in_the_baseline_the_penalty_of_the_rollout_is_a_part_of_its_reward(
     divided by that."""
     batch, penalty = _equal_rewards()
     algorithm = _algorithm(torch.ones(21), advantage)
-    got = estimate_advantages(batch, algorithm, _kl_of("k3", "reward", in_baseline=True)).advantages
-    by_hand = estimate_advantages(
-        batch._replace(rewards=batch.rewards - penalty.sum(1)), algorithm
-    ).advantages
+    got = weigh(batch, algorithm, _kl_of("k3", "reward", in_baseline=True)).advantages
+    by_hand = weigh(replace(batch, rewards=batch.rewards - penalty.sum(1)), algorithm).advantages
     torch.testing.assert_close(got, by_hand, **CLOSE)
     if advantage is _z_score:
         assert got[:, 1].std().item() == pytest.approx(1.0, abs=1e-4)  # the 1e-6 in the denominator
@@ -447,7 +452,7 @@ def test_the_mean_of_the_rollout_stands_at_its_last_token() -> None:
         (_kl_of("k3", "reward_sequence"), expected),
         (_kl_of("k3", "reward"), -penalty),
     ):
-        got = estimate_advantages(
+        got = weigh(
             batch, _algorithm(torch.ones(21), lambda token_rewards: token_rewards), kl
         ).advantages
         torch.testing.assert_close(got, want, **CLOSE)
@@ -472,8 +477,9 @@ def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: b
     leaf = logprobs.clone().requires_grad_()
     kl = _kl_of(name, placement, importance_weight=importance_weight)
     batch = _batch("episode", POLICY, POLICY)
-    batch = batch._replace(**{k: v[:8] for k, v in batch._asdict().items() if v is not None})
-    batch = batch._replace(
+    batch = changed(batch, lambda v: v[:8])
+    batch = replace(
+        batch,
         response_mask=torch.tensor([[False, True, True]]).expand(8, 3),
         rewards=torch.zeros(8),
         token_rewards=torch.zeros(8, 3),
@@ -482,7 +488,7 @@ def test_finite_at_any_log_ratio(name: str, placement: str, importance_weight: b
         full_kl=torch.full((8, 3), 1e4),
     )
     algorithm = _algorithm(torch.full((8,), 1 / 16))
-    batch = loss_weights(estimate_advantages(batch, algorithm, kl), algorithm)
+    batch = loss_weights(weigh(batch, algorithm, kl), algorithm)
     loss, _ = surrogate(
         batch, TokenLogprobs(leaf, torch.zeros_like(leaf), full_kl=leaf * 0 + 1e4), algorithm, kl
     )
@@ -498,15 +504,15 @@ def test_garbage_under_the_mask_changes_no_bit_of_the_advantages(
 ) -> None:
     kl, algorithm = _kl_of(name, placement, in_baseline=in_baseline), _algorithm(torch.ones(21))
     batch = _batch("episode", POLICY, OLD)
-    clean = estimate_advantages(batch, algorithm, kl).advantages
+    clean = weigh(batch, algorithm, kl).advantages
     for garbage in (0.0, float("inf"), -float("inf"), 1e4, -1e300):
         floats = {
             k: v
-            for k, v in batch._asdict().items()
-            if v is not None and v.is_floating_point() and v.dim() == 2
+            for k, v in vars(batch).items()
+            if torch.is_tensor(v) and v.is_floating_point() and v.dim() == 2
         }
-        dirty = batch._replace(
-            **{k: torch.where(batch.response_mask, v, garbage) for k, v in floats.items()}
+        dirty = replace(
+            batch, **{k: torch.where(batch.response_mask, v, garbage) for k, v in floats.items()}
         )
-        assert torch.equal(estimate_advantages(dirty, algorithm, kl).advantages, clean)
+        assert torch.equal(weigh(dirty, algorithm, kl).advantages, clean)
     assert clean.isfinite().all() and clean.any()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.algorithm import estimate_advantages, filter_rollouts
+from rlkit.algorithm import filter_rollouts, weigh
 from rlkit.commands.evaluate import accuracy_table
 from rlkit.commands.train import closing_lines
 from rlkit.config.compose import compose, experiment
@@ -18,10 +18,11 @@ from rlkit.config.problems.rows import check_reward, load_tasks
 from rlkit.episodes import assemble, summarize
 from rlkit.episodes.evaluation import _with_parts, accuracy, curves
 from rlkit.errors import ConfigError
+from rlkit.functional import no_correction
 from rlkit.rewards import Reward, Term, by_task, few_turns, numeric, score
 from rlkit.training.callbacks.evaluation import result_row
 from rlkit.training.run import train_in
-from rlkit.types import Rollout, Step, Task
+from rlkit.types import Rollout, Scored, Step, Task
 
 MIXTURE = [
     "task=mixture",
@@ -161,11 +162,9 @@ def test_an_advantage_within_groups_is_that_of_each_part_alone(part, experiment)
     group."""
 
     def advantages(rollouts):
-        batch = estimate_advantages(
-            filter_rollouts(assemble(rollouts, pad_token_id=0), experiment.algorithm),
-            experiment.algorithm,
-            experiment.kl,
-        )
+        batch = filter_rollouts(assemble(rollouts, pad_token_id=0), experiment.algorithm)
+        algorithm = experiment.algorithm._replace(correction=no_correction)
+        batch = weigh(Scored(**vars(batch), logprobs_old=None), algorithm, experiment.kl)
         own = torch.tensor([rollouts[i].task.part == part for i in batch.rollout_ids.tolist()])
         return batch.advantages[own]
 

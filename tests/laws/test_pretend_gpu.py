@@ -13,8 +13,8 @@ from rlkit.commands import cli
 from rlkit.engines import Cached
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.models import load_policy
-from rlkit.training import memory
 from rlkit.training.learner import Learner
+from rlkit.training.update import probe
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None, reason="needs a torch built without CUDA"
@@ -216,7 +216,7 @@ def test_a_run_is_continued_on_a_gpu(gpu, tmp_path):
 def test_out_of_memory_in_the_probe_halves_the_micro_batches(gpu, tmp_path, monkeypatch, capsys):
     """The probe's rollout ids were on the host and its rows on the device: the second try ended in
     torch's error about indices."""
-    forward, left = memory.forward_logprobs, [1]
+    forward, left = probe.forward_logprobs, [1]
 
     def exhausted(*given, **named):
         if left:
@@ -226,6 +226,6 @@ def test_out_of_memory_in_the_probe_halves_the_micro_batches(gpu, tmp_path, monk
             )
         return forward(*given, **named)
 
-    monkeypatch.setattr(memory, "forward_logprobs", exhausted)
+    monkeypatch.setattr(probe, "forward_logprobs", exhausted)
     assert train(tmp_path) == 0
     assert re.search(r"micro-batches are halved to \d+ tokens", capsys.readouterr().out)

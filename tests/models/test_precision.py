@@ -19,8 +19,8 @@ from rlkit.models import forward_logprobs, load_policy, pack
 from rlkit.models.head import trunk_and_head
 from rlkit.models.load import LoRA
 from rlkit.tasks import arithmetic
-from rlkit.training.optimizers import adamw_8bit, make_optimizer
 from rlkit.training.references import ema
+from rlkit.training.update.optimizers import adamw_8bit, make_optimizer
 
 
 @pytest.fixture

@@ -460,9 +460,9 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
     os.mkfifo(at), os.mkfifo(go)
 
     def hold():
-        import rlkit.training.update
+        import rlkit.training.update.minibatch
 
-        surrogate, steps = rlkit.training.update.surrogate, []
+        surrogate, steps = rlkit.training.update.minibatch.surrogate, []
 
         def held(*given):
             if (
@@ -473,7 +473,7 @@ def test_a_living_run_that_is_taken_over_ends_and_writes_nothing_more(tmp_path, 
                 go.read_text()
             return surrogate(*given)
 
-        rlkit.training.update.surrogate = held
+        rlkit.training.update.minibatch.surrogate = held
 
     child = forked(
         [
@@ -533,9 +533,9 @@ def test_a_run_that_is_killed_locks_nobody_out(tmp_path, forked):
     folder, log = tmp_path / "run", tmp_path / "log"
 
     def killed():
-        import rlkit.training.update
+        import rlkit.training.update.minibatch
 
-        rlkit.training.update.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        rlkit.training.update.minibatch.surrogate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     child = forked(
         ["train", *SMALL, "algorithm.entropy_coef=0.01", f"hydra.run.dir={folder}"], log, killed

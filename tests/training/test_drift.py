@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.algorithm import select
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
-from rlkit.training import drift
 from rlkit.training.run import train_in
+from rlkit.training.update import drift
+from rlkit.training.update.split import select
 from rlkit.types import Batch
 
 FAST = [
@@ -104,7 +104,7 @@ def test_the_log_probs_of_a_steps_only_update_are_those_of_the_policy_before_it(
         "trainer.micro_batch_tokens=300",
     )
     once = run(tmp_path / "once", *words)
-    monkeypatch.setattr("rlkit.training.learner.updates_once", lambda learner, batch: False)
+    monkeypatch.setattr("rlkit.training.update.drift.updates_once", lambda u, batch: False)
     apart = run(tmp_path / "apart", *words)
     assert all(row["kl/step"] > 1e-6 for row in once)
     assert [row["kl/step"] for row in once] == pytest.approx(
@@ -128,15 +128,18 @@ def test_log_probs_of_an_update_find_their_tokens_in_any_order_of_its_micro_batc
         ids=per_token.long(),
         attention_mask=torch.ones(4, 3, dtype=torch.bool),
         response_mask=mask,
+        sampled_mask=mask,
         rollout_ids=owners,
         step_ids=per_token.long(),
         rewards=per_rollout,
         group_ids=per_rollout.long(),
         truncated=per_rollout.bool(),
         lengths=per_rollout.long(),
+        reply_lengths=per_rollout.long(),
+        versions=per_token.long(),
         token_rewards=per_token,
         logprobs_sampler=per_token,
     )
-    assert torch.equal(drift.before_update(batch, terms).logprobs_old, wanted)
+    assert torch.equal(drift.found(drift.Few(batch, None), terms).logprobs, wanted)
     few = select(batch, torch.tensor([1, 2]))
-    assert torch.equal(drift.before_update(few, terms).logprobs_old, wanted[1:3])
+    assert torch.equal(drift.found(drift.Few(few, None), terms).logprobs, wanted[1:3])

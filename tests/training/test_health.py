@@ -10,7 +10,7 @@ from rlkit.episodes import assemble, summarize
 from rlkit.training.callbacks._health import Health
 from rlkit.training.callbacks.pathologies import ADVICE, CHECKS
 from rlkit.training.metrics import Clock, UpdateTerms, performance, update_metrics
-from rlkit.types import Rollout, Step, Task
+from rlkit.types import Rollout, Step, Task, Weighted
 
 NAN = float("nan")
 HEALTHY = {
@@ -132,7 +132,8 @@ def test_a_real_row_has_every_key_that_the_checks_read(experiment):
         rewards={"numeric": 1.0, "format": 1.0},
     )
     batch = assemble([rollout], pad_token_id=0)
-    batch = batch._replace(advantages=torch.zeros(batch.ids.shape))
+    zeros = torch.zeros(batch.ids.shape)
+    batch = Weighted(**vars(batch), logprobs_old=None, advantages=zeros, scale=zeros)
     row = summarize([rollout]) | update_metrics(batch, UpdateTerms(), experiment)
     row |= performance(batch, UpdateTerms(), Clock(), tokens=3, device=torch.device("cpu"))
     assert set(HEALTHY) <= set(row)

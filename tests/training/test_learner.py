@@ -17,8 +17,9 @@ from rlkit.episodes.stream import StreamState, take
 from rlkit.rewards import score
 from rlkit.system import rng
 from rlkit.training.groups import experience
-from rlkit.training.learner import Host, Learner
+from rlkit.training.learner import Learner
 from rlkit.training.run import train_in
+from rlkit.training.update.record import Host
 from rlkit.types import Rollout, Step, Task
 
 COMMON = [
@@ -233,7 +234,8 @@ def test_a_step_without_signal_leaves_the_policy_where_it_is(
     """The reference equals the policy and no advantage differs from 0, so the gradient is 0.
     Log-probs of other micro-batches made it rounding, and AdamW made a step of full size of that.
     Such a step is skipped; here it is taken."""
-    monkeypatch.setattr("rlkit.training.update.has_signal", lambda learner, batch: True)
+    for place in ("signal", "minibatch"):
+        monkeypatch.setattr(f"rlkit.training.update.{place}.has_signal", lambda u, batch: True)
     words = [
         f"kl={estimator}",
         "kl.coef=1",

@@ -15,10 +15,11 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError
 from rlkit.functional import no_correction, token_correction
 from rlkit.system import rng
-from rlkit.training import update
 from rlkit.training.experiment import correction_in_words, settle_correction
 from rlkit.training.flight import Flight, next_groups
 from rlkit.training.learner import Learner
+from rlkit.training.update import drift, passes
+from rlkit.training.update.step import weighted
 
 COMMON = [
     "trainer.threads=1",
@@ -56,16 +57,25 @@ def stepped(*overrides, steps=2):
     return learner, row, lambda: next_groups(learner, tasks, flight)[0]
 
 
+def prepared(learner, trained):
+    """The batch of the step to come, and what its updates compute with."""
+    learner.begin()
+    learner.trained = trained
+    u = learner.record()
+    return u, weighted(u)
+
+
 @pytest.fixture
 def scored(monkeypatch):
     """How many rows each pass without gradient scored."""
-    rows, real = [], update.batch_logprobs
+    rows, real = [], passes.batch_logprobs
 
-    def counted(learner, model, batch, *more, **settings):
+    def counted(u, model, batch, *more, **settings):
         rows.append(len(batch.ids))
-        return real(learner, model, batch, *more, **settings)
+        return real(u, model, batch, *more, **settings)
 
-    monkeypatch.setattr(update, "batch_logprobs", counted)
+    for place in (passes, drift):
+        monkeypatch.setattr(place, "batch_logprobs", counted)
     return rows
 
 
@@ -124,15 +134,13 @@ def test_with_one_update_a_step_the_correction_is_that_of_the_policy_before_it()
     learner, _, groups = stepped(
         *LAG, "algorithm.minibatches=1", "algorithm/correction=token_truncate"
     )
-    learner.begin()
-    batch = learner.prepared(groups().trained)
-    mask, now = batch.response_mask, update.batch_logprobs(learner, learner.model, batch).logprobs
+    u, batch = prepared(learner, groups().trained)
+    mask, now = batch.response_mask, passes.batch_logprobs(u, u.model, batch).logprobs
     expected = (now - batch.logprobs_sampler).exp().clamp(max=2)
     torch.testing.assert_close(batch.scale[mask], expected[mask], rtol=1e-5, atol=1e-6)
     assert (batch.scale[mask] - 1).abs().max() > 0.1
     plain, _, groups = stepped(*LAG, "algorithm.minibatches=1", "algorithm/correction=none")
-    plain.begin()
-    batch = plain.prepared(groups().trained)
+    _, batch = prepared(plain, groups().trained)
     assert batch.logprobs_old is None and (batch.scale[batch.response_mask] == 1).all()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
 from rlkit.system import rng
-from rlkit.training import update
 from rlkit.training.learner import Learner
+from rlkit.training.update import minibatch, signal
+from rlkit.training.update.step import weighted
 from rlkit.types import Rollout, Step, Task, declarations, vanishes
 
 SMALL = [
@@ -86,20 +88,22 @@ def gradients(
 ) -> list[torch.Tensor | None]:
     """The policy's gradient in each update of a step, None where the update was skipped."""
     found: list[torch.Tensor | None] = []
-    whole = update.one_update
+    whole = minibatch.one_update
 
-    def watched(given, minibatch, terms):
+    def watched(u, optimizers, batch, terms):
         steps = len(terms.norms["policy"])
-        going_on = whole(given, minibatch, terms)
-        parts = [p.grad for p in given.trained_parameters() if p.grad is not None]
+        going_on = whole(u, optimizers, batch, terms)
+        trained = [p for p in u.model.parameters() if p.requires_grad]
+        parts = [p.grad for p in trained if p.grad is not None]
         stepped = len(terms.norms["policy"]) > steps
         found.append(torch.cat([part.flatten().clone() for part in parts]) if stepped else None)
         return going_on
 
     with monkeypatch.context() as patched:
-        patched.setattr("rlkit.training.learner.one_update", watched)
+        patched.setattr("rlkit.training.update.step.one_update", watched)
         if not skips:
-            patched.setattr(update, "has_signal", lambda learner, batch: True)
+            for place in (signal, minibatch):
+                patched.setattr(place, "has_signal", lambda u, batch: True)
         learner.step(rollouts)
     return found
 
@@ -363,12 +367,11 @@ def test_a_value_loss_that_trains_the_trunk_is_a_term_of_the_loss(trained):
         f"algorithm.critic.trunk_gradient={str(trained).lower()}",
     ]
     learner = learner_of(*words)
-    learner.begin()
-    batch = learner.prepared(EQUAL)
-    assert (
-        update.has_signal(learner, batch._replace(advantages=torch.zeros_like(batch.advantages)))
-        == trained
-    )
+    learner.trained = EQUAL
+    u = learner.record()
+    batch = weighted(u)
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    assert signal.has_signal(u, batch) == trained
 
 
 def test_an_update_without_a_trained_token_is_skipped(monkeypatch):
@@ -435,7 +438,7 @@ def test_the_first_step_without_signal_is_skipped_at_the_reference(name):
     after = learner.model.state_dict()
     assert (
         all(torch.equal(value, after[key]) for key, value in before.items())
-        and not learner.optimizers[0].state
+        and not learner.optimizers.made[0].state
     )
     assert learner.step(EQUAL)["optim/updates"] == 0  # still at the reference
     assert learner.step(ONE_DIFFERS)["optim/updates"] > 0

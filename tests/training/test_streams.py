@@ -29,9 +29,8 @@ from rlkit.functional import kl_student_teacher, no_correction, sampled_divergen
 from rlkit.models.chat import encode_prompt
 from rlkit.models.packing import allow_packing
 from rlkit.system import rng
-from rlkit.training import streams
 from rlkit.training.callbacks.pathologies import length_inflation
-from rlkit.training.learner import Host, Learner
+from rlkit.training.learner import Learner
 from rlkit.training.selfcheck import check_teacher
 from rlkit.training.teachers import (
     answer,
@@ -42,6 +41,8 @@ from rlkit.training.teachers import (
     sibling,
     with_hint,
 )
+from rlkit.training.update import streams
+from rlkit.training.update.record import Host
 from rlkit.types import Rollout, Task
 
 COMMON = [
@@ -312,10 +313,9 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
             )
         assert values
     elif name == "echo":
-        batch, coef = learner.assembled(rollouts), 0.1
-        for row, mask in zip(
-            batch.ids, streams.observed(batch, rollouts, tiny.renderer), strict=True
-        ):
+        batch, coef = learner.record().assembled(rollouts), 0.1
+        batch = streams.observed(batch, rollouts, tiny.renderer)
+        for row, mask in zip(batch.ids, batch.observed_mask, strict=True):
             values.append(
                 -read(row[:1].tolist(), row[1:].tolist())[range(len(row) - 1), row[1:]].log()[
                     mask[1:]
@@ -353,8 +353,8 @@ def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
     )
     policy = tiny._replace(model=copy.deepcopy(tiny.model))
     learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
-    batch = learner.assembled(rollouts)
-    mask = streams.observed(batch, rollouts, tiny.renderer)
+    batch = learner.record().assembled(rollouts)
+    mask = streams.observed(batch, rollouts, tiny.renderer).observed_mask
     texts = [
         tiny.renderer.tokenizer.decode(row[own]) for row, own in zip(batch.ids, mask, strict=True)
     ]
@@ -547,6 +547,6 @@ def test_a_moving_teacher_goes_on_from_a_checkpoint_and_coefficients_follow_a_sc
     assert first.step(rollouts)["schedule/algorithm.streams.teacher.coef"] == 1
     later = Learner(x, tiny._replace(model=copy.deepcopy(tiny.model)), exact=True)
     later.load_state_dict(first.state_dict())
-    for name, weight in first.teachers[""].weights.items():
-        assert torch.equal(weight, later.teachers[""].weights[name])
+    for name, weight in first.kept.teachers[""].weights.items():
+        assert torch.equal(weight, later.kept.teachers[""].weights[name])
     assert later.step(rollouts)["optim/updates"] == 0  # its coefficient is 0 by now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import ConfigError, place, written
@@ -12,7 +13,7 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
     from rlkit.algorithm import KL
     from rlkit.training.experiment import Experiment
-    from rlkit.types import Batch, TokenLogprobs
+    from rlkit.types import Minibatch, Scored, TokenLogprobs
 
 
 def dry_run(x: Experiment) -> None:
@@ -29,13 +30,12 @@ def dry_run(x: Experiment) -> None:
 
     from rlkit.algorithm import (
         asks,
-        estimate_advantages,
         filter_rollouts,
         loss_weights,
-        place_old,
+        old_share,
         surrogate,
-        token_scale,
         value_surrogate,
+        weigh,
     )
     from rlkit.training.metrics import UpdateTerms, update_metrics
 
@@ -45,18 +45,18 @@ def dry_run(x: Experiment) -> None:
         return
     if not x.algorithm.reward_coef:
         return
-    batch, scores, logits = _fake_batch(x)
-    mask = batch.response_mask
+    scored, scores, logits = _fake_batch(x)
+    mask = scored.response_mask
     try:
-        batch = place_old(filter_rollouts(batch, x.algorithm), x.algorithm, step=1)
-        batch = token_scale(estimate_advantages(batch, x.algorithm, x.kl), x.algorithm)
-        batch = loss_weights(batch, x.algorithm)
+        share = old_share(scored, x.algorithm, step=1)
+        scored = replace(filter_rollouts(scored, x.algorithm), old_share=share)
+        batch = loss_weights(weigh(scored, x.algorithm, x.kl), x.algorithm)
         loss, terms = surrogate(batch, scores, x.algorithm, x.kl)
         if x.algorithm.critic.active:
             loss = loss + value_surrogate(batch, scores, x.algorithm.critic)[0]
         loss.backward(retain_graph=True)
         update_metrics(
-            batch._replace(metrics={name: term for name, term in terms.items() if "/" in name}),
+            replace(batch, metrics={name: term for name, term in terms.items() if "/" in name}),
             UpdateTerms(),
             x,
         )
@@ -84,12 +84,12 @@ def dry_run(x: Experiment) -> None:
     _check_vanishing(x, batch, scores)
 
 
-def _fake_batch(x: Experiment) -> tuple[Batch, TokenLogprobs, Tensor]:
+def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
     """Two groups of rollouts, of which one in each is rewarded; what the policy gives for them; and
     the logits that this depends on."""
     import torch
 
-    from rlkit.types import Batch, TokenLogprobs
+    from rlkit.types import Scored, TokenLogprobs
 
     groups = 2
     size = max(2, min(x.batch.group_size, 64))
@@ -106,10 +106,11 @@ def _fake_batch(x: Experiment) -> tuple[Batch, TokenLogprobs, Tensor]:
     rewards = (torch.arange(n) % size == 0).float()
     values = torch.zeros(n, width).requires_grad_()
     last = torch.zeros(n, width).index_fill(1, torch.tensor([width - 1]), 1.0)
-    batch = Batch(
+    batch = Scored(
         ids=ids,
         attention_mask=torch.ones_like(mask),
         response_mask=mask,
+        sampled_mask=mask,
         rollout_ids=torch.arange(n),
         step_ids=torch.zeros_like(ids),
         rewards=rewards,
@@ -133,7 +134,7 @@ def _fake_batch(x: Experiment) -> tuple[Batch, TokenLogprobs, Tensor]:
     return batch, scores, logits
 
 
-def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None:
+def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> None:
     """Tries what the policy loss and the KL estimator declare by `rlkit.types.vanishes`.
 
     Raises: ConfigError where there is a gradient.
@@ -144,7 +145,8 @@ def _check_vanishing(x: Experiment, batch: Batch, scores: TokenLogprobs) -> None
     from rlkit.types import declarations
 
     now = scores.logprobs.detach()
-    moved = batch._replace(
+    moved = replace(
+        batch,
         advantages=torch.zeros_like(now),
         logprobs_old=now - 0.2,
         logprobs_sampler=now - 0.1,

@@ -123,7 +123,7 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
     ) -> Tensor:
         whole = learner.minibatch
         n = len(learner.trained)
-        assert whole is not None and whole.advantages is not None
+        assert whole is not None
         positions, mask = _episodes(rollout_ids, step_ids, response_mask, n)
         every, full = _episodes(whole.rollout_ids, whole.step_ids, whole.response_mask, n)
         if not torch.equal(mask.any(1), full.any(1)):

@@ -21,7 +21,7 @@ from rlkit.extras.notebook.generation import begun
 from rlkit.extras.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
 from rlkit.training.experiment import Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
-from rlkit.training.update import batch_logprobs
+from rlkit.training.update.passes import batch_logprobs
 from rlkit.types import Estimate, Rollout
 
 
@@ -193,10 +193,9 @@ class RLTrainer:
         self.learner = Learner(
             self._experiment(1, 1),
             self.generator.policy,
+            critic=HeadOnStates(value_head),
             optimizers=(self.policy_optimizer, self.value_optimizer),
         )
-        # in place of one that it has made
-        self.learner.critic = self.learner.nets["critic"] = HeadOnStates(value_head)
 
     def _experiment(self, epochs: int, minibatches: int) -> Experiment:
         """What a step of the learner is."""
@@ -235,10 +234,9 @@ class RLTrainer:
 
     def _values(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The value before each sampled token of rollouts with one step [T]."""
-        batch = self.learner.assembled(rollouts)
-        found: Any = batch_logprobs(
-            self.learner, self.model, batch, critic=self.learner.critic
-        ).values
+        u = self.learner.record()
+        batch = u.assembled(rollouts)
+        found: Any = batch_logprobs(u, self.model, batch, critic=self.learner.critic).values
         return [values[mask].cpu() for values, mask in zip(found, batch.response_mask, strict=True)]
 
     def train_step(
@@ -250,10 +248,8 @@ class RLTrainer:
         if not trained:
             return {}
         steps = sum(len(r.steps) for r in trained)
-        self.learner.configured = self._experiment(
-            n_epochs, max(1, min(len(trained), -(-steps // batch_size)))
-        )
-        self.learner.settle(exact=False)
+        minibatches = max(1, min(len(trained), -(-steps // batch_size)))
+        self.learner.settle(self._experiment(n_epochs, minibatches), exact=False)
         self.model.eval()  # no dropout: sampler and trainer are to see one policy
         row = self.learner.step(trained)
         self.generator.version = self.learner.rl_step

@@ -43,6 +43,7 @@ from rlkit.extras.notebook.views import as_reward
 from rlkit.training.experiment import BatchSize, Sampling, TrainerSettings
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
+from rlkit.training.update.optimizers import critic_of
 from rlkit.types import Policy, Task
 
 WHOLE = 1 << 24  # tokens of a micro-batch, more than any minibatch has
@@ -110,25 +111,23 @@ class IterationLearner(Learner):
             ),
             **parts,
         )
-        super().__init__(x, policy)
+        if self.own_critic is None and algorithm.critic.active:
+            self.own_critic = critic_of(x, policy.model)
+            assert self.own_critic is not None
+            new = list(self.own_critic.parameters())
+            optimizer.add_param_group({"params": new, "lr": config.value_learning_rate})
+        critic = self.own_critic if algorithm.critic.active else None
+        nets = [policy.model] if critic is None else [policy.model, critic]
+        # the caller's optimizer, as one for the policy and one for the critic
+        super().__init__(
+            x,
+            policy,
+            critic=critic,
+            optimizers=[Share(optimizer, net) for net in nets],  # type: ignore[misc]
+        )
         if run is not None:
             self.load({"rlkit": run.learner})
             self.progress = self.progress._replace(step=self.rl_step)
-
-    def make_critic(self) -> nn.Module | None:
-        """The run's, or a new one, whose parameters join the optimizer."""
-        made = super().make_critic() if self.own_critic is None else None
-        if made is not None:
-            self.own_critic = made
-            self.optimizer.add_param_group(
-                {"params": list(made.parameters()), "lr": self.config.value_learning_rate}
-            )
-        return self.own_critic if self.x.algorithm.critic.active else None
-
-    def make_optimizers(self) -> list[Any]:
-        """The caller's optimizer, as one for the policy and one for the critic."""
-        self.optimizers = [Share(self.optimizer, net) for net in self.nets.values()]  # type: ignore[misc]
-        return self.optimizers
 
     def iterate(self, tasks: Sequence[Task], stream: StreamState) -> TrainingState:
         x = self.begin()

@@ -17,7 +17,7 @@ from rlkit.episodes.completions import completion_row, table_columns, write_comp
 from rlkit.system.files import lenient, lose, write_atomic
 from rlkit.system.shards import stem
 from rlkit.training.loggers import log_table, log_text
-from rlkit.types import Batch, Rollout
+from rlkit.types import Rollout, Weighted
 
 TEXTS = 3  # conversations of a step in a logger
 WAITING = 20_000  # rows of the completions table that wait for a checkpoint
@@ -142,10 +142,9 @@ class Completions(L.Callback):
         self.flush()
 
 
-def mean_advantages(batch: Batch, trained: Sequence[Rollout]) -> dict[tuple[int, int], float]:
+def mean_advantages(batch: Weighted, trained: Sequence[Rollout]) -> dict[tuple[int, int], float]:
     """(group, sample) → mean advantage over a rollout's trained tokens, for the rollouts that have
     such tokens."""
-    assert batch.advantages is not None
     mask = batch.response_mask
     owners = batch.rollout_ids[:, None].expand_as(mask)[mask]
     values = batch.advantages[mask].double()

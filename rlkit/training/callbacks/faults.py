@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 
 from rlkit.distributed import ranks
 from rlkit.episodes import save_rollouts
@@ -18,8 +17,8 @@ from rlkit.system import owner, rng
 from rlkit.system.files import lenient, write_atomic
 from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import cover
-from rlkit.training import drift
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
+from rlkit.training.update.split import on_device
 
 BATCH = "batch.pt"
 STATE = "state.ckpt"
@@ -73,7 +72,7 @@ class DebugBundle(L.Callback):
         if writes:
             with lenient(str(folder)):
                 for name, content in {
-                    BATCH: drift.on(module.minibatch, torch.device("cpu"))._asdict(),
+                    BATCH: vars(on_device(module.minibatch, "cpu")),
                     STATE: state,
                 }.items():
                     AtomicCheckpointIO().save_checkpoint(content, folder / name)

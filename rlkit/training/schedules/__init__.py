@@ -16,8 +16,12 @@ from rlkit.training.schedules.progress import (
     advance,
     at,
     lengthened,
+    metrics,
     phases,
+    require_measured,
+    resets,
     start,
+    transition,
     unmeasured,
     values,
 )

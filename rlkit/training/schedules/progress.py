@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rlkit.errors import nearest
+from rlkit.errors import ConfigError, nearest
 from rlkit.training.schedules.controllers import condition, streak
 from rlkit.training.schedules.paths import fields, flat, replace, settable
 from rlkit.types import Controller, safe
@@ -278,6 +278,33 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
     return progress._replace(controllers=kept)
 
 
+def resets(experiment: Any, progress: Progress) -> Sequence[str]:
+    """What a phase has reset as it begins, of "reference" and "optimizer"."""
+    phase, _ = _current(experiment, progress)
+    return () if phase is None else phase.reset
+
+
+def transition(experiment: Any, before: Progress, now: Progress, reset: Sequence[str]) -> str:
+    """A line on a phase that began; `reset`: of "reference" and "optimizer moments"."""
+    named = phases(experiment)
+    names = list(named)
+    name = names[now.phase]
+    kept = ["weights", "prompt order"]
+    kept += [what for what in ("optimizer moments", "reference") if what not in reset]
+    return (
+        f"phase {names[before.phase]} → {name} after step {now.step}:"
+        f" {named[name].algorithm.name}; keeps {', '.join(kept)}; resets"
+        f" {', '.join(['controllers that it brings', *reset])}"
+    )
+
+
+def metrics(experiment: Any, progress: Progress) -> dict[str, float]:
+    """schedule/PATH: every scheduled number as it was in the step; schedule/phase: which phase,
+    from 0."""
+    own = {f"schedule/{path}": value for path, value in values(experiment, progress).items()}
+    return own | ({"schedule/phase": progress.phase} if len(phases(experiment)) > 1 else {})
+
+
 def watched(experiment: Any, progress: Progress) -> dict[str, str]:
     """Path → the metric that it follows, in the phase in force: controllers, and the condition that
     ends the phase."""
@@ -303,6 +330,13 @@ def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]
         for path, metric in watched(experiment, progress).items()
         if metric not in metrics and not metric.startswith("eval/")
     ]
+
+
+def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> None:
+    """Raises: ConfigError where something waits for a metric that a step has not measured."""
+    problems = unmeasured(experiment, progress, metrics)
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _ended(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:

@@ -28,10 +28,10 @@ from rlkit.extras.vllm.teacher import ServedTeacher
 from rlkit.functional import sampled_divergence, top_k_divergence
 from rlkit.models.load import load_policy
 from rlkit.system import rng
-from rlkit.training import streams
 from rlkit.training.learner import Learner
 from rlkit.training.selfcheck import check_teacher
 from rlkit.training.teachers import path_teacher
+from rlkit.training.update import streams
 
 LOSSES = {
     "sampled": sampled_divergence,

@@ -1,0 +1,171 @@
+"""The references and the teachers of a run: their weights, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlkit.distributed import ranks
+from rlkit.models.fused import update_kernel
+from rlkit.models.head import trunk_and_head
+from rlkit.training import schedules
+from rlkit.training.experiment import Experiment
+from rlkit.training.references import is_policy, is_start, moved, shard_state
+from rlkit.training.schedules import Progress
+from rlkit.types import Reference
+
+
+class ReferenceStates:
+    """The state of every reference and teacher (`rlkit.types.Reference`).
+
+    A phase of a schedule that brings a reference owns it from its first step on; all others use the
+    run's, whose owner is "". A teacher belongs to a part of a mixture, or to all prompts ("").
+
+    Args:
+      experiment: of the whole run. model: of the policy.
+    """
+
+    def __init__(self, experiment: Experiment, model: nn.Module):
+        self.experiment = experiment
+        self.model = model
+        # name → its whole experiment; one without a name if there are no phases
+        self.phases = schedules.phases(experiment)
+        self.phase = next(iter(self.phases))
+        # makes shards of a model, where the policy lies in shards
+        self.lay_out: Callable[[Any], None] | None = None
+        self.references: dict[str, Any] = {}
+        if any(x.needs_reference for name, x in self.phases.items() if not self.owner_of(name)):
+            self.references[""] = experiment.reference.init(model, step=0)
+        # part of a mixture → its teacher; empty where no phase has one
+        self.teacher_functions: Mapping[str, Reference] = (
+            experiment.teacher.models if experiment.needs_teacher else {}
+        )
+        self.teachers = {
+            part: teacher.init(model, step=0) for part, teacher in self.teacher_functions.items()
+        }
+
+    def owner_of(self, phase: str) -> str:
+        """Whose reference a phase uses: its own, or the run's ("")."""
+        phases = self.experiment.schedule.phases
+        return phase if phase in phases and phases[phase].reference is not None else ""
+
+    @property
+    def owner(self) -> str:
+        """The owner of the reference in use."""
+        return self.owner_of(self.phase)
+
+    def measures_drift(self, phase: str, x: Experiment) -> bool:
+        """Whether the KL to the reference says how far the policy is from the start of the run, in
+        a phase with this experiment."""
+        return x.kl.active and not self.owner_of(phase) and is_start(x.reference)
+
+    def functions_of(self, owner: str) -> Reference:
+        """The reference functions of an owner."""
+        return self.phases[owner].reference if owner else self.experiment.reference
+
+    def enter(self, progress: Progress, reference: Reference) -> bool:
+        """The phase that `progress` names begins; whether its reference starts from the policy as
+        it is now. References that no later phase uses are let go."""
+        names = list(self.phases)
+        self.phase = names[progress.phase]
+        fresh = bool(self.owner) or "reference" in schedules.resets(self.experiment, progress)
+        if fresh and self.phases[self.phase].needs_reference:
+            state = reference.init(self.model, step=progress.since)
+            self.references[self.owner] = self._laid_out(state)
+        needed = {self.owner_of(later) for later in names[progress.phase :]}
+        self.references = {key: state for key, state in self.references.items() if key in needed}
+        return fresh
+
+    @contextmanager
+    def reference(self, reference: Reference) -> Iterator[Any]:
+        """The reference in use, to score with."""
+        with self._as_policy(reference.model(self.references.get(self.owner), self.model)) as model:
+            yield model
+
+    @contextmanager
+    def teacher(self, part: str) -> Iterator[Any]:
+        """The teacher of a part of the mixture, or of all prompts ("")."""
+        functions = self.teacher_functions[part]
+        with self._as_policy(functions.model(self.teachers[part], self.model)) as model:
+            yield model
+
+    @contextmanager
+    def _as_policy(self, given: Any) -> Iterator[Any]:
+        """A model to score with, computed as the policy's updates, also after a resume."""
+        with given as model:
+            if isinstance(model, nn.Module):
+                trunk_and_head(model)[0].update_kernel = update_kernel(self.model)
+            yield model
+
+    def is_policy(self, reference: Reference) -> bool:
+        """Whether the reference in use is known to be the policy as it is now."""
+        return is_policy(reference, self.references.get(self.owner), self.model)
+
+    def move(self, reference: Reference, *, step: int, kl: float) -> dict[str, float]:
+        """After the updates of a step: the reference in use and the teachers follow the policy;
+        what the reference's update measured.
+
+        Args:
+          step: RL steps done, this one included. kl: to the reference, the step's mean.
+        """
+        measured: dict[str, float] = {}
+        if self.owner in self.references:
+            state = self.references[self.owner]
+            self.references[self.owner], measured = moved(
+                reference, state, self.model, step=step, kl=kl
+            )
+        for part, functions in self.teacher_functions.items():
+            self.teachers[part], _ = moved(
+                functions, self.teachers[part], self.model, step=step, kl=float("nan")
+            )
+        return measured
+
+    def shard(self, mesh: Any, *, mixed: bool) -> None:
+        """Lays the policy in shards over the ranks of a mesh (FSDP2), and references and teachers
+        as it is. The critic stays whole: one backward, one root.
+
+        Args:
+          mixed: whether whole weights are gathered in bfloat16.
+        """
+        gathered = torch.bfloat16 if mixed else None
+        self.lay_out = partial(ranks.shard, mesh=mesh, gathered=gathered)
+        self.lay_out(self.model)
+        self.references = {owner: self._laid_out(state) for owner, state in self.references.items()}
+        self.teachers = {part: self._laid_out(state) for part, state in self.teachers.items()}
+
+    def _laid_out(self, state: Any) -> Any:
+        """A state as the policy is: sharded or not."""
+        return state if self.lay_out is None else shard_state(state, self.model, self.lay_out)
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint, as plain types and tensors. A collective if there are shards."""
+        return {
+            "references": {
+                owner: ranks.full_tensors(self.functions_of(owner).save(state))
+                for owner, state in self.references.items()
+            },
+            "teachers": {
+                part: ranks.full_tensors(self.teacher_functions[part].save(state))
+                for part, state in self.teachers.items()
+            },
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Puts that back into the states of the phase that was entered."""
+        self.references = {
+            owner: self.functions_of(owner).load(
+                state, self.model, saved["references"].get(owner, {})
+            )
+            for owner, state in self.references.items()
+        }
+        self.teachers = {
+            part: self.teacher_functions[part].load(
+                state, self.model, saved["teachers"].get(part, {})
+            )
+            for part, state in self.teachers.items()
+        }

@@ -1,0 +1,16 @@
+"""One RL step's work on its batch: passes without gradient, then the updates.
+
+Files, each of which imports from those before it alone:
+
+    split           rows of an update, and micro-batches of a pass
+    micro_batches   how large micro-batches are, and what happens where memory runs out
+    record          Update: what passes and updates compute with
+    optimizers      critic and optimizers, and their steps that were skipped
+    passes          log-probs without gradient: a batch becomes Scored
+    signal          whether an update has a gradient
+    drift           how far the policy moves
+    streams         the signals beside the reward's
+    minibatch       one update of policy and critic
+    step            the whole of it: sampled → scored → weighted → updated
+    probe           the largest micro-batch of a run, tried before its first step
+"""

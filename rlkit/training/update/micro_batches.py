@@ -1,0 +1,115 @@
+"""How large the micro-batches of a run are. Where memory runs out, they are halved and the work is
+done again, or the key to lower is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rlkit.distributed import ranks
+from rlkit.errors import RLKitError
+from rlkit.training.metrics import UpdateTerms
+from rlkit.training.update.split import micro_batches
+from rlkit.types import Batch, Minibatch
+
+T = TypeVar("T")
+
+
+class OutOfMemory(RLKitError, MemoryError):
+    """Memory ran out where a smaller micro-batch does not help; the message names the key to
+    lower."""
+
+
+class MicroBatches:
+    """trainer.micro_batch_tokens, halved as often as memory ran out."""
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+        self.halvings = 0
+        self.minibatch: Minibatch | None = None  # whose update is under way, or failed
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a micro-batch, at most."""
+        return max(1, self.tokens >> self.halvings)
+
+    def of(self, batch: Batch) -> Iterable[tuple[Tensor, bool]]:
+        """The micro-batches of this rank as row numbers, equally many on every rank, and whether
+        each counts."""
+        if ranks.size() == 1:
+            return ((rows, True) for rows in micro_batches(batch, self.limit))
+        lengths = batch.attention_mask.sum(1)
+        own = ranks.assign_groups(lengths, batch.group_ids[batch.rollout_ids])
+        mine = replace(batch, response_mask=batch.response_mask & own[:, None])
+        return ranks.pad_work(
+            list(micro_batches(mine, self.limit)), spare=lambda: list(micro_batches(batch, 1))[-1]
+        )
+
+    def retried(self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None) -> T:
+        """What `work` gives; where memory runs out, done again with micro-batches of half as many
+        tokens, as often as that splits `batch`.
+
+        The smaller micro-batches stay, in the checkpoint too: they change no gradient but in its
+        last bits. `work` must start from scratch each time; what it has added to `terms` is taken
+        out again. Several ranks do not retry: they would no longer do the same work.
+        Raises: OutOfMemory.
+        """
+        while True:
+            before = terms.taken() if terms else None
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                message = str(error).splitlines()[0]
+            # outside of the handler: the error holds the frames, and they hold the tensors
+            if terms is not None and before is not None:
+                terms.back_to(before)
+            self.halve(batch, message)
+
+    def updating(self, minibatch: Minibatch, work: Callable[[], T], terms: UpdateTerms) -> T:
+        """`retried`, of the update of a minibatch."""
+        self.minibatch = minibatch
+        done = self.retried(minibatch, work, terms)
+        self.minibatch = None
+        return done
+
+    def halve(self, batch: Batch, message: str) -> None:
+        """Goes on with half as many tokens. Raises: OutOfMemory, where that does not split the
+        batch."""
+        splits = any(
+            len(set(batch.rollout_ids[rows].tolist())) > 1
+            for rows in micro_batches(batch, self.limit)
+        )
+        if ranks.size() > 1 or not splits:
+            one = (
+                "each is one rollout already: lower generation.max_new_tokens, set"
+                " model.gradient_checkpointing=true or model.lora.rank=16"
+            )
+            remedy = "lower trainer.micro_batch_tokens" if splits else one
+            raise OutOfMemory(
+                f"out of memory in the update, with micro-batches of {self.limit} tokens; {remedy}"
+                f" ({message})"
+            )
+        self.halvings += 1
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        print(
+            f"warning: out of memory: micro-batches are halved to {self.limit} tokens, and the work"
+            f" is done again; trainer.micro_batch_tokens={self.limit} would begin with that",
+            flush=True,
+        )
+
+
+@contextmanager
+def named(what: str, remedy: str) -> Iterator[None]:
+    """A block in which running out of memory names the key to lower. Raises OutOfMemory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"out of memory in {what}: {remedy} ({str(error).splitlines()[0]})"
+        ) from error

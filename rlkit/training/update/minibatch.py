@@ -1,0 +1,135 @@
+"""The updates of a step: one minibatch each, whose micro-batches only sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlkit.algorithm import asks, loss_weights, surrogate, value_surrogate
+from rlkit.distributed import ranks
+from rlkit.functional import approximate_kl
+from rlkit.models.head import Head, trunk_and_head
+from rlkit.models.log_probs import forward_logprobs, states
+from rlkit.models.packing import Packed, pack
+from rlkit.training.metrics import UpdateTerms
+from rlkit.training.update.optimizers import CRITIC, POLICY, Optimizers
+from rlkit.training.update.passes import with_reference
+from rlkit.training.update.record import Update
+from rlkit.training.update.signal import has_signal
+from rlkit.training.update.split import minibatch_rows, select
+from rlkit.training.update.streams import Imitation, Taught, backward_stream, stream_passes
+from rlkit.types import Minibatch, TokenLogprobs, Weighted
+
+
+def step_minibatches(u: Update, batch: Weighted, terms: UpdateTerms) -> Iterator[Minibatch]:
+    """Every update's batch in its order, with the weights of its tokens.
+
+    Later epochs have other minibatches. While no update has had a gradient, the reference's
+    log-probs are computed again in those, if an update reads them.
+    """
+    kl = u.x.kl
+    for epoch, splits in enumerate(minibatch_rows(batch, u.x.algorithm, u.seed)):
+        still = kl.in_loss and len(splits) > 1 and not any(terms.norms["policy"])
+        if epoch and still and has_signal(u, batch):
+            batch = u.micro.retried(batch, partial(with_reference, u, batch, splits))
+        yield from (loss_weights(select(batch, rows), u.x.algorithm) for rows in splits)
+
+
+def one_update(u: Update, optimizers: Optimizers, minibatch: Minibatch, terms: UpdateTerms) -> bool:
+    """One step of each optimizer; False ends the updates of this RL step."""
+    learns = not u.warming_up and has_signal(u, minibatch)
+    others = [] if u.warming_up else list(stream_passes(u, minibatch))
+    if not learns and not others and u.critic is None:
+        terms.skip("no_signal")
+        return True
+    ranks.reshard(u.model)
+    for net in (u.model, u.critic):
+        if net is not None:
+            net.zero_grad()
+    moved, tokens, loss = summed_gradients(u, minibatch, terms, others, learns=learns)
+    limit = u.x.algorithm.target_kl
+    if limit is not None and moved > limit * tokens:
+        terms.skip("target_kl")
+        return False
+    with u.clock.part("model"):
+        if learns or others:
+            trained = [p for p in u.model.parameters() if p.requires_grad]
+            taken = optimizers.step(u, POLICY, u.x.optimizer, trained, loss)
+            terms.stepped("policy", *taken)
+        if u.critic is not None:
+            configured = u.x.algorithm.critic.optimizer
+            assert configured is not None
+            taken = optimizers.step(u, CRITIC, configured, u.critic.parameters(), loss)
+            terms.stepped("critic", *taken)
+    return True
+
+
+def summed_gradients(
+    u: Update,
+    minibatch: Minibatch,
+    terms: UpdateTerms,
+    others: Sequence[Imitation | Taught],
+    *,
+    learns: bool,
+) -> tuple[float, float, float]:
+    """Adds the gradients of all passes of an update.
+
+    Returns: over all ranks, the summed KL(old‖now) of the tokens that algorithm.target_kl looks at,
+      in nats; their number; and the loss.
+    """
+    a = u.x.algorithm
+    moved = tokens = loss = 0.0
+    for rows, counts in u.micro.of(minibatch) if learns or u.critic is not None else ():
+        part = select(minibatch, rows)
+        packed = pack(part.ids, part.response_mask)
+        if not counts:
+            part = replace(part, weights=torch.zeros_like(part.weights))
+        scores = trained_logprobs(u, packed)
+        policy_loss, parts = surrogate(part, scores, a, u.x.kl)
+        total = policy_loss if learns else policy_loss.new_zeros(())
+        if u.critic is not None:
+            value_loss, value_parts = value_surrogate(part, scores, a.critic)
+            total = total + value_loss
+            parts = parts | value_parts
+        loss += float(total.detach())
+        if total.requires_grad:
+            with u.clock.part("model"):
+                u.host.backward(total)
+        if counts:
+            terms.add(part, policy_loss, scores, parts, packed)
+        if counts and a.target_kl is not None and part.logprobs_old is not None:
+            count = int(part.response_mask.sum())
+            own = scores.logprobs.detach()
+            moved += count * float(approximate_kl(own, part.logprobs_old, part.response_mask))
+            tokens += count
+    loss += sum(backward_stream(u, given, terms) for given in others)
+    sums = torch.tensor([moved, tokens, loss], dtype=torch.float64)
+    u.host.all_reduce([sums])
+    moved, tokens, loss = sums.tolist()
+    return moved, tokens, loss
+
+
+def trained_logprobs(u: Update, packed: Packed) -> TokenLogprobs:
+    """What an update learns from: log-probs and values that carry their gradients."""
+    with u.clock.part("model"):
+        return u.host.forward(
+            u.model,
+            forward_logprobs,
+            packed,
+            temperature=u.temperature,
+            entropy_gradient=bool(u.x.algorithm.entropy_coef),
+            critic=u.critic,
+            reference=exact_reference(u, packed),
+        )
+
+
+def exact_reference(u: Update, packed: Packed) -> tuple[Tensor, Head] | None:
+    """Hidden states and head of the reference, if the KL is exact over the vocabulary."""
+    if not u.x.kl.active or not asks(u.x.kl.estimator, "full_kl"):
+        return None
+    with u.kept.reference(u.x.reference) as model, torch.no_grad():
+        return u.host.forward(model, states, packed), trunk_and_head(model)[1]

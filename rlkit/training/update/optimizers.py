@@ -1,0 +1,149 @@
+"""The optimizers of policy and critic, and one whose moments take a byte each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+
+from rlkit.algorithm import Critic, hyperparameters
+from rlkit.distributed import ranks
+from rlkit.errors import ConfigError, NonFinite
+from rlkit.models.critic import make_critic
+from rlkit.training.experiment import Experiment
+from rlkit.training.metrics import NAN
+from rlkit.training.schedules import phases
+from rlkit.training.update.micro_batches import named
+from rlkit.training.update.record import Update
+from rlkit.types import safe
+
+POLICY = 0
+CRITIC = 1
+
+
+class Optimizers:
+    """The optimizers of the policy and, if there is one, of the critic, in this order; and how many
+    of the last steps of each were skipped since something was not finite."""
+
+    def __init__(self, made: Sequence[torch.optim.Optimizer]):
+        self.made = list(made)
+        self.nonfinite: dict[int, int] = {}
+
+    def forget(self) -> None:
+        """Takes all moments from them."""
+        for optimizer in self.made:
+            optimizer.state.clear()
+
+    def step(
+        self,
+        u: Update,
+        index: int,
+        configured: Callable[..., Any],
+        parameters: Iterable[torch.nn.Parameter],
+        loss: float,
+    ) -> tuple[float, float]:
+        """Clips the gradients and steps one optimizer at the learning rate in force; the norm of
+        its gradient and the rate.
+
+        No step if the loss or the norm is not finite: the norm is nan then.
+        Raises: NonFinite, after trainer.max_nonfinite such steps in a row.
+        """
+        optimizer = self.made[index]
+        for group in optimizer.param_groups:
+            group["lr"] = hyperparameters(configured).get("lr", group["lr"])
+        parameters = list(parameters)
+        # shards have been added up on the way
+        u.host.all_reduce(p.grad for p in parameters if not hasattr(p, "full_tensor"))
+        clipped = torch.nn.utils.clip_grad_norm_(parameters, u.x.trainer.max_grad_norm)
+        norm = float(ranks.full_tensors(clipped))
+        finite = isfinite(norm) and isfinite(loss)
+        skipped = 0 if finite else self.nonfinite.get(index, 0) + 1
+        self.nonfinite[index] = skipped
+        if skipped >= u.x.trainer.max_nonfinite:
+            raise NonFinite(
+                f"step {u.step + 1}: {skipped} updates in a row had a loss ({loss:g}) or a"
+                f" gradient (norm {norm:g}) that is not finite and were skipped"
+                " (trainer.max_nonfinite); a lower optimizer.lr, trainer.precision=32-true or"
+                " another kl often helps"
+            )
+        if finite:
+            remedy = "train adapters (model.lora.rank=16), or a smaller model"
+            with named("the optimiser's step", remedy):
+                u.host.optimizer_step(optimizer)
+        return (norm if finite else NAN), optimizer.param_groups[0]["lr"]
+
+
+def critic_of(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
+    """The critic of the first phase that has one, or None; it is built at the start of the run,
+    whenever it begins to learn."""
+    active = first_critic(x)
+    if active is None:
+        return None
+    with torch.random.fork_rng(devices=[]):  # its random start changes nobody else's numbers
+        torch.manual_seed(x.seed)
+        return make_critic(model, model=active.model, trunk_gradient=active.trunk_gradient)
+
+
+def first_critic(x: Experiment) -> Critic | None:
+    """The settings of the first phase that has a critic."""
+    every = (phase.algorithm.critic for phase in phases(x).values())
+    return next((critic for critic in every if critic.active), None)
+
+
+def make_optimizers(
+    x: Experiment, model: torch.nn.Module, critic: torch.nn.Module | None
+) -> list[torch.optim.Optimizer]:
+    """New optimizers of the policy and, if there is one, of the critic."""
+    made = [make_optimizer(x.optimizer, [p for p in model.parameters() if p.requires_grad])]
+    settings = first_critic(x)
+    if critic is not None and settings is not None:
+        assert settings.optimizer is not None
+        made.append(make_optimizer(settings.optimizer, list(critic.parameters())))
+    return made
+
+
+def make_optimizer(
+    make: Callable[..., Any], parameters: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of these parameters. torch's Adam and AdamW are fused on CUDA: one kernel for
+    all tensors instead of about ten."""
+    free = not getattr(make, "keywords", {}).keys() & {"fused", "foreach"}
+    if (
+        free
+        and getattr(make, "func", make) in (torch.optim.Adam, torch.optim.AdamW)
+        and all(p.device.type == "cuda" for p in parameters)
+    ):
+        make = partial(make, fused=True)
+    return make(parameters)
+
+
+@safe("betas")
+def adamw_8bit(
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    lr: float,
+    betas: Sequence[float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """AdamW with moments of 8 bits in blocks: 2 bytes a parameter instead of 8. Tensors below 4,096
+    entries keep float32.
+
+    Raises: ConfigError without the package bitsandbytes, which does not know sharded weights
+    either.
+    Source: Dettmers et al. 2022, arXiv:2110.02861.
+    """
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer=adamw_8bit: {error}; pip install bitsandbytes, or use optimizer=adamw"
+        ) from error
+    if any(hasattr(p, "full_tensor") for p in parameters):
+        raise ConfigError(
+            "optimizer=adamw_8bit: bitsandbytes cannot step sharded weights; use trainer=ddp, or"
+            " optimizer=adamw"
+        )
+    return AdamW8bit(parameters, lr=lr, betas=tuple(betas), weight_decay=weight_decay)

@@ -1,0 +1,117 @@
+"""Passes over a batch in micro-batches, without gradient: what models say of its tokens before the
+updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlkit.algorithm import Rows, asks, inputs, old_share, whole
+from rlkit.models.log_probs import forward_logprobs
+from rlkit.models.packing import pack
+from rlkit.training.update.record import Update
+from rlkit.training.update.split import minibatch_rows, select
+from rlkit.types import Batch, Scored, TokenLogprobs
+
+Known = TypeVar("Known", bound=Scored)
+
+
+def score(u: Update, batch: Batch) -> Scored:
+    """The batch with old log-probs, entropies and values, and reference log-probs, if anything
+    before or in the update needs them.
+
+    They are computed in the minibatches and micro-batches of the first epoch. So a policy that
+    equals the reference gives the same bits in its update, where the gradient of the KL is then 0
+    and not rounding, of which an optimizer makes steps of full size. With one epoch of one
+    minibatch the old policy is the current one, so "old" is its detached value and costs nothing.
+    Nor does it where algorithm.old takes no pass of the trainer; then there is one only for what
+    else is asked for.
+    """
+    splits = minibatch_rows(batch, u.x.algorithm, u.seed)[0]
+    share = old_share(batch, u.x.algorithm, step=u.step)
+    if not needs_old(u):
+        scored = Scored(**vars(batch), logprobs_old=None, old_share=share)
+    else:
+        old = batch_logprobs(u, u.model, read_batch(u, batch), splits, critic=u.critic)
+        scored = Scored(
+            **vars(batch),
+            logprobs_old=old.logprobs,
+            old_share=share,
+            entropy_old=old.entropy,
+            values=old.values,
+        )
+    return with_reference(u, scored, splits) if u.x.kl.active else scored
+
+
+def needs_old(u: Update) -> bool:
+    """Whether anything asks for the policy's log-probs, entropies or values before the update."""
+    a = u.x.algorithm
+    before = [a.advantage, a.normalization, a.overlong, a.token_filter]
+    if a.old == "trainer":
+        before.append(a.correction)
+    asked = {name for part in before for name in inputs(part)}
+    several = a.epochs * a.minibatches > 1 and a.old == "trainer"
+    return (
+        several
+        or not asked.isdisjoint({"logprobs_old", "entropy_old", "values"})
+        or asks(a.policy_loss, "covariance_rank")
+        or u.x.kl.in_reward
+        or u.critic is not None
+    )
+
+
+def with_reference(u: Update, batch: Known, splits: Sequence[Tensor]) -> Known:
+    """The batch with the reference's log-probs, computed in these minibatches."""
+    with u.kept.reference(u.x.reference) as model:
+        found = batch_logprobs(u, model, read_batch(u, batch), splits)
+    return replace(batch, logprobs_ref=found.logprobs)
+
+
+def read_batch(u: Update, batch: Rows) -> Rows:
+    """The batch with all tokens that log-probs are needed of: for a KL in the baseline, and for a
+    teacher, those of rollouts that are not trained on too."""
+    every = u.x.kl.in_baseline or "teacher" in u.x.algorithm.active_streams
+    return whole(batch) if every else batch
+
+
+@torch.no_grad()
+def batch_logprobs(
+    u: Update,
+    model: nn.Module,
+    batch: Batch,
+    splits: Sequence[Tensor] | None = None,
+    *,
+    critic: nn.Module | None = None,
+) -> TokenLogprobs:
+    """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time.
+
+    Args:
+      splits: row numbers of the minibatches that are cut into micro-batches, each on its own; None
+        is one of all rows.
+    """
+    out: dict[str, Tensor] = {}
+    for split in (
+        [torch.arange(len(batch.ids), device=batch.ids.device)] if splits is None else splits
+    ):
+        for own, counts in u.micro.of(select(batch, split)):
+            rows = split[own]
+            part = select(batch, rows)
+            packed = pack(part.ids, part.response_mask)
+            with u.clock.part("model"):
+                found = u.host.forward(
+                    model, forward_logprobs, packed, temperature=u.temperature, critic=critic
+                )
+            for name, value in found._asdict().items():
+                if value is not None:
+                    total = out.setdefault(name, torch.zeros_like(batch.logprobs_sampler))
+                    if counts:
+                        total[rows, : part.ids.shape[1]] = value.to(total.dtype)
+    u.host.all_reduce(out.values())
+    if out:
+        return TokenLogprobs(**out)
+    nothing = torch.zeros_like(batch.logprobs_sampler)  # no row has a trained token
+    return TokenLogprobs(nothing, nothing, None if critic is None else nothing)

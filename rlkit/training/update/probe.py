@@ -1,0 +1,94 @@
+"""The largest micro-batch of a run, tried before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlkit.environments import environment_of
+from rlkit.episodes.episode import opening
+from rlkit.models.chat import encode_prompt
+from rlkit.models.log_probs import forward_logprobs
+from rlkit.models.packing import pack
+from rlkit.training.update.record import Update
+from rlkit.training.update.split import micro_batches, on_device
+from rlkit.types import Batch, Task
+
+
+def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
+    """One forward and backward pass of a micro-batch of the longest rollouts there can be, with
+    room for the optimizer's moments.
+
+    It is done before the first step on a GPU, so that memory runs out in the first minute and not
+    in the first hour.
+    Raises: OutOfMemory.
+    """
+    batch = longest_rollouts(u, tasks)
+    nets = [net for net in (u.model, u.critic) if net is not None]
+
+    def work() -> None:
+        moments = [
+            torch.empty_like(p)
+            for net in nets
+            for p in net.parameters()
+            if p.requires_grad
+            for _ in range(2)
+        ]
+        for part in micro_batches(batch, u.micro.limit):
+            packed = pack(batch.ids[part], batch.response_mask[part])
+            scores = forward_logprobs(u.model, packed, temperature=u.temperature, critic=u.critic)
+            loss = scores.logprobs.sum() + (0.0 if scores.values is None else scores.values.sum())
+            loss.backward()
+        del moments
+
+    u.micro.retried(batch, work)
+    for net in nets:
+        net.zero_grad()
+
+
+def longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
+    """As many rollouts as fill a micro-batch, each as long as the first tasks, the environment and
+    the model let one become."""
+    x = u.x
+    turns = [(environment_of(x.environment, task), task) for task in tasks[:16]]
+    openings = [opening(task, environment) for environment, task in turns]
+    prompts = [len(encode_prompt(u.policy.renderer, own.prompt, own.schemas)) for own in openings]
+    longest = max(
+        (
+            p + e.max_steps * x.generation.max_new_tokens
+            for p, (e, _) in zip(prompts, turns, strict=True)
+        ),
+        default=1,
+    )
+    width = min(u.policy.context_length, longest)
+    rows = max(1, u.micro.limit // width)
+    row = torch.arange(rows)[:, None]
+    column = torch.arange(width)
+    prompt = min(prompts, default=0)
+    # A group shares its prompt, as in a run: attention over packed rows may take other kernels
+    # then.
+    group = row // x.batch.group_size
+    embedding: Any = u.policy.model.get_input_embeddings()  # type: ignore[operator]
+    ids = (column + torch.where(column < prompt, group, row)) % embedding.num_embeddings
+    mask = (column >= prompt).expand(rows, width)
+    nothing = torch.zeros(rows, width)
+    lengths = mask.sum(1)
+    batch = Batch(
+        ids=ids,
+        attention_mask=torch.ones_like(mask),
+        response_mask=mask,
+        sampled_mask=mask,
+        rollout_ids=row[:, 0],
+        step_ids=torch.zeros_like(ids),
+        rewards=nothing[:, 0],
+        group_ids=group[:, 0],
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        lengths=lengths,
+        reply_lengths=lengths,
+        token_rewards=nothing,
+        logprobs_sampler=nothing,
+        versions=torch.zeros_like(ids),
+    )
+    return on_device(batch, next(u.model.parameters()).device)

@@ -1,0 +1,69 @@
+"""Whether an update has a gradient: one that is known to have none is skipped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rlkit.models.critic import HeadCritic
+from rlkit.training.update.record import Update
+from rlkit.types import Weighted, declarations
+
+
+def has_signal(u: Update, batch: Weighted) -> bool:
+    """False if the gradient of the policy's loss is known to be exactly 0. Such an update is
+    skipped.
+
+    It is known of a batch without a trained token. Otherwise it is known if each of these terms has
+    none:
+
+    policy loss     every advantage is 0, and the loss declares by `@vanishes` that this is enough
+    KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares
+                    it
+    entropy bonus   its coefficient is 0
+    value loss      it has no gradient into the policy's trunk
+
+    A skipped update steps no optimizer. So weights, moments and their count of steps stay as they
+    are. A step with a gradient of 0 would decay the weights and repeat old momentum. An update that
+    is skipped is not measured for algorithm.target_kl. The batch, and so the answer, is the same on
+    all ranks.
+    """
+    a = u.x.algorithm
+    if not batch.response_mask.any():
+        return False
+    if a.entropy_coef or (isinstance(u.critic, HeadCritic) and u.critic.trunk_gradient):
+        return True
+    if a.reward_coef and not _without_advantages(a.policy_loss, batch):
+        return True
+    return u.x.kl.in_loss and not _at_reference(u)
+
+
+def _without_advantages(loss: Any, batch: Weighted) -> bool:
+    """Whether a policy loss is known to be constant on a batch."""
+    declared = "without_advantages" in (declarations(loss, "vanishes") or ())
+    return declared and not batch.advantages.any()
+
+
+def _at_reference(u: Update) -> bool:
+    """Whether a KL in the loss is known to have no gradient: the reference is the policy."""
+    declared = "at_reference" in (declarations(u.x.kl.estimator, "vanishes") or ())
+    return declared and u.kept.is_policy(u.x.reference)
+
+
+def updates_once(u: Update, batch: Weighted) -> bool:
+    """Whether one update passes the whole batch before anything moves: then its log-probs are those
+    of the old policy."""
+    a = u.x.algorithm
+    return a.epochs * a.minibatches == 1 and not u.warming_up and has_signal(u, batch)
+
+
+def known_old(u: Update, batch: Weighted) -> Weighted:
+    """The batch with the reference's log-probs as the old policy's, if no update follows to find
+    these.
+
+    A batch whose KL stands in the loss has no update only while the reference is the policy.
+    """
+    open_ = u.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
+    if not open_ or u.x.algorithm.active_streams or has_signal(u, batch):
+        return batch
+    return replace(batch, logprobs_old=batch.logprobs_ref)

@@ -1,0 +1,114 @@
+"""A batch in pieces: rows of one update, and the micro-batches of a pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.algorithm import Algorithm, Rows, loss_weights
+from rlkit.types import Batch, Minibatch, Weighted
+
+# Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row
+# dimension.
+PER_ROLLOUT = (
+    "rewards",
+    "group_ids",
+    "truncated",
+    "lengths",
+    "reply_lengths",
+    "greedy_rewards",
+)
+
+
+def select(batch: Rows, rows: Tensor) -> Rows:
+    """Some rows of a batch, cut to their longest. Quantities of the rollouts [N], and what is no
+    tensor, stay whole."""
+    width = int(batch.attention_mask[rows].sum(1).max())
+    per_row: dict[str, Any] = {
+        name: value[rows][:, :width] if value.dim() == 2 else value[rows]
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor) and name not in PER_ROLLOUT
+    }
+    metrics = {
+        name: value[rows][:, :width] if value.dim() == 2 else value
+        for name, value in batch.metrics.items()
+    }
+    return replace(batch, **per_row, metrics=metrics)
+
+
+def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[Tensor]]:
+    """Row numbers of every update: `epochs` passes over all rollouts, each split at random into
+    `minibatches` parts of whole rollouts."""
+    generator = torch.Generator().manual_seed(seed % (1 << 63))
+    owners = batch.rollout_ids.cpu()
+    orders = [
+        torch.randperm(len(batch.rewards), generator=generator) for _ in range(algorithm.epochs)
+    ]
+    parts = [
+        [
+            torch.isin(owners, part).nonzero()[:, 0]
+            for part in order.tensor_split(algorithm.minibatches)
+        ]
+        for order in orders
+    ]
+    # A part has no rows where each of its rollouts ended before its first reply.
+    return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
+
+
+def minibatches(batch: Weighted, algorithm: Algorithm, seed: int) -> Iterator[Minibatch]:
+    """Every update's batch, with the weights of its tokens."""
+    return (
+        loss_weights(select(batch, rows), algorithm)
+        for epoch in minibatch_rows(batch, algorithm, seed)
+        for rows in epoch
+    )
+
+
+def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
+    """Row numbers, as many at a time as fit into `max_tokens` tokens, the rollouts of a group side
+    by side.
+
+    Rows of one rollout stay together, since a ratio or a mean of a sequence is one of all its
+    tokens; so a micro-batch is always at least one rollout, even if its rows alone exceed
+    `max_tokens`. A row counts up to its last trained token; what it shares with others
+    (`rlkit.models.packing`) counts each time. Rows without a trained token are left out: they add
+    nothing to any sum.
+    """
+    lengths = (
+        (batch.response_mask * torch.arange(batch.ids.shape[1], device=batch.ids.device))
+        .amax(1)
+        .tolist()
+    )
+    owners = batch.rollout_ids.tolist()
+    groups = batch.group_ids.tolist()
+    rollouts: dict[int, list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lambda row: (groups[owners[row]], owners[row])):
+        if lengths[row]:
+            rollouts.setdefault(owners[row], []).append(row)
+    chosen = list[int]()
+    size = 0
+    for rows in rollouts.values():
+        more = sum(lengths[row] for row in rows)
+        if chosen and size + more > max_tokens:
+            yield torch.tensor(chosen, device=batch.ids.device)
+            chosen = []
+            size = 0
+        chosen += rows
+        size += more
+    if chosen:
+        yield torch.tensor(chosen, device=batch.ids.device)
+
+
+def on_device(batch: Rows, device: torch.device | str) -> Rows:
+    """The batch on a device, with what is in its mappings."""
+
+    def there(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: there(own) for name, own in value.items()}
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return replace(batch, **{name: there(value) for name, value in vars(batch).items()})

@@ -1,0 +1,89 @@
+"""One RL step of the policy and the critic: sampled → scored → weighted → updated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from rlkit.algorithm import filter_rollouts, weigh
+from rlkit.distributed import ranks
+from rlkit.episodes import summarize
+from rlkit.training.metrics import (
+    UpdateTerms,
+    performance,
+    refill_metrics,
+    staleness_metrics,
+    update_metrics,
+)
+from rlkit.training.update import drift
+from rlkit.training.update.minibatch import one_update, step_minibatches
+from rlkit.training.update.optimizers import Optimizers
+from rlkit.training.update.passes import score
+from rlkit.training.update.record import Update
+from rlkit.training.update.signal import known_old
+from rlkit.training.update.streams import observed, of_reward
+from rlkit.types import Rollout, Weighted
+
+
+class Updated(NamedTuple):
+    """What the updates of a step were made of, and what they did."""
+
+    batch: Weighted
+    terms: UpdateTerms
+    drift: dict[str, float]
+    start: drift.Few | None  # rollouts of the first step, by which later ones measure the drift
+
+
+def updated(
+    u: Update, optimizers: Optimizers, rollouts: Sequence[Rollout], start: drift.Few | None
+) -> Updated:
+    """Policy and critic learn from the trained rollouts of `u`.
+
+    Args:
+      rollouts: all of the step. start: as an earlier step gave it; None in the first one.
+    """
+    batch = weighted(u)
+    own, start = drift.before_updates(u, batch, start, rollouts)
+    terms = UpdateTerms()
+    for minibatch in step_minibatches(u, batch, terms):
+        update = partial(one_update, u, optimizers, minibatch, terms)
+        if not u.micro.updating(minibatch, update, terms):
+            break
+    terms.gather()
+    moved = drift.moved(u, drift.found(own, terms.tokens), start)
+    ranks.reshard(u.model)
+    return Updated(batch, terms, moved, start)
+
+
+def weighted(u: Update) -> Weighted:
+    """The trained rollouts as the batch of the step; all that its loss needs is fixed here."""
+    a = u.x.algorithm
+    batch = filter_rollouts(u.assembled(u.trained), a)
+    batch = of_reward(batch, u.trained, a.streams.get("reward"))
+    if any(stream.mask == "observations" for stream in a.active_streams.values()):
+        batch = observed(batch, u.trained, u.policy.renderer)
+    scored = u.micro.retried(batch, partial(score, u, batch))
+    return known_old(u, weigh(scored, a, u.x.kl))
+
+
+def step_metrics(
+    u: Update,
+    done: Updated,
+    rollouts: Sequence[Rollout],
+    updates: dict[int, int],
+    tokens: int,
+) -> dict[str, Any]:
+    """The metrics of a step.
+
+    Args:
+      rollouts: all of the step. updates: version → steps of the policy's optimizer until then.
+      tokens: of the run so far.
+    """
+    batch, terms, x = done.batch, done.terms, u.x
+    metrics: dict[str, Any] = {**summarize(rollouts), **update_metrics(batch, terms, x)}
+    metrics |= performance(batch, terms, u.clock, tokens=tokens, device=batch.ids.device)
+    metrics |= refill_metrics(rollouts, u.trained)
+    if x.asynchrony.mode != "none" or x.reuse.active:
+        metrics |= staleness_metrics(batch, terms, step=u.step, updates=updates)
+    return metrics | done.drift

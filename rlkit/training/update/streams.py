@@ -1,0 +1,301 @@
+"""The streams beside the reward's: each adds coef · Σ weights · loss per token to an update, in a
+pass of its own over its own tokens.
+
+loss = reward + Σ_c coef_c Σ_t w_ct l_ct, where the weights w_c sum to 1 over the stream's mask,
+before the batch is split. So a stream leaves the gradients of the others as they are, and one
+without tokens, or of coefficient 0, computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from rlkit.algorithm import Rows, Stream, number, part, quantities, whole
+from rlkit.episodes import demonstrations
+from rlkit.episodes._assemble import rows as rows_of
+from rlkit.errors import DataError
+from rlkit.functional import chunked_divergence, fill_masked, no_correction, token_mean
+from rlkit.models.chat import Renderer, encode_text
+from rlkit.models.head import trunk_and_head
+from rlkit.models.log_probs import CHUNK_LOGITS, forward_logprobs, states
+from rlkit.models.packing import Packed, pack
+from rlkit.training.metrics import UpdateTerms
+from rlkit.training.teachers import shown_prompts
+from rlkit.training.update.record import Update
+from rlkit.training.update.split import select
+from rlkit.types import Batch, Minibatch, Rollout, TokenScorer
+
+Prompts = dict[
+    int, tuple[int, list[int]]
+]  # rollout → (tokens of its own first prompt, the teacher's)
+
+
+class Imitation(NamedTuple):
+    """What a stream learns to say in an update: the tokens that its batch's response_mask marks."""
+
+    name: str
+    stream: Stream
+    batch: Batch
+    weights: Tensor  # [B, T] share of each token; they sum to 1
+
+
+class Taught(NamedTuple):
+    """What a teacher is asked about in an update: the tokens that its batch's response_mask
+    marks."""
+
+    name: str
+    stream: Stream
+    batch: Minibatch  # its own weights are those of the reward
+    weights: Tensor  # [B, T] share of each token; those of all teachers together sum to 1
+    factor: Tensor | None  # [B, T] off-policy correction of the sampled tokens; None is 1
+    teacher: str  # key of the teacher's model
+    shown: Prompts | None  # the prompts of a teacher that is shown something; None: the policy's
+
+
+def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
+    """The batch without the rollouts of parts that the reward's stream leaves to others."""
+    return batch if stream is None else of_parts(batch, rollouts, stream)
+
+
+def of_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
+    """The batch with the rollouts alone whose part of the mixture the stream sees."""
+    if stream.parts is None:
+        return batch
+    parts = [rollouts[i].task.part for i in batch.rollout_ids.tolist()]
+    return _among(batch, [stream.of(part) for part in parts])
+
+
+def _among(batch: Rows, rows: Sequence[bool]) -> Rows:
+    """The batch with these rows' tokens alone in its response_mask."""
+    chosen = torch.tensor(rows, device=batch.ids.device)
+    return replace(batch, response_mask=batch.response_mask & chosen[:, None])
+
+
+def stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
+    """Every pass of an update, with weights that are fixed before it is split; streams without a
+    token are left out.
+
+    Raises: DataError where a part of the mixture has no teacher.
+    """
+    for name, stream in u.x.algorithm.active_streams.items():
+        if name == "teacher":
+            yield from _taught(u, stream, minibatch)
+        else:
+            batch = _imitated(u, stream, minibatch)
+            if batch is not None and batch.response_mask.any():
+                yield Imitation(name, stream, batch, _weights(stream, batch))
+
+
+def _imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch | None:
+    """The tokens that a stream imitates: what tools answered, or the conversations in the rows of
+    the minibatch's prompts. None without a prompt."""
+    if stream.mask == "observations":
+        assert minibatch.observed_mask is not None
+        batch = replace(minibatch, response_mask=minibatch.observed_mask)
+        return of_parts(batch, u.trained, stream)
+    own = [u.trained[i] for i in minibatch.rollout_ids.unique().tolist()]
+    tasks = {rollout.group: rollout.task for rollout in own if stream.of(rollout.task.part)}
+    if not tasks:
+        return None
+    return u.assembled(demonstrations(u.policy, list(tasks.values()), u.x.environment))
+
+
+def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]:
+    """One pass a teacher, each over the rows of its part of the mixture, with the weights of the
+    whole mask."""
+    teacher = u.x.teacher
+    batch = of_parts(whole(minibatch), u.trained, stream)
+    shown = None
+    rows = batch.rollout_ids.tolist()
+    if teacher.show is not None:
+        shown = shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
+        # a row whose context was rewritten has no first prompt to show anything in
+        first = (batch.step_ids[:, 0] == 0).tolist()
+        batch = _among(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
+    if not batch.response_mask.any():
+        return
+    parts = [u.trained[i].task.part for i in rows]
+    unknown = {part for part in parts if stream.of(part)} - set(teacher.models)
+    if "" not in teacher.models and unknown:
+        raise DataError(
+            f"teacher={teacher.name}: there is no teacher for the part {min(unknown)!r}; there are:"
+            f" {', '.join(teacher.models)}"
+        )
+    weights = _weights(stream, batch)
+    for key in teacher.models:
+        own_batch = _among(batch, [not key or key == part for part in parts])
+        if own_batch.response_mask.any():
+            factor = _correction(u, own_batch)
+            yield Taught("teacher", stream, own_batch, weights, factor, key, shown)
+
+
+def _weights(stream: Stream, batch: Batch) -> Tensor:
+    """Each token's share of a stream's loss [B, T]."""
+    with torch.no_grad():
+        weights, _ = part("aggregation", stream.aggregation or token_mean, quantities(batch))
+        return fill_masked(weights, batch.response_mask, 0.0)
+
+
+def _correction(u: Update, batch: Minibatch) -> Tensor | None:
+    """The off-policy correction of the sampled tokens of a teacher's pass; None where it is 1."""
+    function = u.x.algorithm.correction
+    plain = getattr(function, "func", function)
+    if batch.logprobs_old is None or batch.old_share is not None or plain is no_correction:
+        return None
+    with torch.no_grad():
+        return part("correction", function, quantities(batch))[0]
+
+
+def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) -> float:
+    """Adds the gradient of a pass, one micro-batch at a time; this rank's part of its loss."""
+    total = 0.0
+    for rows, counts in u.micro.of(given.batch):
+        some: Batch = select(given.batch, rows)
+        packed = pack(some.ids, some.response_mask)
+        with u.clock.part("model"):
+            if isinstance(given, Taught):
+                tokens = divergences(u, given, rows, packed)
+            else:
+                tokens = nll(u, packed)
+        weights = given.weights[rows][:, : some.ids.shape[1]][some.response_mask]
+        loss = number(given.stream.coef) * (weights * tokens).sum() * float(counts)
+        total += float(loss.detach())
+        with u.clock.part("model"):
+            u.host.backward(loss)
+        if counts:
+            terms.add_stream(given.name, tokens.detach(), loss.detach(), packed)
+    return total
+
+
+def nll(u: Update, packed: Packed) -> Tensor:
+    """-log π of the pass's tokens [M]."""
+    scores = u.host.forward(u.model, forward_logprobs, packed, temperature=u.temperature)
+    return -scores.logprobs[packed.response_mask]
+
+
+def divergences(u: Update, given: Taught, rows: Tensor, packed: Packed) -> Tensor:
+    """The divergence at each token of some rows of a pass [M]: the teacher reads the same reply,
+    behind its own prompt if it has one."""
+    batch = select(given.batch, rows)
+    mask = batch.response_mask
+    factor = None if given.factor is None else given.factor[rows][:, : mask.shape[1]]
+    teacher = teacher_states(u, given, batch, packed)
+    # without a pass of the trainer there is no correction either: the ratio is π / μ
+    before = batch.logprobs_old if batch.old_share is None else batch.logprobs_sampler
+    return u.host.forward(
+        u.model,
+        token_divergences,
+        packed,
+        teacher,
+        None if before is None else before[mask],
+        None if factor is None else factor[mask],
+        divergence=given.stream.loss,
+        temperature=u.temperature,
+    )
+
+
+def teacher_states(u: Update, given: Taught, batch: Batch, packed: Packed) -> tuple[Tensor, Any]:
+    """The teacher's last states at the pass's tokens [M, H] and its head. A TokenScorer returns
+    both itself."""
+    rows = (batch.ids, batch.response_mask) if given.shown is None else as_shown(batch, given.shown)
+    with u.kept.teacher(given.teacher) as model, torch.no_grad():
+        if isinstance(model, TokenScorer):
+            columns = trunk_and_head(u.model)[1].weight.shape[0]
+            assert given.stream.loss is not None
+            return model.score_tokens(*rows, divergence=given.stream.loss, columns=columns)
+        theirs = packed if given.shown is None else pack(*rows)
+        if not torch.equal(theirs.targets[theirs.inverse], packed.targets[packed.inverse]):
+            raise RuntimeError(
+                "the teacher does not read the tokens that the policy sampled; this is a bug in"
+                " rlkit.training.update.streams"
+            )
+        # without gradient: a live teacher's head is the policy's
+        read = u.host.forward(model, states, theirs)[theirs.inverse]
+        return read.detach(), trunk_and_head(model)[1]
+
+
+def token_divergences(
+    model: nn.Module,
+    packed: Packed,
+    teacher: tuple[Tensor, Any],
+    old: Any,
+    factor: Any,
+    **settings: Any,
+) -> Tensor:
+    """The divergence at the sampled tokens of packed rows [M], in the order of the response
+    mask."""
+    hidden = states(model, packed)[packed.inverse]
+    head = trunk_and_head(model)[1]
+    size = max(
+        1,
+        CHUNK_LOGITS
+        // (head.weight.shape[0] + getattr(teacher[1], "weight", head.weight).shape[0]),
+    )
+    return chunked_divergence(
+        (hidden, head),
+        teacher,
+        packed.targets[packed.inverse],
+        old,
+        factor,
+        chunk_size=size,
+        **settings,
+    )
+
+
+def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
+    """The rows as the teacher reads them, ids and mask [B, T']: its own prompt, then what follows
+    the policy's, token by token."""
+    ids = []
+    masks = []
+    for row, rollout in enumerate(batch.rollout_ids.tolist()):
+        length = int(batch.attention_mask[row].sum())
+        own, prompt = shown.get(rollout, (length, []))
+        rest = slice(own, length)
+        ids.append(torch.cat([batch.ids.new_tensor(prompt), batch.ids[row, rest]]))
+        masks.append(
+            torch.cat([batch.response_mask.new_zeros(len(prompt)), batch.response_mask[row, rest]])
+        )
+    return pad_sequence(ids, batch_first=True), pad_sequence(masks, batch_first=True)
+
+
+# ------------------------------------------------------------------------------------- observations
+
+
+def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
+    """The batch with `observed_mask`: the tokens of what tools answered, without the template
+    around them, each in the row where it was first read."""
+    mask = torch.zeros_like(batch.response_mask)
+    row = 0
+    for rollout in rollouts:
+        for own in rows_of(rollout):
+            for step in sorted(set(own.steps)):
+                kept = rollout.steps[step].kept
+                for begin, end in tool_bodies(rollout.steps[step], renderer) if step else ():
+                    mask[row, kept + begin : kept + end] = True
+            row += 1
+    return replace(batch, observed_mask=mask & ~batch.sampled_mask)
+
+
+def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
+    """Where in a step's prompt_ids the contents of its new tool messages stand: the last occurrence
+    of each, from the back."""
+    ids = list(step.prompt_ids)
+    spans = list[tuple[int, int]]()
+    limit = len(step.prompt_ids)
+    for message in reversed(step.prompt):
+        body = encode_text(renderer, message.get("content") or "")
+        begin = (
+            next((i for i in range(limit - len(body), 0, -1) if ids[i : i + len(body)] == body), 0)
+            if body
+            else 0
+        )
+        if begin:
+            limit = begin
+            spans += [(begin, begin + len(body))] if message["role"] == "tool" else []
+    return spans
