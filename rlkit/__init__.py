@@ -41,7 +41,12 @@ _HOMES = {
     "rlkit.episodes.episode": ("play",),
     "rlkit.episodes.evaluation": ("greedy_accuracy", "sampled_accuracy"),
     "rlkit.training.experiment": ("Experiment",),
+    "rlkit.episodes.stream": ("StreamState",),
+    "rlkit.config.problems.rows": ("load_tasks",),
+    "rlkit.system.device": ("autocast",),
+    "rlkit.training.groups": ("experience",),
     "rlkit.training.learner": ("Learner",),
+    "rlkit.training.run": ("ready",),
     "rlkit.config.experiment": ("experiment",),
     "rlkit.runs.python": ("Run", "steps", "train"),
 }

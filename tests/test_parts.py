@@ -421,7 +421,7 @@ def test_what_is_no_tensor_survives_selection_and_moves_and_a_checkpoint_is_spar
     assert there.metadata is batch.metadata and {
         t.device.type for t in (there.versions, *there.components.values())
     } == {"meta"}
-    kept = drift.packed(drift.few(batch, batch.logprobs_old))
+    kept = drift.as_tensors(drift.few(batch, batch.logprobs_old))
     assert all(torch.is_tensor(value) for value in (*kept["batch"].values(), kept["logprobs"]))
 
 

@@ -1,16 +1,5 @@
 """The learner: policy, critic, references, optimizers and all that decides the steps to come, as
-one value. There is one training loop.
-
-    learner, stream = Learner(experiment, policy), StreamState()
-    for _ in range(steps):
-        x = learner.begin()      # the experiment of this step: its phase, and scheduled numbers as
-                                 they are now
-        sampled, trained, stream = experience(x, policy, tasks, stream, step=learner.rl_step)
-        metrics = learner.step(sampled, trained)
-
-The rollouts may come from anywhere, if they are scored: from a loop of one's own over `collect` and
-`score`, or from an engine that runs ahead.
-"""
+one value. There is one training loop; it stands in `Learner`."""
 
 from __future__ import annotations
 
@@ -29,23 +18,34 @@ from rlkit.training import schedules
 from rlkit.training.experiment import Experiment, settle_correction
 from rlkit.training.metrics import Clock
 from rlkit.training.reference_states import ReferenceStates
-from rlkit.training.resume import (
-    compute_as_before,
-    computed_with,
-    say_correction,
-    say_lengthened,
-    trained_state,
-)
+from rlkit.training.resume import computed_with, go_on_as_before, trained_state
 from rlkit.training.update import drift
 from rlkit.training.update.micro_batches import MicroBatches
 from rlkit.training.update.optimizers import Optimizers, critic_of, make_optimizers
 from rlkit.training.update.record import Host, Update
 from rlkit.training.update.step import step_metrics, updated
-from rlkit.types import Minibatch, Policy, Rollout, Weighted
+from rlkit.types import Policy, Rollout, Weighted
 
 
 class Learner:
     """Estimates advantages and updates policy and critic, one RL step per `step`.
+
+        import rlkit
+
+        x = rlkit.experiment("trainer.steps=2", "batch.prompts=4")
+        tasks = rlkit.load_tasks(x)
+        policy, device, exact = rlkit.ready(x, tasks)
+        learner, stream = rlkit.Learner(x, policy, exact=exact), rlkit.StreamState()
+        for step in range(x.trainer.steps):
+            with rlkit.autocast(x, device, updates=True):
+                now = learner.begin()  # the experiment of this step: phase and scheduled numbers
+                sampled, trained, stream = rlkit.experience(
+                    now, policy, tasks.train, stream, step=step
+                )
+                metrics = learner.step(sampled, trained)
+
+    This gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere, if
+    they are scored: from `rlkit.collect` and `rlkit.score`, or from an engine that runs ahead.
 
     Everything that decides the future is explicit: the weights and the optimizers, `rl_step`,
     `progress` (phase and controllers), `moments` (of the rewards), `kept` (references and teachers)
@@ -96,7 +96,6 @@ class Learner:
         # version (RL steps done) → steps of the policy's optimizer until then, of the last ones
         self.updates = {0: 0}
         self.metrics: dict[str, Any] = {}
-        self.in_flight: dict[str, float] = {}
         self.rollouts: list[Rollout] = []
         self.trained: list[Rollout] = []
         self.batch: Weighted | None = None
@@ -137,9 +136,8 @@ class Learner:
         if x.reward.normalize:
             self.trained = normalise(self.trained, self.moments)
         u = self.record()
-        functions = x.algorithm, x.kl, x.reference
-        # The shuffle is of the whole batch: alike on all ranks.
-        with self.clock.part("update"), rng.drawn_from(u.seed), guard_state(*functions):
+        parts = x.algorithm, x.kl, x.reference
+        with self.clock.part("update"), rng.drawn_from(u.seed), guard_state(*parts):
             done = updated(u, self.optimizers, self.rollouts, self.start)
             self.batch, terms, self.start = done.batch, done.terms, done.start
             kl = terms.mean("kl")
@@ -177,7 +175,7 @@ class Learner:
         """What follows from a step's metrics, once a step: controllers move, and perhaps the next
         phase begins; then a line says so.
 
-        `begin` and `saved` do it too; before them `metrics` may be added to, as evaluations do.
+        `begin` and `saved` call it; before that `metrics` may be added to, as evaluations do.
         """
         before = self.progress
         if before.step == self.rl_step:
@@ -198,16 +196,6 @@ class Learner:
             reset.append("optimizer moments")
         return reset
 
-    @property
-    def minibatch(self) -> Minibatch | None:
-        """Of the update under way, or of the one that failed."""
-        return self.micro.minibatch
-
-    @property
-    def device(self) -> torch.device:
-        """Where the policy is."""
-        return next(self.model.parameters()).device
-
     # ------------------------------------------------------------------------------------ its state
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,9 +212,8 @@ class Learner:
         bit."""
         self.load(state)
         self.nets.load_state_dict(state["state_dict"], strict=False)
-        saved = state["optimizer_states"]
-        for optimizer, own in zip(self.optimizers.made, saved, strict=True):
-            optimizer.load_state_dict(own)
+        for own, saved in zip(self.optimizers.made, state["optimizer_states"], strict=True):
+            own.load_state_dict(saved)
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint holds beside weights and optimizers, as plain types and tensors. A
@@ -238,7 +225,7 @@ class Learner:
             "tokens": self.tokens,
             "updates": self.updates,
             "exact": self.exact,
-            "start": drift.packed(self.start),
+            "start": drift.as_tensors(self.start),
             "moments": list(self.moments),
             **self.kept.saved(),
             "nonfinite": dict(self.optimizers.nonfinite),
@@ -255,12 +242,9 @@ class Learner:
         self.optimizers.nonfinite = dict(state["nonfinite"])
         self.micro.halvings = state["halvings"]
         self.progress = schedules.Progress(**state["progress"])
-        self.start = drift.unpacked(state["start"])
-        compute_as_before(self.experiment, self.model, self.critic, state)
-        say_lengthened(self.experiment, self.progress, checkpoint)
-        if state["exact"] != self.exact:  # as when the run began, whatever was found this time
-            self.settle(self.configured, exact=state["exact"])
-            say_correction(self.configured, exact=self.exact)
+        self.start = drift.from_tensors(state["start"])
+        go_on_as_before(self.configured, self.policy, self.critic, checkpoint, exact=self.exact)
+        self.settle(self.configured, exact=state["exact"])
         self.x = schedules.at(self.experiment, self.progress)
         self.enter_phase()
         self.kept.load(state)

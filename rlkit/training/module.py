@@ -71,9 +71,7 @@ class RLModule(L.LightningModule):
     rl_step, x, experiment, metrics, rollouts = map(
         _of_learner, ("rl_step", "x", "experiment", "metrics", "rollouts")
     )
-    trained, batch, minibatch, tokens, clock = map(
-        _of_learner, ("trained", "batch", "minibatch", "tokens", "clock")
-    )
+    trained, batch, tokens, clock = map(_of_learner, ("trained", "batch", "tokens", "clock"))
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from rlkit.training import schedules
 from rlkit.training.experiment import Experiment, correction_in_words
 from rlkit.training.kernels import keep_kernels, kernels_in_use
 from rlkit.training.schedules import Progress
+from rlkit.types import Policy
 
 
 def computed_with(x: Experiment, model: nn.Module) -> dict[str, Any]:
@@ -26,35 +27,35 @@ def computed_with(x: Experiment, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def compute_as_before(
-    x: Experiment, model: nn.Module, critic: nn.Module | None, state: Mapping[str, Any]
+def go_on_as_before(
+    x: Experiment,
+    policy: Policy,
+    critic: nn.Module | None,
+    checkpoint: Mapping[str, Any],
+    *,
+    exact: bool,
 ) -> None:
     """Goes on with the threads and kernels that a checkpoint names, where the config leaves that
-    open; says what differs from what this process would have taken."""
+    open. Says what differs from a run that begins: these, the correction, trainer.steps.
+
+    Args:
+      x: as configured. exact: what this process found of its engine.
+    """
+    state = checkpoint["rlkit"]
+    said = []
     threads = state["threads"] or torch.get_num_threads()
-    # the same sums in the same order
     if x.trainer.threads is None and threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-        print(f"resume: computes with {threads} thread(s), as the run did so far", flush=True)
-    for said in keep_kernels(x.generation.engine, model, state, critic):
-        print(f"resume: {said}", flush=True)
-
-
-def say_lengthened(x: Experiment, progress: Progress, checkpoint: Mapping[str, Any]) -> None:
-    """Says what another trainer.steps than the checkpoint's changes."""
+        torch.set_num_threads(threads)  # the same sums in the same order
+        said.append(f"computes with {threads} thread(s), as the run did so far")
+    said += keep_kernels(x.generation.engine, policy.model, state, critic)
     config = checkpoint.get("run", {}).get("config", {})
     steps = config.get("trainer", {}).get("steps", x.trainer.steps)
-    said = schedules.lengthened(x, progress, before=steps)
-    if said:
-        print(f"resume: {said}", flush=True)
-
-
-def say_correction(x: Experiment, *, exact: bool) -> None:
-    """Says what algorithm/correction=auto was when the run began, where this process found the
-    engine's log-probs to differ."""
-    line = correction_in_words(x, exact=exact)
-    if line:
-        print(f"resume: {line.partition(' (')[0]}, as when the run began", flush=True)
+    said.append(schedules.lengthened(x, Progress(**state["progress"]), before=steps))
+    if state["exact"] != exact:
+        line = correction_in_words(x, exact=state["exact"])
+        said.append(line and f"{line.partition(' (')[0]}, as when the run began")
+    for line in filter(None, said):
+        print(f"resume: {line}", flush=True)
 
 
 def trained_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

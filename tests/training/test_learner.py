@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import random
+import textwrap
 
 import pytest
 import torch
 
+import rlkit
 from parametrise import cases
 from rlkit import collect
 from rlkit.config.compose import compose, experiment
@@ -165,6 +167,19 @@ def test_a_plain_loop_gives_the_weights_of_a_run(loop, overrides, seen, tmp_path
         "weights",
         "generators",
     }
+
+
+def test_the_loop_of_the_docstring_gives_the_weights_of_a_run():
+    """Copied as it stands, with the settings that it composes."""
+    text = textwrap.dedent(Learner.__doc__.partition("\n")[2])
+    loop = text.partition("import rlkit\n")[2].partition("\nThis gives")[0]
+    assert len(loop.strip().splitlines()) <= 25
+    scope = {}
+    exec(textwrap.dedent("    import rlkit\n" + loop), scope)
+    x = scope["x"]
+    run = rlkit.train(x._replace(evaluation=x.evaluation._replace(n=0)))
+    ours, theirs = (p.model.state_dict() for p in (scope["policy"], run.policy))
+    assert scope["learner"].metrics["optim/updates"] > 0 and same(dict(ours), dict(theirs))
 
 
 def test_the_host_computes(tmp_path):

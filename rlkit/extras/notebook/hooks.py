@@ -121,7 +121,7 @@ def _policy_loss(learner: Learner, loss_fn: Callable[..., Tensor]) -> Any:
         weights: Tensor,
         scale: Tensor,
     ) -> Tensor:
-        whole = learner.minibatch
+        whole = learner.micro.minibatch
         n = len(learner.trained)
         assert whole is not None
         positions, mask = _episodes(rollout_ids, step_ids, response_mask, n)

@@ -325,7 +325,9 @@ class RLTrainer:
     def load_checkpoint(self, filepath: str | Path) -> None:
         """Puts a checkpoint back into a trainer of the same model and config, which then goes on
         bit for bit."""
-        kept = torch.load(filepath, weights_only=True, map_location=self.learner.device)
+        kept = torch.load(
+            filepath, weights_only=True, map_location=next(self.model.parameters()).device
+        )
         for name in SAVED:
             getattr(self, name).load_state_dict(kept[f"{name}_state_dict"])
         self.learner.load({"rlkit": kept["learner"]})

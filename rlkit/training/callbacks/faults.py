@@ -48,7 +48,7 @@ class DebugBundle(L.Callback):
             return
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
         echo = isinstance(exception, ranks.RankError)
-        failed = module.minibatch is not None and not echo
+        failed = module.learner.micro.minibatch is not None and not echo
         writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 has the same to say
         folder = (
             self.run
@@ -72,7 +72,7 @@ class DebugBundle(L.Callback):
         if writes:
             with lenient(str(folder)):
                 for name, content in {
-                    BATCH: vars(on_device(module.minibatch, "cpu")),
+                    BATCH: vars(on_device(module.learner.micro.minibatch, "cpu")),
                     STATE: state,
                 }.items():
                     AtomicCheckpointIO().save_checkpoint(content, folder / name)

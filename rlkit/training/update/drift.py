@@ -106,7 +106,7 @@ def before_updates(
     return own, start
 
 
-def moved(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
+def measured(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
     """kl/step and kl/start, all rollouts in one pass; nan without any."""
     says = u.kept.measures_drift(u.kept.phase, u.x)
     then = {"kl/step": own, "kl/start": None if says else start}
@@ -144,7 +144,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return Batch(**whole)
 
 
-def packed(own: Few | None) -> dict[str, Any] | None:
+def as_tensors(own: Few | None) -> dict[str, Any] | None:
     """For a checkpoint, as plain types and tensors."""
     if own is None or own.logprobs is None:
         return None
@@ -152,6 +152,6 @@ def packed(own: Few | None) -> dict[str, Any] | None:
     return {"batch": batch, "logprobs": own.logprobs.cpu()}
 
 
-def unpacked(saved: Mapping[str, Any] | None) -> Few | None:
+def from_tensors(saved: Mapping[str, Any] | None) -> Few | None:
     """The inverse."""
     return None if saved is None else Few(Batch(**saved["batch"]), saved["logprobs"])

@@ -44,7 +44,8 @@ class Update(NamedTuple):
     host: Host
     clock: Clock
     step: int  # RL steps done
-    seed: int  # of the order of rollouts, and of all else that is random in the step
+    # of the order of rollouts, alike on all ranks, and of all else that is random in the step
+    seed: int
     warming_up: bool  # whether the critic learns alone
     trained: Sequence[Rollout]  # which the rows of the batch are of
 

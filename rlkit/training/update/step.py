@@ -51,7 +51,7 @@ def updated(
         if not u.micro.updating(minibatch, update, terms):
             break
     terms.gather()
-    moved = drift.moved(u, drift.found(own, terms.tokens), start)
+    moved = drift.measured(u, drift.found(own, terms.tokens), start)
     ranks.reshard(u.model)
     return Updated(batch, terms, moved, start)
 
