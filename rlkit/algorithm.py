@@ -1,8 +1,8 @@
-"""Where the parts of an algorithm meet: a batch becomes advantages, weights and one loss.
+"""What an algorithm is made of, and the one place that calls its parts.
 
 A part is a plain function; its positional parameters are quantities of `rlkit.types.QUANTITIES`,
 given by name. So a user's own loss asks for what it needs in its signature, and nothing here
-changes. `part` is the one place that calls them.
+changes. `part` calls them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -25,28 +24,23 @@ from rlkit.types import (
     QUANTITIES,
     AdvantageFn,
     AggregationFn,
-    Batch,
     Controller,
     CorrectionFn,
     Estimate,
     GroupFilterFn,
     KLFn,
-    Minibatch,
     NormalizationFn,
     OverlongFn,
     PolicyLossFn,
     RatioFn,
-    Scored,
     TokenFilterFn,
-    TokenLogprobs,
     ValueLossFn,
-    Weighted,
     ranges,
     safe,
     unpacked,
 )
 
-Rows = TypeVar("Rows", bound=Batch)
+Value = TypeVar("Value")
 
 
 @safe("name", "optimizer")
@@ -378,18 +372,6 @@ def _fault(value: Any, spec: str, sizes: Mapping[str, torch.Size], device: torch
     )
 
 
-def counted(value: Tensor, batch: Batch) -> Tensor:
-    """The entries of a term or a metric that count, [M]: of trained tokens, of rollouts with a
-    trained token, or a number for each token.
-
-    So sums and counts of parts of a batch add up to those of the whole, however it is split.
-    """
-    mask = batch.response_mask
-    if value.dim() == 0:
-        return value.expand(int(mask.sum()))
-    return value[mask] if value.dim() == 2 else value[batch.rollout_ids[mask.any(1)].unique()]
-
-
 def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
     """The keyword-only parameters of a part and their values."""
     parameters = inspect.signature(function).parameters.values()
@@ -398,295 +380,6 @@ def hyperparameters(function: Callable[..., Any]) -> dict[str, Any]:
         for p in parameters
         if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
     }
-
-
-def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> dict[str, Tensor]:
-    """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares
-    (`policy_losses.Clip`); nothing where it has none."""
-    clip = getattr(getattr(loss, "func", loss), "clip", None)
-    if clip is None:
-        return {}
-    numbers = hyperparameters(loss)
-    none = torch.zeros_like(quantities["ratio"], dtype=torch.bool)
-    rules = {f"clip_{name}": rule for name, rule in clip._asdict().items()}
-    with torch.no_grad():
-        return {
-            name: (
-                none
-                if rule is None
-                else rule(**{n: quantities[n] for n in inputs(rule)}, **numbers)
-            )
-            for name, rule in rules.items()
-        }
-
-
-def quantities(batch: Batch) -> dict[str, Any]:
-    """What the parts may ask for, before the policy is evaluated."""
-    return {name: value for name, value in vars(batch).items() if value is not None}
-
-
-# -------------------------------------------------------------- before the update, without gradient
-
-
-def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
-    """The batch with the rollouts that are trained on, and the rewards that the advantage sees.
-
-    The group filter reads the raw rewards; then the overlong rule may change rewards (and with them
-    the token rewards, at the last sampled token) and take rollouts out. What is taken out leaves
-    `response_mask` and stays in `sampled_mask`; its reward still counts in baselines.
-    """
-    with torch.no_grad():
-        given = quantities(batch)
-        kept, filtered = part("group_filter", algorithm.group_filter, given)
-        (rewards, trained), shortened = part("overlong", algorithm.overlong, given)
-        shaped = (rewards - batch.rewards).nan_to_num(0.0)[batch.rollout_ids][:, None]
-        return replace(
-            batch,
-            rewards=rewards,
-            token_rewards=batch.token_rewards + shaped * last_tokens(batch),
-            response_mask=batch.response_mask & (kept & trained)[batch.rollout_ids][:, None],
-            metrics=filtered | shortened,
-        )
-
-
-def last_tokens(batch: Batch) -> Tensor:
-    """[B, T] True at the last sampled token of each rollout."""
-    positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
-    last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
-    return F.from_episodes(last, positions, mask, batch.response_mask)
-
-
-def old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
-    """Where the ratio's old policy lies between the sampler (0) and the policy (1) [B, T], where it
-    needs no pass before the update (`algorithm.old`).
-
-    trainer      the policy before the update, by a pass of the trainer: None
-    sampler      what sampled, in its own log-probs: share 0. The ratio is π / μ, and a clip sees
-                 how old a sample is
-    loglinear    between both, by versions (`rlkit.functional.interpolated_old`): share (d - 1) / d,
-                 where the policy in training makes version step + 1, d versions behind which a
-                 token was sampled
-
-    Args:
-      step: RL steps done.
-    """
-    if algorithm.old == "trainer":
-        return None
-    share = torch.zeros_like(batch.logprobs_sampler)
-    if algorithm.old == "loglinear":
-        behind = (step - batch.versions).clamp_min(0)
-        share = (behind / (behind + 1)).to(share.dtype)
-    return share
-
-
-def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:  # noqa: B008  (immutable)
-    """The batch with advantages [B, T], returns where there is a critic, and the factor on each
-    token's policy loss; zero outside the response mask.
-
-    advantage → normalisation → minus the KL to come, where the KL stands in the reward. An
-    advantage that asks for `token_rewards` gets the KL in them instead, and with `kl.in_baseline`
-    every advantage gets it in its rewards: in those of all rollouts, since also the ones that are
-    not trained on count in the baseline. Then the factor: off-policy correction × token filter,
-    which may ask for advantages. Computed once over the whole update batch, without gradient.
-    Raises: PartError where the advantage has neither shape [N] nor [B, T], or a critic gets no
-    returns.
-    """
-    with torch.no_grad():
-        penalty = penalize(batch, kl)
-        batch = replace(
-            batch,
-            token_rewards=F.fill_masked(batch.token_rewards - penalty, batch.response_mask, 0.0),
-        )
-        if kl.in_baseline:
-            of_rollouts = F.segment_sum(
-                penalize(whole(batch), kl), batch.rollout_ids, n=len(batch.rewards)
-            )
-            batch = replace(batch, rewards=batch.rewards - of_rollouts)
-        given = quantities(batch)
-        advantages, returns, measured = _estimate(batch, algorithm, given)
-        if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
-            # what cannot be scored has no advantage, whatever its KL
-            later = F.fill_masked(_reward_to_go(penalty, batch), _scored(batch), 0.0)
-            advantages = advantages - later
-        given |= {"advantages": advantages}
-        if returns is not None:
-            given |= {"returns": returns}
-        rank = None
-        if asks(algorithm.policy_loss, "covariance_rank"):
-            rank = given["covariance_rank"] = call(F.covariance_rank, given)
-        scale, scaled = _scale(batch, algorithm, given)
-        return Weighted(
-            **vars(batch) | {"metrics": {**batch.metrics, **measured, **scaled}},
-            advantages=advantages,
-            returns=returns,
-            covariance_rank=rank,
-            scale=scale,
-        )
-
-
-def _estimate(
-    batch: Scored, algorithm: Algorithm, given: dict[str, Any]
-) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """Normalised advantages [B, T], returns [B, T] or None, and what the two parts measured."""
-    estimate, measured = part("advantage", algorithm.advantage, given)
-    advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
-    if algorithm.critic.active and returns is None:
-        who = f"algorithm.advantage ({written(algorithm.advantage)})"
-        raise PartError(
-            f"{who}: gave no returns, and the critic needs them; give"
-            " rlkit.types.Estimate(advantages, returns)"
-        )
-    if advantages.dim() == 1:
-        advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
-    # what cannot be scored teaches neither policy nor critic
-    scored = _scored(batch)
-    of_advantages = {"advantages": F.fill_masked(advantages, scored, 0.0)}
-    advantages, normalized = part("normalization", algorithm.normalization, given | of_advantages)
-    if returns is not None:
-        known = torch.where(scored, returns, _required(batch.values, "values"))
-        returns = F.fill_masked(known, batch.response_mask, 0.0)
-    return F.fill_masked(advantages, scored, 0.0), returns, measured | normalized
-
-
-def _scored(batch: Batch) -> Tensor:
-    """[B, T] True on trained tokens of rollouts that have a reward."""
-    return batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
-
-
-def _scale(
-    batch: Scored, algorithm: Algorithm, given: dict[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Off-policy correction × token filter [B, T], and what both measured. A correction to an old
-    policy that moves with the current one is left to `surrogate`."""
-    factor: Any = 1.0
-    corrected: dict[str, Tensor] = {}
-    if batch.old_share is None:
-        factor, corrected = part("correction", algorithm.correction, given)
-    kept, filtered = part("token_filter", algorithm.token_filter, given)
-    return F.fill_masked(factor * kept, batch.response_mask, 0.0), corrected | filtered
-
-
-def whole(batch: Rows) -> Rows:
-    """The batch with every sampled token in its response_mask, those of rollouts that are not
-    trained on too."""
-    return replace(batch, response_mask=batch.sampled_mask)
-
-
-def penalize(batch: Scored, kl: KL) -> Tensor:
-    """What the KL takes off the reward of each token [B, T], at the policy before the update; zeros
-    where it is not in the reward."""
-    if not kl.in_reward:
-        return torch.zeros_like(batch.token_rewards)
-    mask = batch.response_mask
-    given = quantities(batch)
-    given["logprobs"] = given["logprobs_old"] = F.fill_masked(
-        _required(batch.logprobs_old, "logprobs_old"), mask, 0.0
-    )
-    given["logprobs_ref"] = F.fill_masked(_required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
-    divergence = F.fill_masked(
-        part("kl_estimator", _required(kl.estimator, "estimator"), given)[0], mask, 0.0
-    )
-    if kl.placement == "reward_sequence":
-        divergence = F.rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
-    return number(kl.coef) * divergence.to(batch.token_rewards.dtype)
-
-
-def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
-    """Sum over a token and all trained tokens of its rollout after it [B, T]: tools and users are
-    passed over."""
-    positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
-    later = F.to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
-    return F.from_episodes(later, positions, mask, values)
-
-
-def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
-    """The batch with each token's share of the loss, and no other metrics than its own. Once per
-    optimiser step, on all of its rows."""
-    with torch.no_grad():
-        weights, metrics = part("aggregation", algorithm.aggregation, quantities(batch))
-        return Minibatch(**vars(batch) | {"metrics": metrics}, weights=weights)
-
-
-# ----------------------------------------------------------------------------------------- the loss
-
-
-def surrogate(
-    batch: Minibatch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef ·
-    KL - entropy_coef · entropy).
-
-    Sums over rows, never means.
-
-    Args:
-      batch: with advantages, weights, old log-probs and, where `kl` stands in the loss, reference
-        log-probs.
-      scores: of the policy being trained.
-    Returns: the loss, and the terms that the metrics are made of, detached: [B, T] per token, and
-      what parts measure as PART/NAME.
-    """
-    mask = batch.response_mask
-    given = quantities(batch) | {
-        name: F.fill_masked(value, mask, 0.0)
-        for name, value in scores._asdict().items()
-        if value is not None
-    }
-    if batch.old_share is not None:
-        old = F.interpolated_old(scores.logprobs, batch.logprobs_sampler, batch.old_share, mask)
-    else:
-        old = scores.logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
-    given["logprobs_old"] = F.fill_masked(old, mask, 0.0)
-    given["ratio"], measured = part("ratio", algorithm.ratio, given)
-    loss, of_loss = part("policy_loss", algorithm.policy_loss, given)
-    terms = (
-        {"policy_loss": loss, "ratio": given["ratio"]}
-        | measured
-        | of_loss
-        | clipped_tokens(algorithm.policy_loss, given)
-    )
-    scale = batch.scale
-    if batch.old_share is not None:
-        factor, corrected = part("correction", algorithm.correction, given)
-        scale = factor.detach() * scale
-        terms |= corrected | {"scale": scale}
-    per_token = scale * terms["policy_loss"]
-    if algorithm.reward_coef != 1:
-        per_token = algorithm.reward_coef * per_token
-    if kl.active:
-        given["logprobs_ref"] = F.fill_masked(
-            _required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0
-        )
-        if asks(kl.estimator, "full_kl"):
-            _required(scores.full_kl, "full_kl")
-        terms["kl"], measured = part("kl_estimator", _required(kl.estimator, "estimator"), given)
-        terms |= measured
-    if kl.in_loss:
-        weight = (
-            F.token_ratio(given["logprobs"], given["logprobs_old"], mask)
-            if kl.importance_weight
-            else 1.0
-        )
-        per_token = per_token + number(kl.coef) * weight * terms["kl"]
-    if algorithm.entropy_coef:
-        per_token = per_token - number(algorithm.entropy_coef) * given["entropy"]
-    loss = (batch.weights * F.fill_masked(per_token, mask, 0.0)).sum()
-    return loss, {name: term.detach() for name, term in terms.items()}
-
-
-def value_surrogate(
-    batch: Minibatch, scores: TokenLogprobs, critic: Critic
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its
-    terms, detached."""
-    mask = batch.response_mask
-    given = quantities(batch) | {
-        "values": F.fill_masked(F.full_precision(_required(scores.values, "values")), mask, 0.0),
-        "values_old": F.fill_masked(_required(batch.values, "values"), mask, 0.0),
-        "returns": _required(batch.returns, "returns"),
-    }
-    per_token, measured = part("value_loss", _required(critic.loss, "critic.loss"), given)
-    loss = critic.coef * (batch.weights * F.fill_masked(per_token, mask, 0.0)).sum()
-    return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()} | measured
 
 
 def number(coefficient: float | Controller) -> float:
@@ -700,7 +393,8 @@ def number(coefficient: float | Controller) -> float:
     return coefficient
 
 
-def _required(value: Any, name: str) -> Any:
+def required(value: Value | None, name: str) -> Value:
+    """A quantity of a batch that an algorithm needs. Raises: ValueError where it is not there."""
     if value is None:
         raise ValueError(f"the batch has no {name}; prepare it before the update")
     return value

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -22,6 +22,7 @@ from typing import (
     NamedTuple,
     ParamSpec,
     Protocol,
+    Self,
     TypeAlias,
     TypedDict,
     TypeVar,
@@ -352,6 +353,16 @@ class Batch:
     greedy_rewards: Tensor | None = None
     # [B, T] bool, what tools answered, without the template around it; None: no stream asks for it
     observed_mask: Tensor | None = None
+
+    @property
+    def quantities(self) -> dict[str, Any]:
+        """Name → what the parts of an algorithm may ask for."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def whole(self) -> Self:
+        """The batch with every sampled token in its response_mask, those of rollouts that are not
+        trained on too."""
+        return replace(self, response_mask=self.sampled_mask)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

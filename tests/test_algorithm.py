@@ -10,20 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from minibatches import minibatches
 from parametrise import AGGREGATIONS, combinations, each
-from rlkit.algorithm import (
-    KL,
-    Algorithm,
-    Critic,
-    call,
-    filter_rollouts,
-    inputs,
-    last_tokens,
-    loss_weights,
-    quantities,
-    surrogate,
-    weigh,
-)
+from rlkit.algorithm import KL, Algorithm, Critic, call, inputs
 from rlkit.functional import (
     clipped,
     forward,
@@ -49,7 +38,10 @@ from rlkit.functional import (
     turn_gae,
     whiten,
 )
-from rlkit.training.update.split import PER_ROLLOUT, micro_batches, minibatches, select
+from rlkit.training.update.loss import loss_weights, surrogate
+from rlkit.training.update.sampled import filter_rollouts, last_tokens
+from rlkit.training.update.split import PER_ROLLOUT, micro_batches, select
+from rlkit.training.update.weighted import weigh
 from rlkit.types import QUANTITIES, Batch, Scored, TokenLogprobs, Weighted
 
 POLICY_LOSSES = {"clipped": clipped, "reinforce": reinforce}
@@ -216,7 +208,7 @@ def test_every_promised_quantity_reaches_a_loss():
 def test_lengths_are_the_sampled_tokens_of_all_rows_of_a_rollout():
     batch = make_batch()
     want = [int(batch.response_mask[i == batch.rollout_ids].sum()) for i in range(9)]
-    assert quantities(batch)["lengths"].tolist() == want and want[8] == 0
+    assert batch.quantities["lengths"].tolist() == want and want[8] == 0
 
 
 # --------------------------------------------------------------------------------------- advantages
@@ -521,7 +513,9 @@ def test_selected_rows_lose_padding_only():
     for rows in micro_batches(batch, 20):
         part = select(batch, rows)
         for name, tensor in vars(part).items():
-            if not torch.is_tensor(tensor) or name in PER_ROLLOUT:
+            if name == "metrics":
+                assert tensor == batch.metrics == {}
+            elif not torch.is_tensor(tensor) or name in PER_ROLLOUT:
                 assert tensor is getattr(batch, name)
             elif tensor.dim() == 1:
                 assert torch.equal(tensor, getattr(batch, name)[rows])

@@ -17,21 +17,10 @@ import pytest
 import torch
 import yaml
 
+from minibatches import minibatches
 from parametrise import each
 from rlkit import functional as F
-from rlkit.algorithm import (
-    KL,
-    PARTS,
-    Algorithm,
-    Critic,
-    filter_rollouts,
-    loss_weights,
-    part,
-    quantities,
-    surrogate,
-    value_surrogate,
-    weigh,
-)
+from rlkit.algorithm import KL, PARTS, Algorithm, Critic, part
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.schema import resolve
 from rlkit.errors import ConfigError, PartError
@@ -41,7 +30,10 @@ from rlkit.rewards import Reward, RewardError, Term, batched, score
 from rlkit.training.metrics import UpdateTerms, update_metrics
 from rlkit.training.references import ema, moved
 from rlkit.training.update import drift
-from rlkit.training.update.split import micro_batches, minibatches, on_device, select
+from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
+from rlkit.training.update.sampled import filter_rollouts
+from rlkit.training.update.split import micro_batches, on_device, select
+from rlkit.training.update.weighted import weigh
 from rlkit.types import Estimate, Measured, Rollout, Scored, Step, Task, TokenLogprobs
 
 ROWS = torch.tensor(
@@ -262,7 +254,7 @@ def test_a_metric_that_is_taken_or_is_no_number_is_refused():
 
 def given() -> dict[str, Any]:
     batch = make_batch()
-    return quantities(batch) | {
+    return batch.quantities | {
         "logprobs": batch.logprobs_old,
         "ratio": batch.logprobs_old.exp(),
         "advantages": batch.logprobs_old,

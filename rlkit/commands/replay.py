@@ -98,8 +98,8 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
 
 def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[str]]:
     """Loss and gradient norm of some rows, and which gradients are not finite, as sentences."""
-    from rlkit.algorithm import surrogate, value_surrogate
     from rlkit.models import pack
+    from rlkit.training.update.loss import surrogate, value_surrogate
     from rlkit.training.update.minibatch import trained_logprobs
     from rlkit.training.update.split import select
 

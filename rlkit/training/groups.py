@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlkit.algorithm import asks, call, quantities
+from rlkit.algorithm import asks, call
 from rlkit.distributed import ranks
 from rlkit.episodes import assemble, collect, failures
 from rlkit.episodes.samplers import with_outcomes
@@ -148,7 +148,7 @@ def played(
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
     """The groups of which the group filter keeps something."""
-    given = quantities(assemble(rollouts, pad_token_id=policy.pad_token_id))
+    given = assemble(rollouts, pad_token_id=policy.pad_token_id).quantities
     kept = {
         r.group
         for r, keep in zip(rollouts, call(x.algorithm.group_filter, given).tolist(), strict=True)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 import rlkit.functional as F
-from rlkit.algorithm import counted, number, whole
+from rlkit.algorithm import number
 from rlkit.distributed import ranks
 from rlkit.errors import PartError
 from rlkit.models.packing import Packed
 from rlkit.system.waiting import working
 from rlkit.training.experiment import Experiment
-from rlkit.types import Minibatch, Rollout, TokenLogprobs, Weighted
+from rlkit.types import Batch, Minibatch, Rollout, TokenLogprobs, Weighted
 
 NAN = float("nan")
 BEFORE = (
@@ -217,6 +217,18 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
     return values | measured
 
 
+def counted(value: Tensor, batch: Batch) -> Tensor:
+    """The entries of a term or a metric that count, [M]: of trained tokens, of rollouts with a
+    trained token, or a number for each token.
+
+    So sums and counts of parts of a batch add up to those of the whole, however it is split.
+    """
+    mask = batch.response_mask
+    if value.dim() == 0:
+        return value.expand(int(mask.sum()))
+    return value[mask] if value.dim() == 2 else value[batch.rollout_ids[mask.any(1)].unique()]
+
+
 def as_number(name: str, value: Any) -> float:
     """A number, or a tensor or array of one entry, as a metric. Raises: PartError naming the
     metric."""
@@ -258,7 +270,7 @@ def _of_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
         "overlong",
     )  # they saw all that was sampled, before they took anything out
     found = {
-        n: counted(v, whole(batch) if n.startswith(sampled) else batch)
+        n: counted(v, batch.whole() if n.startswith(sampled) else batch)
         for n, v in batch.metrics.items()
     }
     found |= {

@@ -10,13 +10,13 @@ import torch
 
 from parametrise import available, cases, each
 from rlkit import rewards
-from rlkit.algorithm import filter_rollouts
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems import problems_of
 from rlkit.config.problems.assumptions import assumption_problems, assumption_warnings
 from rlkit.config.problems.rows import load_tasks
 from rlkit.episodes import assemble
 from rlkit.errors import ConfigError
+from rlkit.training.update.sampled import filter_rollouts
 from rlkit.types import Rollout, Step, Task, assumes, declarations, gives, keeps
 
 # ------------------------------------------------------------------------------------- declarations

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from parametrise import cases
-from rlkit.algorithm import call, clipped_tokens
+from rlkit.algorithm import call
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.functional import token_ratio
+from rlkit.training.update.loss import clipped_tokens
 
 OPTIONS = sorted(
     {file.stem for file in (conf_dir() / "algorithm" / "policy_loss").glob("*.yaml")} - {"vespo"}

@@ -24,21 +24,17 @@ from parametrise import (
     PLACED_KLS,
     cases,
 )
-from rlkit.algorithm import (
-    filter_rollouts,
-    loss_weights,
-    old_share,
-    surrogate,
-    value_surrogate,
-    weigh,
-)
 from rlkit.config.compose import compose
 from rlkit.config.compose import experiment as built
 from rlkit.config.problems import problems_of
 from rlkit.config.problems.trial import dry_run
 from rlkit.errors import ConfigError
 from rlkit.training.schedules import at, start
+from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
+from rlkit.training.update.sampled import filter_rollouts
+from rlkit.training.update.scored import old_share
 from rlkit.training.update.split import PER_ROLLOUT, micro_batches, select
+from rlkit.training.update.weighted import weigh
 from rlkit.types import Minibatch, Scored, TokenLogprobs
 
 B, T, V = 12, 9, 6

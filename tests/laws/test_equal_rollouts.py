@@ -16,8 +16,10 @@ import torch
 
 from parametrise import SLOTS, cases
 from rlkit import functional as f
-from rlkit.algorithm import Algorithm, Critic, filter_rollouts, weigh
+from rlkit.algorithm import Algorithm, Critic
 from rlkit.config.compose import compose, conf_dir, experiment
+from rlkit.training.update.sampled import filter_rollouts
+from rlkit.training.update.weighted import weigh
 from rlkit.types import Batch, Scored, Weighted
 
 GRPO = {"advantage": "group_mean", "normalization": "group"} | dict.fromkeys(
@@ -193,7 +195,7 @@ def test_the_run_scores_what_the_baseline_needs(in_baseline, tiny):
     """A rollout that is not trained on has a KL too where that counts in the baseline, and is not
     scored for nothing elsewhere."""
     from rlkit.training.learner import Learner
-    from rlkit.training.update.passes import score
+    from rlkit.training.update.scored import score
 
     words = [
         "kl=k1",

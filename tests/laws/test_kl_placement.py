@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parametrise import each
-from rlkit.algorithm import KL, Algorithm, loss_weights, penalize, surrogate, weigh
+from rlkit.algorithm import KL, Algorithm
 from rlkit.config.compose import compose, experiment
 from rlkit.functional import (
     confident,
@@ -35,6 +35,8 @@ from rlkit.functional import (
     token_ratio,
     truncated,
 )
+from rlkit.training.update.loss import loss_weights, surrogate
+from rlkit.training.update.weighted import penalize, weigh
 from rlkit.types import Scored, TokenLogprobs
 
 NAN = float("nan")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.algorithm import filter_rollouts, weigh
 from rlkit.commands.evaluate import accuracy_table
 from rlkit.commands.train import closing_lines
 from rlkit.config.compose import compose, experiment
@@ -22,6 +21,8 @@ from rlkit.functional import no_correction
 from rlkit.rewards import Reward, Term, by_task, few_turns, numeric, score
 from rlkit.training.callbacks.evaluation import result_row
 from rlkit.training.run import train_in
+from rlkit.training.update.sampled import filter_rollouts
+from rlkit.training.update.weighted import weigh
 from rlkit.types import Rollout, Scored, Step, Task
 
 MIXTURE = [

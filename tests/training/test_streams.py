@@ -41,8 +41,8 @@ from rlkit.training.teachers import (
     sibling,
     with_hint,
 )
-from rlkit.training.update import streams
 from rlkit.training.update.record import Host
+from rlkit.training.update.sampled import observed
 from rlkit.types import Rollout, Task
 
 COMMON = [
@@ -314,7 +314,7 @@ def test_the_gradient_of_a_preset_is_that_of_its_definition_over_the_whole_vocab
         assert values
     elif name == "echo":
         batch, coef = learner.record().assembled(rollouts), 0.1
-        batch = streams.observed(batch, rollouts, tiny.renderer)
+        batch = observed(batch, rollouts, tiny.renderer)
         for row, mask in zip(batch.ids, batch.observed_mask, strict=True):
             values.append(
                 -read(row[:1].tolist(), row[1:].tolist())[range(len(row) - 1), row[1:]].log()[
@@ -354,7 +354,7 @@ def test_observations_are_what_tools_said_and_nothing_else(played, tiny):
     policy = tiny._replace(model=copy.deepcopy(tiny.model))
     learner = Learner(x, policy, exact=True, host=Host(optimizer_step=lambda _: None))
     batch = learner.record().assembled(rollouts)
-    mask = streams.observed(batch, rollouts, tiny.renderer).observed_mask
+    mask = observed(batch, rollouts, tiny.renderer).observed_mask
     texts = [
         tiny.renderer.tokenizer.decode(row[own]) for row, own in zip(batch.ids, mask, strict=True)
     ]

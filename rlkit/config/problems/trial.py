@@ -28,16 +28,12 @@ def dry_run(x: Experiment) -> None:
     """
     import torch
 
-    from rlkit.algorithm import (
-        asks,
-        filter_rollouts,
-        loss_weights,
-        old_share,
-        surrogate,
-        value_surrogate,
-        weigh,
-    )
+    from rlkit.algorithm import asks
     from rlkit.training.metrics import UpdateTerms, update_metrics
+    from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
+    from rlkit.training.update.sampled import filter_rollouts
+    from rlkit.training.update.scored import old_share
+    from rlkit.training.update.weighted import weigh
 
     if any(
         asks(function, "metadata") for function in (*x.algorithm.parts.values(), x.kl.estimator)
@@ -141,7 +137,8 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
     """
     import torch
 
-    from rlkit.algorithm import KL, asks, surrogate
+    from rlkit.algorithm import KL, asks
+    from rlkit.training.update.loss import surrogate
     from rlkit.types import declarations
 
     now = scores.logprobs.detach()

@@ -21,7 +21,7 @@ from rlkit.extras.notebook.generation import begun
 from rlkit.extras.notebook.manager import RLStepData, RolloutData, RolloutManager, core_rollout
 from rlkit.training.experiment import Experiment, Sampling, TrainerSettings
 from rlkit.training.learner import Learner
-from rlkit.training.update.passes import batch_logprobs
+from rlkit.training.update.scored import batch_logprobs
 from rlkit.types import Estimate, Rollout
 
 

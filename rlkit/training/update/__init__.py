@@ -6,9 +6,12 @@ Files, each of which imports from those before it alone:
     micro_batches   how large micro-batches are, and what happens where memory runs out
     record          Update: what passes and updates compute with
     optimizers      critic and optimizers, and their steps that were skipped
-    passes          log-probs without gradient: a batch becomes Scored
+    sampled         rollouts as a Batch
+    scored          log-probs without gradient: Scored
     signal          whether an update has a gradient
+    weighted        advantages, corrections, filters: Weighted
     drift           how far the policy moves
+    loss            the losses of policy and critic on a Minibatch
     streams         the signals beside the reward's
     minibatch       one update of policy and critic
     step            the whole of it: sampled → scored → weighted → updated

@@ -30,8 +30,8 @@ from torch.nn.functional import pad
 
 from rlkit.functional import approximate_kl
 from rlkit.training.metrics import NAN
-from rlkit.training.update.passes import batch_logprobs
 from rlkit.training.update.record import Update
+from rlkit.training.update.scored import batch_logprobs
 from rlkit.training.update.signal import updates_once
 from rlkit.training.update.split import on_device, select
 from rlkit.types import Batch, Rollout, Weighted

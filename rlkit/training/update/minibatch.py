@@ -9,16 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import asks, loss_weights, surrogate, value_surrogate
+from rlkit.algorithm import asks
 from rlkit.distributed import ranks
 from rlkit.functional import approximate_kl
 from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.log_probs import forward_logprobs, states
 from rlkit.models.packing import Packed, pack
 from rlkit.training.metrics import UpdateTerms
+from rlkit.training.update.loss import loss_weights, surrogate, value_surrogate
 from rlkit.training.update.optimizers import CRITIC, POLICY, Optimizers
-from rlkit.training.update.passes import with_reference
 from rlkit.training.update.record import Update
+from rlkit.training.update.scored import with_reference
 from rlkit.training.update.signal import has_signal
 from rlkit.training.update.split import minibatch_rows, select
 from rlkit.training.update.streams import Imitation, Taught, backward_stream, stream_passes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from rlkit.models.critic import HeadCritic
@@ -55,15 +54,3 @@ def updates_once(u: Update, batch: Weighted) -> bool:
     of the old policy."""
     a = u.x.algorithm
     return a.epochs * a.minibatches == 1 and not u.warming_up and has_signal(u, batch)
-
-
-def known_old(u: Update, batch: Weighted) -> Weighted:
-    """The batch with the reference's log-probs as the old policy's, if no update follows to find
-    these.
-
-    A batch whose KL stands in the loss has no update only while the reference is the policy.
-    """
-    open_ = u.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
-    if not open_ or u.x.algorithm.active_streams or has_signal(u, batch):
-        return batch
-    return replace(batch, logprobs_old=batch.logprobs_ref)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlkit.algorithm import Algorithm, Rows, loss_weights
-from rlkit.types import Batch, Minibatch, Weighted
+from rlkit.algorithm import Algorithm
+from rlkit.types import Batch
+
+Rows = TypeVar("Rows", bound=Batch)
 
 # Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row
 # dimension.
@@ -57,15 +59,6 @@ def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[T
     ]
     # A part has no rows where each of its rollouts ended before its first reply.
     return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
-
-
-def minibatches(batch: Weighted, algorithm: Algorithm, seed: int) -> Iterator[Minibatch]:
-    """Every update's batch, with the weights of its tokens."""
-    return (
-        loss_weights(select(batch, rows), algorithm)
-        for epoch in minibatch_rows(batch, algorithm, seed)
-        for rows in epoch
-    )
 
 
 def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from rlkit.algorithm import filter_rollouts, weigh
 from rlkit.distributed import ranks
 from rlkit.episodes import summarize
 from rlkit.training.metrics import (
@@ -19,10 +18,10 @@ from rlkit.training.metrics import (
 from rlkit.training.update import drift
 from rlkit.training.update.minibatch import one_update, step_minibatches
 from rlkit.training.update.optimizers import Optimizers
-from rlkit.training.update.passes import score
 from rlkit.training.update.record import Update
-from rlkit.training.update.signal import known_old
-from rlkit.training.update.streams import observed, of_reward
+from rlkit.training.update.sampled import sampled
+from rlkit.training.update.scored import score
+from rlkit.training.update.weighted import known_old, weigh
 from rlkit.types import Rollout, Weighted
 
 
@@ -57,14 +56,10 @@ def updated(
 
 
 def weighted(u: Update) -> Weighted:
-    """The trained rollouts as the batch of the step; all that its loss needs is fixed here."""
-    a = u.x.algorithm
-    batch = filter_rollouts(u.assembled(u.trained), a)
-    batch = of_reward(batch, u.trained, a.streams.get("reward"))
-    if any(stream.mask == "observations" for stream in a.active_streams.values()):
-        batch = observed(batch, u.trained, u.policy.renderer)
+    """The batch of the step; all that its loss needs is fixed here."""
+    batch = sampled(u)
     scored = u.micro.retried(batch, partial(score, u, batch))
-    return known_old(u, weigh(scored, a, u.x.kl))
+    return known_old(u, weigh(scored, u.x.algorithm, u.x.kl))
 
 
 def step_metrics(

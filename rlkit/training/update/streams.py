@@ -8,7 +8,7 @@ without tokens, or of coefficient 0, computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,20 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rlkit.algorithm import Rows, Stream, number, part, quantities, whole
+from rlkit.algorithm import Stream, number, part
 from rlkit.episodes import demonstrations
-from rlkit.episodes._assemble import rows as rows_of
 from rlkit.errors import DataError
 from rlkit.functional import chunked_divergence, fill_masked, no_correction, token_mean
-from rlkit.models.chat import Renderer, encode_text
 from rlkit.models.head import trunk_and_head
 from rlkit.models.log_probs import CHUNK_LOGITS, forward_logprobs, states
 from rlkit.models.packing import Packed, pack
 from rlkit.training.metrics import UpdateTerms
 from rlkit.training.teachers import shown_prompts
 from rlkit.training.update.record import Update
+from rlkit.training.update.sampled import among, of_parts
 from rlkit.training.update.split import select
-from rlkit.types import Batch, Minibatch, Rollout, TokenScorer
+from rlkit.types import Batch, Minibatch, TokenScorer
 
 Prompts = dict[
     int, tuple[int, list[int]]
@@ -56,25 +55,6 @@ class Taught(NamedTuple):
     factor: Tensor | None  # [B, T] off-policy correction of the sampled tokens; None is 1
     teacher: str  # key of the teacher's model
     shown: Prompts | None  # the prompts of a teacher that is shown something; None: the policy's
-
-
-def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
-    """The batch without the rollouts of parts that the reward's stream leaves to others."""
-    return batch if stream is None else of_parts(batch, rollouts, stream)
-
-
-def of_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
-    """The batch with the rollouts alone whose part of the mixture the stream sees."""
-    if stream.parts is None:
-        return batch
-    parts = [rollouts[i].task.part for i in batch.rollout_ids.tolist()]
-    return _among(batch, [stream.of(part) for part in parts])
-
-
-def _among(batch: Rows, rows: Sequence[bool]) -> Rows:
-    """The batch with these rows' tokens alone in its response_mask."""
-    chosen = torch.tensor(rows, device=batch.ids.device)
-    return replace(batch, response_mask=batch.response_mask & chosen[:, None])
 
 
 def stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
@@ -110,14 +90,14 @@ def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]
     """One pass a teacher, each over the rows of its part of the mixture, with the weights of the
     whole mask."""
     teacher = u.x.teacher
-    batch = of_parts(whole(minibatch), u.trained, stream)
+    batch = of_parts(minibatch.whole(), u.trained, stream)
     shown = None
     rows = batch.rollout_ids.tolist()
     if teacher.show is not None:
         shown = shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
         # a row whose context was rewritten has no first prompt to show anything in
         first = (batch.step_ids[:, 0] == 0).tolist()
-        batch = _among(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
+        batch = among(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
     if not batch.response_mask.any():
         return
     parts = [u.trained[i].task.part for i in rows]
@@ -129,7 +109,7 @@ def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]
         )
     weights = _weights(stream, batch)
     for key in teacher.models:
-        own_batch = _among(batch, [not key or key == part for part in parts])
+        own_batch = among(batch, [not key or key == part for part in parts])
         if own_batch.response_mask.any():
             factor = _correction(u, own_batch)
             yield Taught("teacher", stream, own_batch, weights, factor, key, shown)
@@ -138,7 +118,7 @@ def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]
 def _weights(stream: Stream, batch: Batch) -> Tensor:
     """Each token's share of a stream's loss [B, T]."""
     with torch.no_grad():
-        weights, _ = part("aggregation", stream.aggregation or token_mean, quantities(batch))
+        weights, _ = part("aggregation", stream.aggregation or token_mean, batch.quantities)
         return fill_masked(weights, batch.response_mask, 0.0)
 
 
@@ -149,7 +129,7 @@ def _correction(u: Update, batch: Minibatch) -> Tensor | None:
     if batch.logprobs_old is None or batch.old_share is not None or plain is no_correction:
         return None
     with torch.no_grad():
-        return part("correction", function, quantities(batch))[0]
+        return part("correction", function, batch.quantities)[0]
 
 
 def backward_stream(u: Update, given: Imitation | Taught, terms: UpdateTerms) -> float:
@@ -262,40 +242,3 @@ def as_shown(batch: Batch, shown: Prompts) -> tuple[Tensor, Tensor]:
             torch.cat([batch.response_mask.new_zeros(len(prompt)), batch.response_mask[row, rest]])
         )
     return pad_sequence(ids, batch_first=True), pad_sequence(masks, batch_first=True)
-
-
-# ------------------------------------------------------------------------------------- observations
-
-
-def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
-    """The batch with `observed_mask`: the tokens of what tools answered, without the template
-    around them, each in the row where it was first read."""
-    mask = torch.zeros_like(batch.response_mask)
-    row = 0
-    for rollout in rollouts:
-        for own in rows_of(rollout):
-            for step in sorted(set(own.steps)):
-                kept = rollout.steps[step].kept
-                for begin, end in tool_bodies(rollout.steps[step], renderer) if step else ():
-                    mask[row, kept + begin : kept + end] = True
-            row += 1
-    return replace(batch, observed_mask=mask & ~batch.sampled_mask)
-
-
-def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
-    """Where in a step's prompt_ids the contents of its new tool messages stand: the last occurrence
-    of each, from the back."""
-    ids = list(step.prompt_ids)
-    spans = list[tuple[int, int]]()
-    limit = len(step.prompt_ids)
-    for message in reversed(step.prompt):
-        body = encode_text(renderer, message.get("content") or "")
-        begin = (
-            next((i for i in range(limit - len(body), 0, -1) if ids[i : i + len(body)] == body), 0)
-            if body
-            else 0
-        )
-        if begin:
-            limit = begin
-            spans += [(begin, begin + len(body))] if message["role"] == "tool" else []
-    return spans

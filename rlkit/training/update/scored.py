@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlkit.algorithm import Rows, asks, inputs, old_share, whole
+from rlkit.algorithm import Algorithm, asks, inputs
 from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
 from rlkit.training.update.record import Update
-from rlkit.training.update.split import minibatch_rows, select
+from rlkit.training.update.split import Rows, minibatch_rows, select
 from rlkit.types import Batch, Scored, TokenLogprobs
 
 Known = TypeVar("Known", bound=Scored)
@@ -47,6 +47,29 @@ def score(u: Update, batch: Batch) -> Scored:
     return with_reference(u, scored, splits) if u.x.kl.active else scored
 
 
+def old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
+    """Where the ratio's old policy lies between the sampler (0) and the policy (1) [B, T], where it
+    needs no pass before the update (`algorithm.old`).
+
+    trainer      the policy before the update, by a pass of the trainer: None
+    sampler      what sampled, in its own log-probs: share 0. The ratio is π / μ, and a clip sees
+                 how old a sample is
+    loglinear    between both, by versions (`rlkit.functional.interpolated_old`): share (d - 1) / d,
+                 where the policy in training makes version step + 1, d versions behind which a
+                 token was sampled
+
+    Args:
+      step: RL steps done.
+    """
+    if algorithm.old == "trainer":
+        return None
+    share = torch.zeros_like(batch.logprobs_sampler)
+    if algorithm.old == "loglinear":
+        behind = (step - batch.versions).clamp_min(0)
+        share = (behind / (behind + 1)).to(share.dtype)
+    return share
+
+
 def needs_old(u: Update) -> bool:
     """Whether anything asks for the policy's log-probs, entropies or values before the update."""
     a = u.x.algorithm
@@ -75,7 +98,7 @@ def read_batch(u: Update, batch: Rows) -> Rows:
     """The batch with all tokens that log-probs are needed of: for a KL in the baseline, and for a
     teacher, those of rollouts that are not trained on too."""
     every = u.x.kl.in_baseline or "teacher" in u.x.algorithm.active_streams
-    return whole(batch) if every else batch
+    return batch.whole() if every else batch
 
 
 @torch.no_grad()

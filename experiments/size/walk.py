@@ -1,0 +1,86 @@
+"""The walk of a step's rollouts through the code that trains: files that it enters, and how often
+it comes back to one that it has left.
+
+    python experiments/size/walk.py [older checkout]
+
+Counted by `sys.setprofile` in one RL step of the default run: calls of functions of rlkit/training
+and rlkit/algorithm.py that are given a batch, in their order. What only cuts a batch into rows is
+left out (CUTS). Calls that follow one another in one file are one visit, and micro-batches count
+once: a step from one function to another is counted where it is made first.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CUTS = {
+    *("select", "whole", "minibatch_rows", "minibatches", "micro_batches", "rank_micro_batches"),
+    *("of", "retried", "updating", "halve", "quantities", "counted", "on", "on_device"),
+}
+HERE = Path(__file__).resolve().parents[2]
+
+
+def walked() -> list[tuple[str, str]]:
+    """(file, function) of every call with a batch, in order, repeats left out."""
+    import rlkit
+    from rlkit.types import Batch
+
+    root = Path(rlkit.__file__).parent
+    x = rlkit.experiment("trainer.steps=1", "batch.prompts=4", "kl=k3", "reference=frozen")
+    for _ in rlkit.steps(x):  # imports, caches and compiled code
+        pass
+    calls: list[tuple[str, str]] = []
+
+    def seen(frame: object, event: str, _: object) -> None:
+        file = frame.f_code.co_filename  # type: ignore[attr-defined]
+        if event != "call" or not file.startswith(str(root)):
+            return
+        name = Path(file).relative_to(root).as_posix()
+        if not name.startswith(("training/", "algorithm")):
+            return
+        code = frame.f_code  # type: ignore[attr-defined]
+        given = [frame.f_locals.get(n) for n in code.co_varnames[: code.co_argcount]]  # type: ignore[attr-defined]
+        if code.co_name not in CUTS and any(isinstance(value, Batch) for value in given):
+            calls.append((name, code.co_name))
+
+    steps = rlkit.steps(x)
+    sys.setprofile(seen)
+    try:
+        next(steps)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def summary(calls: list[tuple[str, str]]) -> dict[str, object]:
+    """Files, and returns to a file that was left before."""
+    visits: list[str] = []
+    arrows = set()
+    before = ("", "")
+    for file, function in calls:
+        if (before, (file, function)) in arrows:
+            before = (file, function)
+            continue
+        arrows.add((before, (file, function)))
+        if not visits or visits[-1] != file:
+            visits.append(file)
+        before = (file, function)
+    returns = sum(file in visits[:i] for i, file in enumerate(visits))
+    return {"files": len(set(visits)), "returns": returns, "walk": visits}
+
+
+def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] != "--own":
+        env = os.environ | {"PYTHONPATH": sys.argv[1]}
+        subprocess.run([sys.executable, __file__, "--own"], env=env, check=True)
+        return
+    found = summary(walked())
+    print(f"{found['files']} files, {found['returns']} returns")
+    print(" → ".join(found["walk"]))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

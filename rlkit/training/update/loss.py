@@ -1,0 +1,130 @@
+"""The losses of policy and critic on some rows of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rlkit.functional as F
+from rlkit.algorithm import (
+    KL,
+    Algorithm,
+    Critic,
+    asks,
+    hyperparameters,
+    inputs,
+    number,
+    part,
+    required,
+)
+from rlkit.types import Minibatch, TokenLogprobs, Weighted
+
+
+def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
+    """The batch with each token's share of the loss, and no other metrics than its own. Once per
+    optimiser step, on all of its rows."""
+    with torch.no_grad():
+        weights, metrics = part("aggregation", algorithm.aggregation, batch.quantities)
+        return Minibatch(**vars(batch) | {"metrics": metrics}, weights=weights)
+
+
+def surrogate(
+    batch: Minibatch, scores: TokenLogprobs, algorithm: Algorithm, kl: KL
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy's loss on some rows of an update batch: Σ weights · (scale · policy loss + coef ·
+    KL - entropy_coef · entropy).
+
+    Sums over rows, never means.
+
+    Args:
+      batch: with advantages, weights, old log-probs and, where `kl` stands in the loss, reference
+        log-probs.
+      scores: of the policy being trained.
+    Returns: the loss, and the terms that the metrics are made of, detached: [B, T] per token, and
+      what parts measure as PART/NAME.
+    """
+    mask = batch.response_mask
+    given = batch.quantities | {
+        name: F.fill_masked(value, mask, 0.0)
+        for name, value in scores._asdict().items()
+        if value is not None
+    }
+    if batch.old_share is not None:
+        old = F.interpolated_old(scores.logprobs, batch.logprobs_sampler, batch.old_share, mask)
+    else:
+        old = scores.logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
+    given["logprobs_old"] = F.fill_masked(old, mask, 0.0)
+    given["ratio"], measured = part("ratio", algorithm.ratio, given)
+    loss, of_loss = part("policy_loss", algorithm.policy_loss, given)
+    terms = (
+        {"policy_loss": loss, "ratio": given["ratio"]}
+        | measured
+        | of_loss
+        | clipped_tokens(algorithm.policy_loss, given)
+    )
+    scale = batch.scale
+    if batch.old_share is not None:
+        factor, corrected = part("correction", algorithm.correction, given)
+        scale = factor.detach() * scale
+        terms |= corrected | {"scale": scale}
+    per_token = scale * terms["policy_loss"]
+    if algorithm.reward_coef != 1:
+        per_token = algorithm.reward_coef * per_token
+    if kl.active:
+        given["logprobs_ref"] = F.fill_masked(
+            required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0
+        )
+        if asks(kl.estimator, "full_kl"):
+            required(scores.full_kl, "full_kl")
+        terms["kl"], measured = part("kl_estimator", required(kl.estimator, "estimator"), given)
+        terms |= measured
+    if kl.in_loss:
+        weight = (
+            F.token_ratio(given["logprobs"], given["logprobs_old"], mask)
+            if kl.importance_weight
+            else 1.0
+        )
+        per_token = per_token + number(kl.coef) * weight * terms["kl"]
+    if algorithm.entropy_coef:
+        per_token = per_token - number(algorithm.entropy_coef) * given["entropy"]
+    loss = (batch.weights * F.fill_masked(per_token, mask, 0.0)).sum()
+    return loss, {name: term.detach() for name, term in terms.items()}
+
+
+def value_surrogate(
+    batch: Minibatch, scores: TokenLogprobs, critic: Critic
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's loss on some rows of an update batch: coef · Σ weights · value loss; and its
+    terms, detached."""
+    mask = batch.response_mask
+    given = batch.quantities | {
+        "values": F.fill_masked(F.full_precision(required(scores.values, "values")), mask, 0.0),
+        "values_old": F.fill_masked(required(batch.values, "values"), mask, 0.0),
+        "returns": required(batch.returns, "returns"),
+    }
+    per_token, measured = part("value_loss", required(critic.loss, "critic.loss"), given)
+    loss = critic.coef * (batch.weights * F.fill_masked(per_token, mask, 0.0)).sum()
+    return loss, {"value_loss": per_token.detach(), "values": given["values"].detach()} | measured
+
+
+def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> dict[str, Tensor]:
+    """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares
+    (`policy_losses.Clip`); nothing where it has none."""
+    clip = getattr(getattr(loss, "func", loss), "clip", None)
+    if clip is None:
+        return {}
+    numbers = hyperparameters(loss)
+    none = torch.zeros_like(quantities["ratio"], dtype=torch.bool)
+    rules = {f"clip_{name}": rule for name, rule in clip._asdict().items()}
+    with torch.no_grad():
+        return {
+            name: (
+                none
+                if rule is None
+                else rule(**{n: quantities[n] for n in inputs(rule)}, **numbers)
+            )
+            for name, rule in rules.items()
+        }

@@ -1,0 +1,109 @@
+"""Rollouts as the batch of a step: which of them are trained on, and what was observed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rlkit.functional as F
+from rlkit.algorithm import Algorithm, Stream, part
+from rlkit.episodes._assemble import rows as rows_of
+from rlkit.models.chat import Renderer, encode_text
+from rlkit.training.update.record import Update
+from rlkit.training.update.split import Rows
+from rlkit.types import Batch, Rollout
+
+
+def sampled(u: Update) -> Batch:
+    """The trained rollouts of a step."""
+    a = u.x.algorithm
+    batch = filter_rollouts(u.assembled(u.trained), a)
+    batch = of_reward(batch, u.trained, a.streams.get("reward"))
+    if any(stream.mask == "observations" for stream in a.active_streams.values()):
+        batch = observed(batch, u.trained, u.policy.renderer)
+    return batch
+
+
+def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
+    """The batch with the rollouts that are trained on, and the rewards that the advantage sees.
+
+    The group filter reads the raw rewards; then the overlong rule may change rewards (and with them
+    the token rewards, at the last sampled token) and take rollouts out. What is taken out leaves
+    `response_mask` and stays in `sampled_mask`; its reward still counts in baselines.
+    """
+    with torch.no_grad():
+        given = batch.quantities
+        kept, filtered = part("group_filter", algorithm.group_filter, given)
+        (rewards, trained), shortened = part("overlong", algorithm.overlong, given)
+        shaped = (rewards - batch.rewards).nan_to_num(0.0)[batch.rollout_ids][:, None]
+        return replace(
+            batch,
+            rewards=rewards,
+            token_rewards=batch.token_rewards + shaped * last_tokens(batch),
+            response_mask=batch.response_mask & (kept & trained)[batch.rollout_ids][:, None],
+            metrics=filtered | shortened,
+        )
+
+
+def last_tokens(batch: Batch) -> Tensor:
+    """[B, T] True at the last sampled token of each rollout."""
+    positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
+    last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
+    return F.from_episodes(last, positions, mask, batch.response_mask)
+
+
+def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
+    """The batch without the rollouts of parts that the reward's stream leaves to others."""
+    return batch if stream is None else of_parts(batch, rollouts, stream)
+
+
+def of_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
+    """The batch with the rollouts alone whose part of the mixture the stream sees."""
+    if stream.parts is None:
+        return batch
+    parts = [rollouts[i].task.part for i in batch.rollout_ids.tolist()]
+    return among(batch, [stream.of(part) for part in parts])
+
+
+def among(batch: Rows, rows: Sequence[bool]) -> Rows:
+    """The batch with these rows' tokens alone in its response_mask."""
+    chosen = torch.tensor(rows, device=batch.ids.device)
+    return replace(batch, response_mask=batch.response_mask & chosen[:, None])
+
+
+def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
+    """The batch with `observed_mask`: the tokens of what tools answered, without the template
+    around them, each in the row where it was first read."""
+    mask = torch.zeros_like(batch.response_mask)
+    row = 0
+    for rollout in rollouts:
+        for own in rows_of(rollout):
+            for step in sorted(set(own.steps)):
+                kept = rollout.steps[step].kept
+                for begin, end in tool_bodies(rollout.steps[step], renderer) if step else ():
+                    mask[row, kept + begin : kept + end] = True
+            row += 1
+    return replace(batch, observed_mask=mask & ~batch.sampled_mask)
+
+
+def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
+    """Where in a step's prompt_ids the contents of its new tool messages stand: the last occurrence
+    of each, from the back."""
+    ids = list(step.prompt_ids)
+    spans = list[tuple[int, int]]()
+    limit = len(step.prompt_ids)
+    for message in reversed(step.prompt):
+        body = encode_text(renderer, message.get("content") or "")
+        begin = (
+            next((i for i in range(limit - len(body), 0, -1) if ids[i : i + len(body)] == body), 0)
+            if body
+            else 0
+        )
+        if begin:
+            limit = begin
+            spans += [(begin, begin + len(body))] if message["role"] == "tool" else []
+    return spans

@@ -1,0 +1,143 @@
+"""What the loss of each token is multiplied by: advantages, corrections, filters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rlkit.functional as F
+from rlkit.algorithm import KL, Algorithm, asks, call, number, part, required
+from rlkit.errors import PartError, written
+from rlkit.training.update.record import Update
+from rlkit.training.update.sampled import last_tokens
+from rlkit.training.update.signal import has_signal
+from rlkit.types import Batch, Estimate, Scored, Weighted
+
+
+def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:  # noqa: B008  (immutable)
+    """The batch with advantages [B, T], returns where there is a critic, and the factor on each
+    token's policy loss; zero outside the response mask.
+
+    advantage → normalisation → minus the KL to come, where the KL stands in the reward. An
+    advantage that asks for `token_rewards` gets the KL in them instead, and with `kl.in_baseline`
+    every advantage gets it in its rewards: in those of all rollouts, since also the ones that are
+    not trained on count in the baseline. Then the factor: off-policy correction × token filter,
+    which may ask for advantages. Computed once over the whole update batch, without gradient.
+    Raises: PartError where the advantage has neither shape [N] nor [B, T], or a critic gets no
+    returns.
+    """
+    with torch.no_grad():
+        penalty = penalize(batch, kl)
+        batch = replace(
+            batch,
+            token_rewards=F.fill_masked(batch.token_rewards - penalty, batch.response_mask, 0.0),
+        )
+        if kl.in_baseline:
+            of_rollouts = F.segment_sum(
+                penalize(batch.whole(), kl), batch.rollout_ids, n=len(batch.rewards)
+            )
+            batch = replace(batch, rewards=batch.rewards - of_rollouts)
+        given = batch.quantities
+        advantages, returns, measured = _estimate(batch, algorithm, given)
+        if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
+            # what cannot be scored has no advantage, whatever its KL
+            later = F.fill_masked(_reward_to_go(penalty, batch), _scored(batch), 0.0)
+            advantages = advantages - later
+        given |= {"advantages": advantages}
+        if returns is not None:
+            given |= {"returns": returns}
+        rank = None
+        if asks(algorithm.policy_loss, "covariance_rank"):
+            rank = given["covariance_rank"] = call(F.covariance_rank, given)
+        scale, scaled = _scale(batch, algorithm, given)
+        return Weighted(
+            **vars(batch) | {"metrics": {**batch.metrics, **measured, **scaled}},
+            advantages=advantages,
+            returns=returns,
+            covariance_rank=rank,
+            scale=scale,
+        )
+
+
+def _estimate(
+    batch: Scored, algorithm: Algorithm, given: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """Normalised advantages [B, T], returns [B, T] or None, and what the two parts measured."""
+    estimate, measured = part("advantage", algorithm.advantage, given)
+    advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
+    if algorithm.critic.active and returns is None:
+        who = f"algorithm.advantage ({written(algorithm.advantage)})"
+        raise PartError(
+            f"{who}: gave no returns, and the critic needs them; give"
+            " rlkit.types.Estimate(advantages, returns)"
+        )
+    if advantages.dim() == 1:
+        advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
+    # what cannot be scored teaches neither policy nor critic
+    scored = _scored(batch)
+    of_advantages = {"advantages": F.fill_masked(advantages, scored, 0.0)}
+    advantages, normalized = part("normalization", algorithm.normalization, given | of_advantages)
+    if returns is not None:
+        known = torch.where(scored, returns, required(batch.values, "values"))
+        returns = F.fill_masked(known, batch.response_mask, 0.0)
+    return F.fill_masked(advantages, scored, 0.0), returns, measured | normalized
+
+
+def _scored(batch: Batch) -> Tensor:
+    """[B, T] True on trained tokens of rollouts that have a reward."""
+    return batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
+
+
+def _scale(
+    batch: Scored, algorithm: Algorithm, given: dict[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Off-policy correction × token filter [B, T], and what both measured. A correction to an old
+    policy that moves with the current one is left to `surrogate`."""
+    factor: Any = 1.0
+    corrected: dict[str, Tensor] = {}
+    if batch.old_share is None:
+        factor, corrected = part("correction", algorithm.correction, given)
+    kept, filtered = part("token_filter", algorithm.token_filter, given)
+    return F.fill_masked(factor * kept, batch.response_mask, 0.0), corrected | filtered
+
+
+def penalize(batch: Scored, kl: KL) -> Tensor:
+    """What the KL takes off the reward of each token [B, T], at the policy before the update; zeros
+    where it is not in the reward."""
+    if not kl.in_reward:
+        return torch.zeros_like(batch.token_rewards)
+    mask = batch.response_mask
+    given = batch.quantities
+    given["logprobs"] = given["logprobs_old"] = F.fill_masked(
+        required(batch.logprobs_old, "logprobs_old"), mask, 0.0
+    )
+    given["logprobs_ref"] = F.fill_masked(required(batch.logprobs_ref, "logprobs_ref"), mask, 0.0)
+    divergence = F.fill_masked(
+        part("kl_estimator", required(kl.estimator, "estimator"), given)[0], mask, 0.0
+    )
+    if kl.placement == "reward_sequence":
+        divergence = F.rollout_mean(divergence, mask, batch.rollout_ids) * last_tokens(batch)
+    return number(kl.coef) * divergence.to(batch.token_rewards.dtype)
+
+
+def _reward_to_go(values: Tensor, batch: Batch) -> Tensor:
+    """Sum over a token and all trained tokens of its rollout after it [B, T]: tools and users are
+    passed over."""
+    positions, mask = F.episode_positions(batch.rollout_ids, batch.step_ids, batch.response_mask)
+    later = F.to_episodes(values, positions, mask).flip(1).cumsum(1).flip(1)
+    return F.from_episodes(later, positions, mask, values)
+
+
+def known_old(u: Update, batch: Weighted) -> Weighted:
+    """The batch with the reference's log-probs as the old policy's, if no update follows to find
+    these.
+
+    A batch whose KL stands in the loss has no update only while the reference is the policy.
+    """
+    open_ = u.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
+    if not open_ or u.x.algorithm.active_streams or has_signal(u, batch):
+        return batch
+    return replace(batch, logprobs_old=batch.logprobs_ref)
