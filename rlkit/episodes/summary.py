@@ -192,22 +192,9 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """What the reward's functions measured beside their scores, as reward/TERM/METRIC and
     aggregator/METRIC: means over the rollouts that they measured it on."""
-    given = []
-    for r in rollouts:
-        parts = {
-            f"reward/{term}": own for term, own in r.metadata.get("reward_metrics", {}).items()
-        }
-        parts["aggregator"] = r.metadata.get("aggregator", {})
-        given.append(
-            {
-                f"{part}/{metric}": value
-                for part, own in parts.items()
-                for metric, value in own.items()
-            }
-        )
     return {
-        name: _mean([own[name] for own in given if name in own])
-        for name in dict.fromkeys(name for own in given for name in own)
+        name: _mean([r.metrics[name] for r in rollouts if name in r.metrics])
+        for name in dict.fromkeys(name for r in rollouts for name in r.metrics)
     }
 
 

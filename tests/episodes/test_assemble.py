@@ -230,7 +230,8 @@ def test_versions_components_and_metadata_of_rollouts_stand_beside_their_tokens(
         "a": ["0.5", "nan"],
         "b": ["nan", "1.0"],
     }
-    assert batch.metadata == ({"level": 1, "kind": "own"}, {})
+    own = {"player": None, "state": {}}
+    assert batch.metadata == ({**own, "level": 1, "kind": "own"}, own)
 
 
 @pytest.mark.parametrize("nothing", [[], [rollout()]])
