@@ -219,6 +219,7 @@ class Rollout(NamedTuple):
     greedy_reward: float | None = None
     greedy_played: bool = False  # whether there was one
     player: int | None = None  # in a game of two: 0 moves first, 1 second
+    error: str = ""  # why its environment failed, or its program was ended
     # what its session was like at its end, as plain values; empty where it does not say
     state: Mapping[str, Any] = {}
 

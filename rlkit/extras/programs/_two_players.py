@@ -213,7 +213,7 @@ class Player:
         if text is not None:
             return rollout, [{"role": "user", "content": text}]
         if table.error:
-            rollout = rollout._replace(metadata={**rollout.metadata, "error": table.error})
+            rollout = rollout._replace(error=table.error)
         return (
             rollout._replace(status="truncated", truncation=table.over) if table.over else rollout
         ), None

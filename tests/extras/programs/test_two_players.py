@@ -164,7 +164,7 @@ def test_a_game_that_breaks_ends_for_both_and_the_others_go_on(tiny):
     ]
     assert set(pairs) == {("error", "error"), ("", "")}
     broken = next(r for r in rollouts if r.truncation)
-    assert "step('break') raised RuntimeError: the board fell" in broken.metadata["error"]
+    assert "step('break') raised RuntimeError: the board fell" in broken.error
 
 
 def test_a_player_who_is_cut_off_ends_the_game_for_the_other(tiny):
