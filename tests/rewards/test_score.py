@@ -209,6 +209,15 @@ def test_a_refusal_passes_whatever_the_error_rate():
                 score(FOUR, lenient(1.0, odd=Term(1.0, fn, timeout=timeout)))
 
 
+def test_metrics_of_an_earlier_scoring_are_replaced():
+    term = Term(1.0, lambda r: (1.0, {"words": 3}))
+    measured = Reward("test", {"one": term}, lambda scores, weights: (1.0, {"mean": 2}))
+    (once,) = score(FOUR[:1], measured)
+    assert once.metrics == {"reward/one/words": 3.0, "aggregator/mean": 2.0}
+    (again,) = score([once], reward(one=Term(1.0, index)))
+    assert again.metrics == {}
+
+
 # ----------------------------------------------------------------------------------------- timeouts
 
 
