@@ -210,9 +210,20 @@ class Rollout(NamedTuple):
     sample: int = 0  # which of the group's samples this is
     reward: float | None = None
     rewards: Mapping[str, float | None] = {}  # named components
-    metadata: Mapping[str, Any] = {}
+    metadata: Mapping[str, Any] = {}  # what its environment tells of it
     # component → how its score came about: ok, wrong, unparseable, timeout or error
     statuses: Mapping[str, str] = {}
+    # reward/TERM/NAME and aggregator/NAME → what the reward's functions measured beside the score
+    metrics: Mapping[str, float] = {}
+    # reward of each step by the environment alone; () where no term of the reward added to it
+    environment_rewards: tuple[float | None, ...] = ()
+    # reward of the greedy rollout of its prompt, which is not trained on; None: it cannot be scored
+    greedy_reward: float | None = None
+    greedy_played: bool = False  # whether there was one
+    player: int | None = None  # in a game of two: 0 moves first, 1 second
+    error: str = ""  # why its environment failed, or its program was ended
+    # what its session was like at its end, as plain values; empty where it does not say
+    state: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
         from rlkit.display import rollout_text
@@ -240,12 +251,6 @@ class Rollout(NamedTuple):
         for before in earlier:
             ids[before.kept :] = before.prompt_ids + before.response_ids
         return (*ids[: step.kept], *step.prompt_ids)
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """What the episode's session was like at its end, as plain values; empty where it does not
-        say."""
-        return self.metadata.get("state", {})
 
     @property
     def total_reward(self) -> float | None:
@@ -464,7 +469,7 @@ QUANTITIES: Mapping[str, str] = {
     ),
     "metadata": (
         "a tuple of N mappings: what a rollout's task carries as metadata, and what its episode"
-        " added, which wins"
+        " added, which wins; else its `player` and `state`"
     ),
 }
 

@@ -432,15 +432,12 @@ def scored(aggregator: Any, count: int = 2) -> list[Rollout]:
 
 def test_an_aggregator_may_measure_one_rollout_or_all():
     [one, _] = scored(lambda scores, weights: (scores["a"] * 2, {"doubled": 2}))
-    assert one.reward == 0.5 and one.metadata == {
-        "a": 0.25,
-        "kept": 1,
-        "aggregator": {"doubled": 2.0},
-    }
+    assert one.reward == 0.5 and one.metadata == {"a": 0.25, "kept": 1}
+    assert one.metrics == {"aggregator/doubled": 2.0}
     many = scored(batched(lambda rollouts, weights: ([0.1, 0.2], {"each": [3.0, 4.0], "all": 5.0})))
-    assert [r.metadata["aggregator"] for r in many] == [
-        {"each": 3.0, "all": 5.0},
-        {"each": 4.0, "all": 5.0},
+    assert [r.metrics for r in many] == [
+        {"aggregator/each": 3.0, "aggregator/all": 5.0},
+        {"aggregator/each": 4.0, "aggregator/all": 5.0},
     ]
 
 

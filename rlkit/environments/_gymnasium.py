@@ -35,7 +35,7 @@ def gymnasium(
     is drawn from the seed, and differ by their actions alone. `terminated` ends an episode as
     terminated, `truncated` as truncated by the environment. One that raises, or gives a reward that
     is no number, ends that episode as truncated by "error", with the reason in
-    `rollout.metadata["error"]`, and the reward `environment` cannot score it.
+    `rollout.error`, and the reward `environment` cannot score it.
 
     Args:
       make: () → an object with `reset(seed=…)` → (observation, info) and `step(action)` →
@@ -129,11 +129,7 @@ class Game:
                 f" {place(error)}"
             )
             return (
-                rollout._replace(
-                    status="truncated",
-                    truncation="error",
-                    metadata={**rollout.metadata, "error": said},
-                ),
+                rollout._replace(status="truncated", truncation="error", error=said),
                 None,
             )
         rollout = rewarded(rollout, number)

@@ -248,4 +248,4 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         ) from None
     if not isinstance(plain, dict):
         raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200}; {needed}")
-    return rollout._replace(metadata={**rollout.metadata, "state": plain}) if plain else rollout
+    return rollout._replace(state=plain)

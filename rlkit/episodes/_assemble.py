@@ -104,7 +104,7 @@ def assemble(
         return out.to(device)
 
     sampled = tensor((r.sampled for r in lists), torch.bool)
-    played_greedily = any("greedy_reward" in r.metadata for r in rollouts)
+    played_greedily = any(r.greedy_played for r in rollouts)
     return Batch(
         ids=tensor((r.ids for r in lists), torch.int64, pad_token_id),
         attention_mask=there.to(device),
@@ -119,9 +119,7 @@ def assemble(
         reply_lengths=torch.tensor(
             [max((len(s.sampled) for s in r.steps), default=0) for r in rollouts], device=device
         ),
-        greedy_rewards=(
-            scores(r.metadata.get("greedy_reward") for r in rollouts) if played_greedily else None
-        ),
+        greedy_rewards=(scores(r.greedy_reward for r in rollouts) if played_greedily else None),
         token_rewards=tensor((r.rewards for r in lists), torch.float32),
         logprobs_sampler=tensor((r.logprobs for r in lists), torch.float32),
         versions=tensor((r.versions for r in lists), torch.int64) * sampled,
@@ -129,5 +127,8 @@ def assemble(
             name: scores(r.rewards.get(name) for r in rollouts)
             for name in dict.fromkeys(n for r in rollouts for n in r.rewards)
         },
-        metadata=tuple(copied({**r.task.metadata, **r.metadata}) for r in rollouts),
+        metadata=tuple(
+            copied({"player": r.player, "state": r.state, **r.task.metadata, **r.metadata})
+            for r in rollouts
+        ),
     )

@@ -288,7 +288,7 @@ async def collected(
             at.place.arrive()
         rollout = named_limit(who.policy, rollout)
         if how.table is not None and how.table.players:
-            rollout = rollout._replace(metadata={**rollout.metadata, "player": at.player})
+            rollout = rollout._replace(player=at.player)
         if not was_left():
             at.done(rollout)
         return rollout

@@ -178,7 +178,7 @@ def cut_off(rollout: Rollout, why: str) -> Rollout:
 def failed(rollout: Rollout, why: str) -> Rollout:
     """The rollout, cut off by a failure of its environment, which is not the policy's. It is not
     scored."""
-    return cut_off(rollout, "error")._replace(metadata={**rollout.metadata, "error": why})
+    return cut_off(rollout, "error")._replace(error=why)
 
 
 async def _first_prompt(session: Session, task: Task) -> Messages:

@@ -42,7 +42,7 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         100), as in arXiv:2604.08527
     stop_reason/*       how episodes ended: stop (the policy or the environment), length, context,
                         steps, deadline (its seconds in the session), environment (a limit of its
-                        own) or error (it failed, and why is in the rollout's metadata)
+                        own) or error (it failed, and why is the rollout's `error`)
                         finish_reason/*     how replies ended: shares of stop, tool, budget and
                         length, as types.FinishReason has them
     dropped_frac        share of episodes whose context dropped its oldest turns
@@ -71,7 +71,7 @@ def failures(rollouts: Sequence[Rollout]) -> str:
     count = f"{len(failed)} of" if len(failed) < len(rollouts) else "all"
     said = (
         f"the environment failed in {count} {len(rollouts)} episodes, which are not scored; the"
-        f" first: {failed[0].metadata.get('error')}"
+        f" first: {failed[0].error}"
     )
     if len(failed) == len(rollouts):
         raise EnvironmentFailed(said)
@@ -192,22 +192,9 @@ def _components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def measured_by_reward(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """What the reward's functions measured beside their scores, as reward/TERM/METRIC and
     aggregator/METRIC: means over the rollouts that they measured it on."""
-    given = []
-    for r in rollouts:
-        parts = {
-            f"reward/{term}": own for term, own in r.metadata.get("reward_metrics", {}).items()
-        }
-        parts["aggregator"] = r.metadata.get("aggregator", {})
-        given.append(
-            {
-                f"{part}/{metric}": value
-                for part, own in parts.items()
-                for metric, value in own.items()
-            }
-        )
     return {
-        name: _mean([own[name] for own in given if name in own])
-        for name in dict.fromkeys(name for own in given for name in own)
+        name: _mean([r.metrics[name] for r in rollouts if name in r.metrics])
+        for name in dict.fromkeys(name for r in rollouts for name in r.metrics)
     }
 
 

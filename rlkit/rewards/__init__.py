@@ -1,25 +1,31 @@
 """Verifiable rewards: functions of a rollout that give a score, or None where it cannot be
-scored."""
+scored.
+
+Each file imports only from those above it.
+
+declarations.py  what a function declares of itself: batched, no_gold, reads_truth
+verdicts.py      what a reward function reads and may return
+aggregators.py   from named components to one reward
+terms.py         Term and Reward, the records of a config
+calls.py         calling functions: plain, async, batched, with limits and threads
+checks.py        whether what a function gave is a score, and how it came about
+_score.py        scoring: terms called, values checked, one reward, rollouts with rewards
+_normalise.py    rewards on one scale over a run
+_numeric.py      the number that a reply gives as its answer
+text.py          replies compared as text
+behaviour.py     length, repetition, tools, turns, what the environment paid
+fences.py        code blocks of a reply
+_code_exec.py    the tests that a program passes
+lists.py         replies that the row itself lists
+_by_task.py      the reward that each row names
+"""
 
 from rlkit.rewards._by_task import by_task, named_rewards
 from rlkit.rewards._code_exec import Judgement, code_exec, extract_code, judgements, tests_of
 from rlkit.rewards._normalise import Moments, normalise, update_moments
 from rlkit.rewards._numeric import extract_answer, numeric, parse_number
-from rlkit.rewards._score import (
-    Reward,
-    RewardError,
-    Term,
-    Verdict,
-    final_answer,
-    has_gold,
-    no_gold,
-    reads_truth,
-    reads_truths,
-    score,
-    score_spread,
-)
+from rlkit.rewards._score import score, score_spread
 from rlkit.rewards.aggregators import (
-    batched,
     group_normalised,
     largest,
     mean,
@@ -35,8 +41,12 @@ from rlkit.rewards.behaviour import (
     soft_length,
     tool_usage,
 )
+from rlkit.rewards.checks import RewardError
+from rlkit.rewards.declarations import batched, declared, no_gold, reads_truth, reads_truths
 from rlkit.rewards.lists import listed, paid, priced
+from rlkit.rewards.terms import Reward, Term
 from rlkit.rewards.text import contains, exact_match, format_match
+from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.types import RewardFn
 
 # mypy fails where one of these is no reward of a rollout; those that are marked `batched` take a

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlkit.errors import ConfigError
-from rlkit.rewards._score import Term, called_on, reads_truths, truth_problems
-from rlkit.rewards.aggregators import batched
+from rlkit.rewards.calls import call_each
+from rlkit.rewards.declarations import batched, reads_truths, truth_problems
+from rlkit.rewards.terms import Term
 from rlkit.types import Rollout, Task, safe
 
 
@@ -53,7 +54,7 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
     for name in dict.fromkeys(rollout.task.reward for rollout in rollouts):
         places = [i for i, rollout in enumerate(rollouts) if rollout.task.reward == name]
         for i, value in zip(
-            places, called_on(Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True
+            places, call_each(Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True
         ):
             values[i] = value
     return values

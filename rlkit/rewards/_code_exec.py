@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from rlkit.errors import DataError
-from rlkit.rewards._score import Verdict, final_answer
-from rlkit.rewards.aggregators import batched
+from rlkit.rewards.declarations import batched
 from rlkit.rewards.fences import code_blocks
+from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.sandbox import (
     Check,
     Job,

@@ -12,7 +12,8 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from rlkit.rewards._score import Verdict, final_answer, reads_truth
+from rlkit.rewards.declarations import reads_truth
+from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.types import Rollout, Task, gives
 
 MAX_DIGITS = 200  # characters of one number as written; a longer one is no answer

@@ -10,20 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypeVar
 
+from rlkit.rewards.declarations import batched
 from rlkit.types import AggregatorFn, Rollout, keeps
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def batched(fn: F) -> F:
-    """Mark a reward function as one of the whole batch: (rollouts) → list of scores. The same as
-    `batched: true`."""
-    fn.batched = True  # type: ignore[attr-defined]
-    return fn
 
 
 @keeps("non_negative", "raw")

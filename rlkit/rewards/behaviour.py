@@ -7,7 +7,8 @@ from typing import Literal
 
 from rlkit.errors import ConfigError
 from rlkit.rewards._numeric import numeric, unreadable
-from rlkit.rewards._score import Paid, no_gold, reads_truth
+from rlkit.rewards.declarations import no_gold, reads_truth
+from rlkit.rewards.verdicts import Paid
 from rlkit.types import Rollout, assumes, gives
 
 Unit = Literal["words", "tokens"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from rlkit.rewards._score import no_gold
+from rlkit.rewards.declarations import no_gold
 from rlkit.types import Rollout, gives
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlkit.errors import ConfigError
-from rlkit.rewards._score import Verdict, final_answer
+from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.types import Rollout, gives, reaches, safe
 
 

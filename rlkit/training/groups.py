@@ -38,8 +38,8 @@ def experience(
     many rounds of further prompts as it takes to have batch.prompts of them (dynamic sampling,
     DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, they are all episodes, and the
     filter leaves nothing to train on. If the advantage asks for `greedy_rewards`, each task is also
-    played once greedily; of that rollout only the reward is kept, as `metadata["greedy_reward"]` of
-    the task's others.
+    played once greedily; of that rollout only the reward is kept, as `greedy_reward` of the task's
+    others.
 
     Args:
       x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done
@@ -81,8 +81,7 @@ def experience(
             )
             rewards = {r.group: r.total_reward for r in own}
             rollouts = [
-                r._replace(metadata={**r.metadata, "greedy_reward": rewards[r.group]})
-                for r in rollouts
+                r._replace(greedy_reward=rewards[r.group], greedy_played=True) for r in rollouts
             ]
         sampled += rollouts
         with rng.drawn_from(mix(x.seed, step, len(sampled))):

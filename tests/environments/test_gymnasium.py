@@ -146,9 +146,7 @@ def test_other_ends_are_truncations_and_failures_cannot_be_scored(
     assert rollout.rewards == {
         "task": rollout.total_reward
     }  # what a filter on accuracy, gdpo and the metrics of the term read
-    assert ("RuntimeError: no such move" in rollout.metadata.get("error", "")) == (
-        said[-1] == "break"
-    )
+    assert ("RuntimeError: no such move" in rollout.error) == (said[-1] == "break")
     assert summarize([rollout])[f"stop_reason/{truncation}"] == 1
     assert all(instance.closed for instance in Countdown.alive)
 

@@ -230,7 +230,16 @@ def test_versions_components_and_metadata_of_rollouts_stand_beside_their_tokens(
         "a": ["0.5", "nan"],
         "b": ["nan", "1.0"],
     }
-    assert batch.metadata == ({"level": 1, "kind": "own"}, {})
+    own = {"player": None, "state": {}}
+    assert batch.metadata == ({**own, "level": 1, "kind": "own"}, own)
+
+
+def test_a_greedy_rollout_that_cannot_be_scored_is_nan_and_one_that_was_not_played_is_none():
+    greedy = APPENDED._replace(greedy_played=True)
+    batch = assemble([greedy, greedy._replace(greedy_reward=0.5)], pad_token_id=0)
+    assert [str(value) for value in batch.greedy_rewards.tolist()] == ["nan", "0.5"]
+    assert assemble([greedy], pad_token_id=0).greedy_rewards.isnan().all()
+    assert assemble([APPENDED], pad_token_id=0).greedy_rewards is None
 
 
 @pytest.mark.parametrize("nothing", [[], [rollout()]])

@@ -169,7 +169,19 @@ def some_rollouts(random: Random) -> list[Rollout]:
         ended = random.choice((("terminated", ""), ("truncated", "length")))
         scores = (maybe(number()), mapping(lambda: maybe(number())), mapping(), mapping(text))
         return Rollout(
-            task, several(step), *ended, random.getrandbits(40), random.getrandbits(8), *scores
+            task,
+            several(step),
+            *ended,
+            random.getrandbits(40),
+            random.getrandbits(8),
+            *scores,
+            metrics=mapping(number),
+            environment_rewards=several(lambda: maybe(number())),
+            greedy_reward=maybe(number()),
+            greedy_played=random.random() < 0.5,
+            player=maybe(1),
+            error=text(),
+            state=mapping(),
         )
 
     return list(several(one) + several(one))

@@ -248,9 +248,7 @@ def check_async(tiny, capfd, door, do, failures=4, place=PLACE):
     else:
         failed = [r for r in rollouts if r.truncation in ("error", "deadline")]
         assert len(failed) >= failures
-        assert all(
-            place in r.metadata["error"] or "time_limit" in r.metadata["error"] for r in failed
-        )
+        assert all(place in r.error or "time_limit" in r.error for r in failed)
     assert f"for {named} " in said and place in said and "episode" in said
     assert not waiting.WAITS
 

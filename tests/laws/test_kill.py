@@ -86,7 +86,7 @@ def uneven(r):
 """
 MOMENTS = {  # kind of moment → functions that are in the middle of it
     "generate": ["rlkit.episodes.replies.read_reply"],
-    "reward": ["rlkit.rewards._score._cell"],
+    "reward": ["rlkit.rewards.checks._checked"],
     "update": [
         "rlkit.training.update.minibatch.surrogate",
         "rlkit.training.update.optimizers.Optimizers.step",

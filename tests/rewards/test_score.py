@@ -66,12 +66,17 @@ def centred(rollouts: list[Rollout], *, scale: float = 1.0) -> list[float]:
     return [scale * (index(r) - mean) for r in rollouts]
 
 
+@batched
+def marked(rollouts: list[Rollout]) -> list[float]:
+    return centred(rollouts)
+
+
 @pytest.mark.parametrize(
     "term",
     [
         Term(1.0, centred, batched=True),
         Term(1.0, batched(partial(centred))),
-        Term(1.0, partial(batched(centred))),
+        Term(1.0, partial(marked)),
     ],
 )
 def test_a_batched_term_sees_all_rollouts_at_once(term):
@@ -136,7 +141,7 @@ def test_by_task_names_the_row_and_the_known_rewards():
 
 def test_by_task_gives_a_batched_reward_all_rows_that_name_it():
     rows = [*ROLLOUTS, Rollout(Task("t/4", (), reward="a"), ())]
-    fn = partial(by_task, rewards={"a": partial(batched(centred), scale=2.0), "b": index})
+    fn = partial(by_task, rewards={"a": batched(partial(centred, scale=2.0)), "b": index})
     assert [r.reward for r in score(rows, reward(by_task=Term(1.0, fn)))] == [
         -4.0,
         1.0,
@@ -202,6 +207,15 @@ def test_a_refusal_passes_whatever_the_error_rate():
         for timeout in (None, 5.0):
             with pytest.raises(ConfigError, match="install it"):
                 score(FOUR, lenient(1.0, odd=Term(1.0, fn, timeout=timeout)))
+
+
+def test_metrics_of_an_earlier_scoring_are_replaced():
+    term = Term(1.0, lambda r: (1.0, {"words": 3}))
+    measured = Reward("test", {"one": term}, lambda scores, weights: (1.0, {"mean": 2}))
+    (once,) = score(FOUR[:1], measured)
+    assert once.metrics == {"reward/one/words": 3.0, "aggregator/mean": 2.0}
+    (again,) = score([once], reward(one=Term(1.0, index)))
+    assert again.metrics == {}
 
 
 # ----------------------------------------------------------------------------------------- timeouts

@@ -10,9 +10,9 @@ from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.episodes.summary import by_part
 from rlkit.errors import ConfigError, DataError
-from rlkit.rewards import Reward, RewardError, has_gold, named_rewards, tests_of
+from rlkit.rewards import Reward, RewardError, declared, named_rewards, tests_of
 from rlkit.rewards import score as score_rollouts
-from rlkit.rewards._score import truth_problems
+from rlkit.rewards.declarations import truth_problems
 from rlkit.sandbox import Sandbox, require
 from rlkit.system.copies import copied
 from rlkit.system.shared_state import FOLDER, guard_state
@@ -85,7 +85,7 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
                 fns.append(known[name])
             elif reward and name in (term_name, reward.name):
                 fns.append(term.fn)
-    return not all(map(has_gold, fns))
+    return any(declared(fn).no_gold for fn in fns)
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
@@ -213,9 +213,7 @@ def check_reward(
     gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
     if environment is not None:
         gold = [
-            r._replace(
-                metadata={"state": opening(r.task, environment_of(environment, r.task)).state}
-            )
+            r._replace(state=opening(r.task, environment_of(environment, r.task)).state)
             for r in gold
         ]
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkit import types
 from rlkit.commands.agent import as_dict
 from rlkit.extras.notebook.data import Conversation, Generation, Hook, Message, Rollout
-from rlkit.rewards import Reward, Term, batched, weighted_sum
+from rlkit.rewards import Reward, Term, batched, declared, weighted_sum
 
 
 class Arguments(dict[str, Any]):
@@ -128,7 +128,7 @@ def _of_view(
         found = reward_fn(view(episode))
         return later(found, episode) if inspect.isawaitable(found) else number(found, episode)
 
-    if getattr(reward_fn, "batched", False):
+    if declared(reward_fn).batched:
         return batched(lambda episodes: reward_fn([view(episode) for episode in episodes]))
     return reward
 

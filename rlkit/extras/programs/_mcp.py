@@ -76,7 +76,7 @@ def mcp(
     What a tool reports as its failure, a call that does not fit its schema and one that takes too
     long are results that the policy reads. A server that dies, or cannot be started for an episode,
     ends that episode as truncated by "error", with the server's name and its last words in
-    `rollout.metadata["error"]`; such an episode is not scored. A shared one is started again for
+    `rollout.error`; such an episode is not scored. A shared one is started again for
     the next call.
 
     Args:
@@ -229,8 +229,7 @@ class ServedSession(FunctionSession):
         rollout, messages = await super().answer(rollout)
         if not self.failure:
             return rollout, messages
-        metadata = {**rollout.metadata, "error": self.failure}
-        return rollout._replace(status="truncated", truncation="error", metadata=metadata), None
+        return rollout._replace(status="truncated", truncation="error", error=self.failure), None
 
 
 def plain_schema(schema: Any) -> Any:

@@ -264,9 +264,7 @@ async def _played(
     except DeadlinePassed:
         return Ended(
             "deadline",
-            metadata={
-                "error": f"the program ran for more than environment.time_limit={time_limit} s"
-            },
+            error=f"the program ran for more than environment.time_limit={time_limit} s",
         )
 
 
@@ -319,12 +317,9 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
     if failed is not None:
         return Ended(
             "error",
-            metadata={
-                "error": (
-                    f"environment.function raised {type(failed).__name__}: {failed} at"
-                    f" {place(failed)}"
-                )
-            },
+            error=(
+                f"environment.function raised {type(failed).__name__}: {failed} at {place(failed)}"
+            ),
         )
     if value is None:
         return Ended()
@@ -332,9 +327,7 @@ async def _called(function: Callable[..., Any], task: Task, door: Any, address: 
         return Ended(reward=float(value))
     return Ended(
         "error",
-        metadata={
-            "error": f"environment.function returned {value!r:.200}; give a number, or nothing"
-        },
+        error=f"environment.function returned {value!r:.200}; give a number, or nothing",
     )
 
 
@@ -421,11 +414,7 @@ async def _executed(
             if flooded:
                 return Ended(
                     "error",
-                    metadata={
-                        "error": (
-                            f"the program printed more than environment.output_kb={output >> 10} kB"
-                        )
-                    },
+                    error=f"the program printed more than environment.output_kb={output >> 10} kB",
                 )
             return _result(await _status(guard), printed, score, place)
         finally:
@@ -465,12 +454,12 @@ def _result(status: int, printed: str, score: Score | None, place: int) -> Ended
     if status:
         tail = f"; its last output: {printed[-500:]}" if printed else ""
         return Ended(
-            "error", metadata=said | {"error": f"the program ended with exit status {status}{tail}"}
+            "error", metadata=said, error=f"the program ended with exit status {status}{tail}"
         )
     if score == "file":
         reward = read_score(place)
         if isinstance(reward, str):
-            return Ended("error", metadata=said | {"error": reward})
+            return Ended("error", metadata=said, error=reward)
         return Ended(reward=reward, metadata=said)
     return Ended(metadata=said)
 

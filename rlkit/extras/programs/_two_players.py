@@ -32,7 +32,7 @@ def two_players(
     In self-play the samples 2k and 2k + 1 of a task play each other, as player 0 and 1. A sample
     that is left over plays against the policy too, and so does every sample against an `opponent`;
     the other side is not trained on then, and task and sample together decide which side the policy
-    has. `rollout.metadata["player"]` says which it was.
+    has. `rollout.player` says which it was.
 
     A player whose reply is cut by length, or who has had `max_turns` replies, ends the game; the
     other is truncated by "environment". A game that raises, or gives rewards that are no numbers,
@@ -213,7 +213,7 @@ class Player:
         if text is not None:
             return rollout, [{"role": "user", "content": text}]
         if table.error:
-            rollout = rollout._replace(metadata={**rollout.metadata, "error": table.error})
+            rollout = rollout._replace(error=table.error)
         return (
             rollout._replace(status="truncated", truncation=table.over) if table.over else rollout
         ), None

@@ -38,3 +38,4 @@ class Ended(NamedTuple):
     truncation: str = ""  # why it did not end by itself: deadline or error
     reward: float | None = None  # what the program says that the episode is worth
     metadata: Mapping[str, Any] = {}
+    error: str = ""  # what failed, in words

@@ -362,14 +362,14 @@ async def play_program(program: Program, conversations: Conversations) -> Rollou
             raise conversations.failure.result()
         ended = result_of(work)
     except Hung as error:  # an async function that swallows its cancellation
-        ended = Ended("error", metadata={"error": str(error)})
+        ended = Ended("error", error=str(error))
     finally:
         work.cancel()
         with closing(), suppress(asyncio.CancelledError, Exception):
             await wind_up([work])
         conversations.release()
     rollout = conversations.rollout()
-    rollout = rollout._replace(metadata={**rollout.metadata, **ended.metadata})
+    rollout = rollout._replace(metadata={**rollout.metadata, **ended.metadata}, error=ended.error)
     if ended.reward is not None and rollout.steps:
         rollout = rollout._replace(
             steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=ended.reward))

@@ -92,7 +92,7 @@ def test_the_example_of_openenv_plays():
         "step 1 {'message': 'move 0'}",
     ]
     assert ([s.reward for s in fine.steps], fine.status) == ([0.5, 0.5], "terminated")
-    assert lost.truncation == "error" and "LOST: no such message" in lost.metadata["error"]
+    assert lost.truncation == "error" and "LOST: no such message" in lost.error
     assert heard.count("close") == 2
 
 

@@ -764,8 +764,8 @@ def test_a_program_ends_its_own_episode_with_a_reason(
         rollout.steps[-1].reward if rollout.steps else None
     )  # on a loaded machine the time may be up before the first reply
     assert rollout.truncation == truncation and given == reward
-    assert not truncation or rollout.metadata["error"]
-    assert "my fault" not in code or "my fault" in rollout.metadata["error"]
+    assert not truncation or rollout.error
+    assert "my fault" not in code or "my fault" in rollout.error
 
 
 OUTSIDE = """
@@ -842,7 +842,7 @@ def test_a_confined_program_reaches_its_endpoint_and_nothing_else(tiny, tmp_path
         "environment",
         "limits",
     ]
-    last = rollout.metadata["error"].splitlines()[-1]
+    last = rollout.error.splitlines()[-1]
     assert len(rollout.steps) == 1 and last.endswith("mine"), last
     found = [name for name in every if f"'{name}" in last]
     assert found == ([] if confined else every), last

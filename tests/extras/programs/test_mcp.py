@@ -154,7 +154,7 @@ def test_a_server_that_dies_ends_its_own_episode_unscored(private):
         None,
         1,
     )
-    assert "'mine'" in dead.metadata["error"] and "out of cheese" in dead.metadata["error"]
+    assert "'mine'" in dead.error and "out of cheese" in dead.error
 
 
 @needs_mcp
@@ -198,7 +198,7 @@ def test_a_server_over_http_that_dies_does_so_to_nobody_else():
         ]
         for _ in range(2):  # dies in a call; is not there for the next
             [dead] = played(remote, reply("die"), reply())
-            assert dead.truncation == "error" and "'far'" in dead.metadata["error"]
+            assert dead.truncation == "error" and "'far'" in dead.error
 
 
 @needs_mcp

@@ -161,9 +161,7 @@ def test_an_episode_ends_whatever_its_program_left(kind, tiny, tmp_path):
     code, reward = PROGRAMS[kind]
     rollout = within(120, lambda: process(tiny, tmp_path, code))
     assert rollout.steps[-1].reward == reward
-    assert bool(rollout.metadata.get("error")) == (reward is None) and SECRET not in str(
-        rollout.metadata
-    )
+    assert bool(rollout.error) == (reward is None) and SECRET not in str(rollout.metadata)
 
 
 LATE = """

@@ -103,7 +103,7 @@ def test_two_samples_of_a_task_play_each_other_and_each_has_its_rollout(tiny, ad
     rollouts = collect(
         tiny, TASKS, two_players(make=Higher), engine=engine, group_size=4, admission=admission
     )
-    assert [(r.group, r.sample, r.metadata["player"]) for r in rollouts] == [
+    assert [(r.group, r.sample, r.player) for r in rollouts] == [
         (g, s, s % 2) for g in (0, 1) for s in range(4)
     ]
     for first, second in zip(rollouts[::2], rollouts[1::2], strict=True):
@@ -132,7 +132,7 @@ def test_a_game_may_wait_and_say_whose_turn_it_is(tiny):
 def test_a_sample_that_is_left_over_plays_against_the_policy_on_both_sides(tiny):
     engine = Counted(by_turn)
     rollouts = collect(tiny, TASKS, two_players(make=Higher), engine=engine, group_size=1)
-    assert [(r.metadata["player"], said(r)) for r in rollouts] == [(0, ["5", "1"]), (1, ["3", "3"])]
+    assert [(r.player, said(r)) for r in rollouts] == [(0, ["5", "1"]), (1, ["3", "3"])]
     assert len(engine.keys) == 2 and sorted(engine.released) == sorted(engine.keys)
 
 
@@ -148,7 +148,7 @@ def test_against_another_model_each_sample_has_a_game_and_the_opponent_draws_for
     rollouts = collect(
         tiny, TASKS, two_players(make=Higher, opponent="other"), engine=engine, group_size=3
     )
-    assert [r.metadata["player"] for r in rollouts] == [0, 1, 0, 1, 0, 1]
+    assert [r.player for r in rollouts] == [0, 1, 0, 1, 0, 1]
     assert all(said(r) == ["9", "9"] and sum(s.reward for s in r.steps) == 2 for r in rollouts)
     assert not seeds["policy"] & seeds["opponent"]
     assert len(engine.released) == len(rival.released) == 6
@@ -164,7 +164,7 @@ def test_a_game_that_breaks_ends_for_both_and_the_others_go_on(tiny):
     ]
     assert set(pairs) == {("error", "error"), ("", "")}
     broken = next(r for r in rollouts if r.truncation)
-    assert "step('break') raised RuntimeError: the board fell" in broken.metadata["error"]
+    assert "step('break') raised RuntimeError: the board fell" in broken.error
 
 
 def test_a_player_who_is_cut_off_ends_the_game_for_the_other(tiny):

@@ -1,0 +1,209 @@
+"""Calling the functions of terms: plain, async or batched, with limits of time, in threads.
+
+A call gives a value or, in its place, an exception. What that value is worth is not looked at here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from rlkit.errors import Refusal
+from rlkit.rewards.terms import Term
+from rlkit.system.copies import copied
+from rlkit.system.deadline import DeadlinePassed, contained, in_thread, in_worker, within
+from rlkit.system.loops import (
+    LEFT,
+    error_of,
+    has_failed,
+    is_over,
+    leave_behind,
+    result_of,
+    run,
+    settled,
+)
+from rlkit.system.shared_state import Watch, current
+from rlkit.system.waiting import note_movement, waiting
+from rlkit.types import Rollout
+
+# seconds beyond a term's timeout after which async calls that block their event loop are given up
+GRACE = 15.0
+
+
+class Misshapen(Exception):
+    """What a function returned is no reward."""
+
+
+class Unawaited(Exception):
+    """A call that was not awaited to its end, because the step has failed."""
+
+
+def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any]:
+    """What the term's function gave for each rollout: a value or an exception.
+
+    Async calls are awaited together, after the plain ones. The list ends at the timeout that is one
+    more than `allowed`: the step has failed then, and each further call may take as long.
+    """
+    values: list[Any] = []
+    timeouts = 0
+    for value in call_each(term, rollouts) if rollouts else ():
+        values.append(value)
+        timeouts += isinstance(value, DeadlinePassed)
+        if timeouts > allowed:
+            return list(map(_closed, values))
+    pending = [i for i, value in enumerate(values) if inspect.isawaitable(value)]
+    results = _awaited([values[i] for i in pending], term, allowed)
+    for i, value in zip(pending, results, strict=True):
+        values[i] = value
+    return values
+
+
+def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
+    """What the function returned for each rollout, one by one: a value, an exception, or what has
+    yet to be awaited.
+
+    Each call has copies of its own, and shared state that it changes is put back before the next
+    one. The watcher names the function by the time of all calls together (rlkit.system.waiting).
+    """
+    with waiting("the reward", term.fn, count=len(rollouts)):
+        if term.takes_all:
+            values = call(partial(on_copy, term.fn, list(rollouts)), term, current())
+            values = _awaited([values], term)[0] if inspect.isawaitable(values) else values
+            yield from spread(values, len(rollouts))
+            return
+        here = term.threads == 1
+        calls = [
+            partial(call, partial(on_copy, term.fn, rollout), term, current(), here=here)
+            for rollout in rollouts
+        ]
+        if not here:
+            yield from _in_threads(calls, term.threads)
+            return
+        for one in calls:
+            yield one()
+            note_movement()
+
+
+def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
+    """What a call of the term's function returns, or the exception that it raises. `here`: in the
+    thread of the watch."""
+
+    def work() -> Any:
+        with watch.calling(term.fn) if here and term.timeout is None else watch.in_worker(term.fn):
+            return function()
+
+    try:
+        return contained(work) if term.timeout is None else in_thread(work, term.timeout)
+    except Refusal:
+        raise
+    except Exception as error:
+        return error
+
+
+def on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
+    """Call a function with a copy of its first argument."""
+    return function(copied(given), *more)
+
+
+def spread(values: Any, count: int) -> Sequence[Any]:
+    """A batched function's list, or its failure as that of every rollout."""
+    failure = (
+        values
+        if isinstance(values, Exception)
+        else shape_problem(values, count, "rollouts; a batched term returns a list, one for each")
+    )
+    return [failure] * count if failure else values
+
+
+def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
+    """What is wrong with what should be a list of so many."""
+    if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
+        return None
+    size = f"a list of {len(values)}" if isinstance(values, list) else type(values).__name__
+    return Misshapen(f"{size} for {count} {what}")
+
+
+# ----------------------------------------------------------------------------- threads and awaiting
+
+
+def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
+    """What calls return, in their order, with so many of them under way at the same time. The first
+    Refusal among them is raised."""
+
+    async def together() -> list[Any]:
+        places = asyncio.Semaphore(threads)
+
+        async def one(function: Callable[[], Any]) -> Any:
+            async with places:
+                value = await in_worker(function, None, "a reward function")
+                note_movement()
+                return value
+
+        return await asyncio.gather(*map(one, calls))
+
+    return in_thread(lambda: run(together()), None)
+
+
+def _closed(value: Any) -> Any:
+    """A value; in the place of what has yet to be awaited, which it never will be, Unawaited."""
+    if inspect.iscoroutine(value):
+        value.close()
+    return Unawaited() if inspect.isawaitable(value) else value
+
+
+def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0) -> list[Any]:
+    """Results or exceptions, all in flight together. In a thread: a notebook has a running event
+    loop of its own.
+
+    Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; what is not
+    there yet is Unawaited.
+    """
+    if not awaitables:
+        return []
+    timeout = term.timeout
+    watch = current()
+
+    def work() -> list[Any]:
+        with watch.in_worker(term.fn):
+            return run(together())
+
+    async def one(awaitable: Awaitable[Any]) -> Any:
+        with waiting("the reward", awaitable):
+            async with within(timeout):
+                return await awaitable
+
+    async def together() -> list[Any]:
+        tasks = [asyncio.create_task(one(awaitable)) for awaitable in awaitables]
+        await settled(tasks, until=lambda task: has_failed(task) and _too_many(tasks, allowed))
+        for task in tasks:
+            if not is_over(task):
+                task.cancel()
+                leave_behind(task, Unawaited())
+        return [_outcome(task) for task in tasks]
+
+    try:
+        results = in_thread(work, None if timeout is None else timeout + GRACE)
+    except TimeoutError as error:
+        return [error] * len(awaitables)
+    for result in results:
+        if isinstance(result, BaseException) and (
+            isinstance(result, Refusal) or not isinstance(result, Exception)
+        ):
+            raise result
+    return results
+
+
+def _outcome(task: asyncio.Task[Any]) -> Any:
+    if task not in LEFT and task.cancelled():
+        return asyncio.CancelledError()
+    error = error_of(task)
+    return result_of(task) if error is None else error
+
+
+def _too_many(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:
+    """Whether the step has failed already, whatever the other tasks give."""
+    errors = [error for task in tasks if is_over(task) and (error := error_of(task)) is not None]
+    return len(errors) > allowed or any(isinstance(error, Refusal) for error in errors)

@@ -1,0 +1,125 @@
+"""Whether what a function gave is a score, and how that score came about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from rlkit.errors import RLKitError, place
+from rlkit.rewards.calls import Misshapen, Unawaited, shape_problem
+from rlkit.rewards.terms import Term
+from rlkit.rewards.verdicts import Paid, ScoreStatus, Verdict
+from rlkit.types import Rollout, unpacked
+
+TAKEN = ("mean", "std", "variance_share")  # reward/TERM/… that rlkit measures
+
+
+class RewardError(RLKitError, RuntimeError):
+    """A reward function raised, hung, or returned what is no reward. Never counted as a score of 0.
+    `rollout` is where it happened."""
+
+    def __init__(self, message: str, rollout: Rollout | None = None) -> None:
+        super().__init__(message)
+        self.rollout = rollout
+
+
+class Checked(NamedTuple):
+    """What a term, or the aggregator, makes of one rollout.
+
+    score      a finite number; None: the rollout cannot be scored
+    component  what is logged: the score, or what an episode was paid at its steps (`Paid`)
+    steps      rewards of the steps, where the term is one of steps
+    metrics    what the function measured beside the score, by the name in the step's row
+    failure    why there is no score, where the function is to blame; cause: the exception
+    """
+
+    score: float | None
+    status: ScoreStatus
+    component: float | None = None
+    steps: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = {}
+    failure: str = ""
+    cause: Exception | None = None
+
+
+def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
+    """A returned value, or a raised exception, as a score with its status.
+
+    `part` begins the names of its metrics: reward/TERM or aggregator.
+    """
+    where = f"on task {rollout.task.id!r}:"
+    try:
+        return _checked(value, rollout, term, part)
+    except Unawaited:
+        return Checked(None, "error")
+    except Misshapen as error:
+        return Checked(None, "error", failure=f"returned no reward {where} {error}")
+    except TimeoutError as error:
+        limit = "it timed out" if term.timeout is None else f"nothing within {term.timeout:g} s"
+        return Checked(None, "timeout", failure=f"gave no score {where} {limit}", cause=error)
+    except Exception as error:
+        said = f"raised {where} {type(error).__name__}: {error} at {place(error)}"
+        return Checked(None, "error", failure=said, cause=error)
+
+
+def reward_error(who: str, rollout: Rollout, failed: Checked, rate: str = "") -> RewardError:
+    """The error of a failure that is one too many. `rate` says of how many."""
+    said = (
+        f"the last reply was {rollout.final_content[:200]!r}"
+        if rollout.steps
+        else "there is no reply"
+    )
+    error = RewardError(f"reward {who} {failed.failure}{rate}; {said}", rollout)
+    error.__cause__ = failed.cause
+    return error
+
+
+def _checked(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
+    value, measured = unpacked(value)
+    for given in (value, *measured.values()):
+        if isinstance(given, Exception):
+            raise given
+    metrics = {
+        f"{part}/{name}": number
+        for name, given in measured.items()
+        if (number := _metric(name, given, part)) is not None
+    }
+    if not term.per_step or value is None:
+        score = _number(value)
+        component = value.amount if isinstance(value, Paid) else score
+        return Checked(score, _status(value, score), component, metrics=metrics)
+    what = "steps; a term per step returns a list, one number or None a step"
+    wrong = shape_problem(value, len(rollout.steps), what)
+    if wrong:
+        raise wrong
+    steps = tuple(_number(entry) or 0.0 for entry in value)
+    total = sum(steps)
+    return Checked(total, _status(None, total), total, steps, metrics)
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    raise Misshapen(
+        f"{value!r:.200}; return a finite number, or None where the rollout cannot be scored"
+    )
+
+
+def _metric(name: str, value: Any, part: str) -> float | None:
+    """A metric beside a score. Raises: Misshapen for a name that rlkit uses, and for what is no
+    number."""
+    if part != "aggregator" and (name in TAKEN or name.endswith("_frac")):
+        raise Misshapen(f"a metric {name!r}, which rlkit has already; give it another name")
+    return _number(value)
+
+
+def _status(value: Any, number: float | None) -> ScoreStatus:
+    if isinstance(value, Verdict):
+        return value.status
+    if number is None:
+        return "unparseable"
+    return "ok" if number > 0 else "wrong"

@@ -1,0 +1,83 @@
+"""What a reward function or an aggregator declares of itself, read in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from rlkit.system.copies import copied
+from rlkit.system.shared_state import is_own
+from rlkit.types import Task
+
+F = TypeVar("F", bound=Callable[..., Any])
+MARK = "__declared__"
+
+
+class Declared(NamedTuple):
+    """The declarations of one function.
+
+    batched   it takes the list of all rollouts and returns a list of scores
+    no_gold   its rows have no gold answer to try
+    problems  (tasks) → why it cannot read the truth of each, "" where it can; None: it reads none
+    """
+
+    batched: bool = False
+    no_gold: bool = False
+    problems: Callable[..., list[str]] | None = None
+
+
+def declared(fn: Callable[..., Any]) -> Declared:
+    """Return what a function declares.
+
+    A `functools.partial` declares what it wraps declares, and binds its keywords to `problems`.
+    """
+    keywords: dict[str, Any] = {}
+    while isinstance(fn, partial) and not hasattr(fn, MARK):
+        keywords = {**fn.keywords, **keywords}
+        fn = fn.func
+    own: Declared = getattr(fn, MARK, Declared())
+    return own._replace(problems=own.problems and partial(own.problems, **keywords))
+
+
+def _declare(fn: F, **what: Any) -> F:
+    setattr(fn, MARK, declared(fn)._replace(**what))
+    return fn
+
+
+def batched(fn: F) -> F:
+    """Mark a reward function as one of the whole batch: (rollouts) → list of scores. The same as
+    `batched: true`."""
+    return _declare(fn, batched=True)
+
+
+def no_gold(fn: F) -> F:
+    """Mark a reward whose rows have no gold answer to try: the environment, a model or the row's
+    own package judges."""
+    return _declare(fn, no_gold=True)
+
+
+def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
+    """Mark a reward function as one that has to read `task.answer`.
+
+    Args:
+      problem: (task, and the keywords that a config binds to the function) → why the function
+        cannot read the task's truth, as the end of a sentence that begins with the truth; "" where
+        it can. It is asked once for every row, so it has to be quick.
+    """
+    return reads_truths(lambda tasks, **keywords: [problem(task, **keywords) for task in tasks])
+
+
+def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
+    """`reads_truth` for a function that asks about all rows at once: (tasks, keywords) → one
+    problem for each task."""
+    return partial(_declare, problems=problems)
+
+
+def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
+    """Why a reward function cannot read the truth of each task; "" where it can, and for functions
+    that are not marked."""
+    problems = declared(fn).problems
+    if problems is None or not tasks:
+        return [""] * len(tasks)
+    return problems(tasks if is_own(problems) else copied(list(tasks)))

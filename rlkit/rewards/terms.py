@@ -1,0 +1,118 @@
+"""A reward as a record: its terms by name, how often they may fail, and what makes them one
+number."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from rlkit.errors import ConfigError, written
+from rlkit.rewards.aggregators import weighted_sum
+from rlkit.rewards.declarations import declared
+from rlkit.types import AggregatorFn, safe
+
+
+@safe("fn")
+class Term(NamedTuple):
+    """A component of a reward: a function of one rollout, plain or async.
+
+    fn        gives the score, or a pair (score, metrics): numbers by name, of which the step's row
+              has the mean as reward/TERM/NAME
+    weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of
+              the reward
+    batched   fn takes the list of all rollouts and returns a list of scores
+    per_step  fn returns a list, one number or None a step. weight * number is added to
+              `Step.reward`, to what the environment paid there; the aggregate of the other terms
+              stands at the end. The component that is logged is the sum of the numbers
+    timeout   seconds that a call may take (of a batched term: the call for all rollouts); None: no
+              limit. An async function is cancelled. A plain one runs in a thread, which cannot be
+              killed: it is given up and goes on in the background, so what may truly hang belongs
+              into a child process, as math_verify does it
+    threads   rollouts that a plain function scores at the same time, each in a thread, > 0: more
+              than 1 for one that waits, such as for an answer over the network. What it draws at
+              random then depends on the clock
+    """
+
+    weight: float
+    fn: Callable[..., Any]
+    batched: bool = False
+    per_step: bool = False
+    timeout: float | None = None
+    threads: int = 1
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the function takes the list of all rollouts."""
+        return self.batched or declared(self.fn).batched
+
+
+@safe("name", "terms")
+class Reward(NamedTuple):
+    """Named terms in order, and how they become one number.
+
+    aggregator      (scores, weights) → float, or one of the whole batch
+                    (rlkit.rewards.aggregators). With metrics, as (float, metrics): numbers,
+                    averaged over the scored rollouts as aggregator/NAME
+    max_error_rate  share of the rollouts, 0 … 1, on which a term may raise, hang or return what is
+                    no reward; beyond it scoring stops. Up to it, such a rollout cannot be scored
+                    (None) and is counted under `reward/NAME/error_frac` and `timeout_frac`
+    normalize       trains on (reward - mean) / std over all episodes of the run so far
+                    (rlkit.rewards.normalise); metrics stay raw
+    """
+
+    name: str
+    terms: Mapping[str, Term]
+    aggregator: AggregatorFn = weighted_sum
+    max_error_rate: float = 0.0
+    normalize: bool = False
+
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """The aggregator and the functions of the terms."""
+        return [self.aggregator, *(term.fn for term in self.terms.values())]
+
+
+def require_terms(reward: Reward) -> None:
+    """Raise ConfigError where every weight is 0, a limit is out of range, or a function does not
+    fit its call."""
+    if not any(term.weight for term in reward.terms.values()):
+        raise ConfigError(
+            f"reward {reward.name!r} has no term of non-zero weight; set one of"
+            " reward.terms.NAME.weight"
+        )
+    if not 0 <= reward.max_error_rate <= 1:
+        raise ConfigError(
+            f"reward {reward.name!r}: max_error_rate is a share of the rollouts, 0 … 1, not"
+            f" {reward.max_error_rate}"
+        )
+    for name, term in reward.terms.items():
+        if term.threads < 1:
+            raise ConfigError(
+                f"reward term {name!r}: threads must be at least 1, not {term.threads}"
+            )
+        if term.timeout is not None and not term.timeout > 0:
+            raise ConfigError(
+                f"reward term {name!r}: timeout must be > 0 seconds, or null for no limit, not"
+                f" {term.timeout}"
+            )
+        wrong = _uncallable(term.fn)
+        if wrong:
+            what = "the list of rollouts" if term.takes_all else "a rollout"
+            raise ConfigError(
+                f"reward term {name!r}: {written(term.fn)} is called with {what} alone, which it"
+                f" does not fit: {wrong}"
+            )
+
+
+def _uncallable(fn: Callable[..., Any]) -> str:
+    """Why a function cannot be called with one argument, and where it stands; "" where it can, or
+    has no signature."""
+    try:
+        inspect.signature(fn).bind(None)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(getattr(fn, "func", fn)), "__code__", None)
+        return str(error) + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
+    except ValueError:
+        pass
+    return ""

@@ -1,0 +1,46 @@
+"""What a reward function reads from a rollout, and what it may return instead of a plain number."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from rlkit.types import Rollout
+
+ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
+
+
+def final_answer(rollout: Rollout) -> str | None:
+    """Content of the last reply, thinking excluded, or None where the episode ended without a final
+    answer.
+
+    There is none in an episode without a reply, in one that was truncated, in a reply cut off by
+    the length limit (what it would have said next is unknown), and in a reply that still calls
+    tools.
+    """
+    if not rollout.steps or rollout.status == "truncated":
+        return None
+    last = rollout.steps[-1]
+    return None if last.finish_reason == "length" or last.tool_calls else rollout.final_content
+
+
+class Verdict(float):
+    """A score that says how it came about, where the number alone does not: Verdict(0.0,
+    "unparseable"), Verdict(0.0, "timeout")."""
+
+    status: ScoreStatus
+
+    def __new__(cls, score: float, status: ScoreStatus) -> Self:
+        verdict = super().__new__(cls, score)
+        verdict.status = status
+        return verdict
+
+
+class Paid(Verdict):
+    """0 for an episode that has been rewarded at its steps already. What was paid there is the
+    component that is logged and that an algorithm reads, and does not count a second time."""
+
+    def __init__(self, amount: float) -> None:
+        self.amount = amount
+
+    def __new__(cls, amount: float) -> Self:
+        return super().__new__(cls, 0.0, "ok" if amount > 0 else "wrong")
