@@ -18,7 +18,8 @@ from rlkit.system import rng
 from rlkit.training.experiment import correction_in_words, settle_correction
 from rlkit.training.flight import Flight, next_groups
 from rlkit.training.learner import Learner
-from rlkit.training.update import drift, passes
+from rlkit.training.update import drift
+from rlkit.training.update import scored as passes
 from rlkit.training.update.step import weighted
 
 COMMON = [
