@@ -15,8 +15,9 @@ import torch
 
 import rlkit
 from rlkit import functional as F
-from rlkit.algorithm import select
 from rlkit.models import forward_logprobs, pack
+from rlkit.training.update.split import select
+from rlkit.types import Weighted
 
 STEPS, PROMPTS, SAMPLES, MINIBATCHES = int(os.environ.get("EXAMPLE_STEPS", "20")), 16, 8, 2
 RATE, CLIP, KL = 3e-4, 0.2, 0.05
@@ -55,7 +56,13 @@ def prepared(rollouts):
     advantages = F.normalize_group(advantages, batch.rewards, batch.group_ids, batch.rollout_ids)
     with torch.no_grad():
         old, ref = logprobs_of(policy.model, batch), logprobs_of(reference, batch)
-    return batch._replace(advantages=advantages, logprobs_old=old, logprobs_ref=ref)
+    return Weighted(
+        **vars(batch),
+        logprobs_old=old,
+        logprobs_ref=ref,
+        advantages=advantages,
+        scale=torch.ones_like(old),
+    )
 
 
 def loss_of(batch):
