@@ -7,6 +7,8 @@ The rule for a server that is lost: what it was sampling is sampled again by the
 from the same seeds. It stays out until a later `load` finds that it answers, and is then given the
 weights. Where none is left, the completions wait for any of them to come back, at most
 `restart_wait` seconds.
+
+A server that is there and loses the same completion again and again is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.errors import EngineError
-from rlkit.extras.vllm.server import Lost, Server, end
+from rlkit.extras.vllm.server import Lost, NotAsked, Server, end
 from rlkit.extras.vllm.weights import (
     adapter_mark,
     base_mark,
@@ -34,6 +36,7 @@ from rlkit.types import Generation, Policy, SamplingParams
 PUSH = 600.0  # seconds that a server may take to read weights
 POLL = 0.5  # seconds between two looks at servers that are to come
 MOST_WAITS = 5  # for all servers, between two loads
+MOST_LOSSES = 3  # of one completion, by a server that did not go away
 
 
 class ServerPool:
@@ -84,15 +87,32 @@ class ServerPool:
     async def generate(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion, by the server of this key."""
+        """One completion, by the server of this key. Raises: EngineError where a server loses it
+        three times and takes the weights again each time."""
+        lost: list[Server] = []
+        waits = self.waits
         while True:
             server = await self._server_of(key)
             losses = server.losses
             version = self.version
+            if self.waits != waits:  # the servers had gone away
+                lost.clear()
+                waits = self.waits
             try:
                 reply = await server.complete(self.policy, prompt_ids, seed, params)
+            except NotAsked as error:
+                self._lose(server, losses, error)
             except Lost as error:
                 self._lose(server, losses, error)
+                lost.append(server)
+                if lost.count(server) == MOST_LOSSES:
+                    raise EngineError(
+                        f"generation.engine.addresses={server.url} lost the same completion"
+                        f" {MOST_LOSSES} times ({error}) and was there again each time: a prompt of"
+                        f" {len(prompt_ids)} tokens, max_new_tokens={params.max_new_tokens}. Look"
+                        " into its log, and at the limits of time and size of a proxy in front of"
+                        " it; or lower generation.max_new_tokens"
+                    ) from error
             else:
                 return reply._replace(versions=((0, version),))
 
