@@ -3,10 +3,14 @@
     key ── its position ──▶ a server, always the same one ──▶ completion
     load ── the weights moved? ──▶ written once ──▶ every server reads them
 
+With several ranks, rank 0 alone gives the servers their weights. It then tells the other ranks
+which servers have them, and under which name. All ranks load at the same time.
+
 The rule for a server that is lost: what it was sampling is sampled again by the others, whole and
 from the same seeds. It stays out until a later `load` finds that it answers, and is then given the
 weights. Where none is left, the completions wait for any of them to come back, at most
-`restart_wait` seconds.
+`restart_wait` seconds. Then each rank that waits gives that server its own copy of the weights:
+rank 0 may have played its episodes already, and wait for the others.
 
 A server that is there and loses the same completion again and again is an error.
 """
@@ -19,8 +23,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlkit.distributed import ranks
 from rlkit.errors import EngineError
 from rlkit.extras.vllm.server import Lost, NotAsked, Server, end
 from rlkit.extras.vllm.weights import (
@@ -37,6 +42,21 @@ PUSH = 600.0  # seconds that a server may take to read weights
 POLL = 0.5  # seconds between two looks at servers that are to come
 MOST_WAITS = 5  # for all servers, between two loads
 MOST_LOSSES = 3  # of one completion, by a server that did not go away
+
+
+class Missed(NamedTuple):
+    """Addresses of the servers that a rank has lost since the load before."""
+
+    urls: tuple[str, ...]
+
+
+class Served(NamedTuple):
+    """A server as rank 0 knows it after a push."""
+
+    has: bool  # the weights that are due
+    name: str
+    adapter: str
+    max_length: int
 
 
 class ServerPool:
@@ -60,12 +80,14 @@ class ServerPool:
         self.bringing: asyncio.Task[None] | None = None  # gives them to the servers
         self.pushed = self.waits = 0
         self.kept = self.folder / "none"  # the adapter that the servers have
+        self.losses = [server.losses for server in servers]  # at the load before
 
     async def load(self, policy: Policy, version: int) -> None:
-        """Give every server that answers the weights, where they have moved.
+        """Give every server that answers the weights, where they have moved. With several ranks all
+        of them call this at the same time, and rank 0 does it.
 
         Raises: EngineError where an address has never answered, a server refuses, or none comes
-        back.
+        back; RankError with its text on the other ranks.
         """
         if self.bringing is not None:
             self.bringing.cancel()  # of completions that were given up
@@ -81,7 +103,8 @@ class ServerPool:
                 else base_mark(policy.model, merge=self.merge)
             ),
         )
-        self.bringing = asyncio.create_task(self._bring())
+        bring = self._bring if ranks.size() == 1 else self._bring_for_all
+        self.bringing = asyncio.create_task(bring())
         await self.bringing
 
     async def generate(
@@ -155,6 +178,48 @@ class ServerPool:
                 " answers when weights are loaded",
                 file=sys.stderr,
             )
+
+    async def _bring_for_all(self) -> None:
+        """Rank 0 brings the weights, and all ranks ask the same servers for the same names."""
+        now = [server.losses for server in self.servers]
+        missed = [
+            server.url
+            for server, losses, before in zip(self.servers, now, self.losses, strict=True)
+            if losses != before
+        ]
+        found = ranks.gather(lambda: Missed(tuple(missed)))
+        if not all(isinstance(own, Missed) for own in found):
+            raise EngineError(
+                "generation.engine.addresses: a rank samples while the others do something else;"
+                " with several ranks call collect on all of them"
+            )
+        failure: Exception | None = None
+        if ranks.rank() == 0:
+            for server in self.servers:
+                if any(server.url in own.urls for own in found):
+                    server.forget()  # it may have been started again
+            try:
+                await self._bring()
+            except Exception as error:
+                failure = error
+
+        def told() -> list[Served]:
+            if failure is not None:
+                raise failure
+            return [
+                Served(server.has == self.due, server.name, server.adapter, server.max_length)
+                for server in self.servers
+            ]
+
+        for server, served in zip(self.servers, ranks.broadcast(told), strict=True):
+            if not served.has:
+                server.forget()
+                continue
+            server.has = self.due
+            server.name = served.name
+            server.adapter = served.adapter
+            server.max_length = served.max_length
+        self.losses = [server.losses for server in self.servers]
 
     async def _bring(self) -> None:
         """Give the servers the weights that are due, and wait for a server where none is left."""

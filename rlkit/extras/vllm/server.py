@@ -76,6 +76,7 @@ class Server:
         # of the model that it serves, and of the adapter on top
         self.name = ""
         self.adapter = ""
+        self.max_length = 0
 
     async def meet(self) -> None:
         """Learn what it serves. Raises: Lost."""
