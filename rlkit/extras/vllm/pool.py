@@ -12,7 +12,7 @@ weights. Where none is left, the completions wait for any of them to come back, 
 `restart_wait` seconds. Then each rank that waits gives that server its own copy of the weights:
 rank 0 may have played its episodes already, and wait for the others.
 
-A server that is there and loses the same completion again and again is an error.
+A healthy server that loses the same completion three times is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rlkit.types import Generation, Policy, SamplingParams
 PUSH = 600.0  # seconds that a server may take to read weights
 POLL = 0.5  # seconds between two looks at servers that are to come
 MOST_WAITS = 5  # for all servers, between two loads
-MOST_LOSSES = 3  # of one completion, by a server that did not go away
+MOST_LOSSES = 3  # of one completion, by a healthy server
 
 
 class Missed(NamedTuple):
@@ -110,8 +110,8 @@ class ServerPool:
     async def generate(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion, by the server of this key. Raises: EngineError where a server loses it
-        three times and takes the weights again each time."""
+        """One completion, by the server of this key. Raises: EngineError if a server loses it three
+        times and takes the weights again each time."""
         lost: list[Server] = []
         waits = self.waits
         while True:
@@ -130,11 +130,11 @@ class ServerPool:
                 lost.append(server)
                 if lost.count(server) == MOST_LOSSES:
                     raise EngineError(
-                        f"generation.engine.addresses={server.url} lost the same completion"
-                        f" {MOST_LOSSES} times ({error}) and was there again each time: a prompt of"
+                        f"generation.engine.addresses: {server.url} lost the same completion"
+                        f" {MOST_LOSSES} times ({error}) although it answers: a prompt of"
                         f" {len(prompt_ids)} tokens, max_new_tokens={params.max_new_tokens}. Look"
-                        " into its log, and at the limits of time and size of a proxy in front of"
-                        " it; or lower generation.max_new_tokens"
+                        " into its log, and at the time and size limits of a proxy in front of it;"
+                        " or lower generation.max_new_tokens"
                     ) from error
             else:
                 return reply._replace(versions=((0, version),))
