@@ -1012,7 +1012,8 @@ class Engine(Protocol):
         """From now on, sample from this policy's weights as they are. `version` is the number of
         completed RL steps.
 
-        An engine in this process uses the weights in place; others copy what has moved.
+        An engine in this process uses the weights in place; others copy what has moved. With
+        several ranks, all of them call it at the same time.
         """
         ...
 

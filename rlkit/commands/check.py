@@ -118,7 +118,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     cut = small(x)
     with autocast(cut, device):
         agreement = check_policy(policy, tasks.train, cut)
-    text += f"\n{settle_kernels(x.generation.engine, policy.model)}"
+    text += f"\n{agreement.tools}{settle_kernels(x.generation.engine, policy.model)}"
     played: list[Rollout] = []
     learner = Learner(
         cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact

@@ -52,8 +52,8 @@ def evaluate_run(
     )
     settings = x.evaluation
     with autocast(x, device):
-        check_policy(policy, tasks, x)
-        print(settle_kernels(x.generation.engine, policy.model), flush=True)
+        tools = check_policy(policy, tasks, x).tools
+        print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
         out = runs.fresh(parent)
         greedy = _evaluate_greedily(x, policy, tasks, step or 0, out)
         sampled = _evaluate_samples(x, policy, tasks, step or 0, out)

@@ -50,7 +50,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     policy, device = on_device(x)
     environment = limited(x.environment, x.max_steps)
     with autocast(x, device):
-        check_contexts(policy, tasks, environment)
+        tools = check_contexts(policy, tasks, environment)
         out = runs.fresh(parent)
         with (
             unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
@@ -66,7 +66,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 on_done=keep,
                 **x.generation.params,
             )
-            print(settle_kernels(x.generation.engine, policy.model), flush=True)
+            print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
             said = failures(rollouts)
             if said:
                 print(f"warning: {said}", file=sys.stderr)

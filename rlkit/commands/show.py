@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ WIDTH = 100
 ORIGIN = 62  # column at which origins begin
 NAMES = 22  # columns of keys, more where one of the block is longer, but for those
 LONG_NAME = 36  # of so many characters
+# the functions and classes that are tools, which are always shown
+TOOL = re.compile(r"^(environment\..*\btools\.\w+)\._target_$")
 # keys that are shown though they are as in the default run
 MATTER = (
     "name",
@@ -83,7 +86,11 @@ def screen(explained: Explained, words: Sequence[str] = ()) -> list[str]:
     """The lines: a block for each group, then the extras. `words` are the overrides."""
     options = {chosen.place: chosen for chosen in explained.options}
     tops = [place for place in options if "." not in place]
-    shown = [value for value in explained.values if _is_shown(value, options)]
+    shown = [
+        value._replace(key=TOOL.sub(r"\1", value.key))
+        for value in explained.values
+        if TOOL.match(value.key) or _is_shown(value, options)
+    ]
     lines = [
         *wrap(" ".join(["rlkit train", *words]), "", "    "),
         "* differs from `rlkit train` without overrides",

@@ -136,17 +136,13 @@ def split_work(items: Sequence[Any], work: Callable[[Sequence[Any], int], list[T
 
     Args:
       items: the same on every rank.
-      work: (items of this rank, position of the first of them) → results. Not called on a rank
-        without items.
+      work: (items of this rank, position of the first of them) → results. Called on every rank,
+        also on one without items, since servers are given weights by all ranks together.
     """
     if size() == 1:
         return work(items, 0)
     begin, end = (len(items) * r // size() for r in (rank(), rank() + 1))
-    return [
-        one
-        for part in gather(lambda: work(items[begin:end], begin) if begin < end else [])
-        for one in part
-    ]
+    return [one for part in gather(lambda: work(items[begin:end], begin)) for one in part]
 
 
 def any_rank(flag: bool) -> bool:

@@ -13,5 +13,5 @@ from rlkit.environments.python import PythonSession, python_tool
 from rlkit.environments.session import answer_calls, opened
 from rlkit.environments.thinking import split_reply, split_thinking
 from rlkit.environments.tool_parsers import hermes, none, xml
-from rlkit.environments.tools import execute, tool_name, tool_schema, with_schema
+from rlkit.environments.tools import execute, tool_name, tool_schema, tools_in_words, with_schema
 from rlkit.environments.weather import get_weather

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from rlkit.environments.toolbox import closed
-from rlkit.environments.tools import execute, marked, where
-from rlkit.errors import EnvironmentFailed, RLKitError, place
+from rlkit.environments.tools import execute, marked
+from rlkit.errors import EnvironmentFailed, RLKitError, defined_at, place
 from rlkit.system.deadline import call_user, in_worker
 from rlkit.system.loops import awaited, closing, together
 from rlkit.system.waiting import waiting
@@ -244,8 +244,10 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         plain = json.loads(json.dumps(state))
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentFailed(
-            f"{where(tell)}: a session's state is {state!r:.200} ({error}); {needed}"
+            f"{defined_at(tell)}: a session's state is {state!r:.200} ({error}); {needed}"
         ) from None
     if not isinstance(plain, dict):
-        raise EnvironmentFailed(f"{where(tell)}: a session's state is {state!r:.200}; {needed}")
+        raise EnvironmentFailed(
+            f"{defined_at(tell)}: a session's state is {state!r:.200}; {needed}"
+        )
     return rollout._replace(state=plain)

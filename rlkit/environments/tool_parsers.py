@@ -43,18 +43,16 @@ def hermes(content: str) -> tuple[str, list[ToolCall]]:
     """
     pieces: list[str] = []
     calls: list[ToolCall] = []
-    position = 0
-    while (start := content.find(OPEN, position)) >= 0:
-        pieces.append(content[position:start])
-        end = content.find(CLOSE, start)
-        body = content[start + len(OPEN) : end if end >= 0 else len(content)]
-        calls.append(
-            from_payload(f"call_{len(calls)}", partial(load_json, body.strip()), closed=end >= 0)
-        )
-        position = end + len(CLOSE) if end >= 0 else len(content)
+    rest = content
+    while OPEN in rest:
+        before, _, rest = rest.partition(OPEN)
+        pieces.append(before)
+        body, end, rest = rest.partition(CLOSE)
+        read = partial(load_json, body.strip())
+        calls.append(from_payload(f"call_{len(calls)}", read, closed=bool(end)))
     if not calls:
         return content, []
-    pieces.append(content[position:])
+    pieces.append(rest)
     return "\n".join(piece.strip() for piece in pieces if piece.strip()), calls
 
 
@@ -74,20 +72,16 @@ def xml(
     """
     pieces: list[str] = []
     calls: list[ToolCall] = []
-    position = 0
-    while start := XML_START.search(content, position):
-        pieces.append(content[position : start.start()])
-        opening = XML_OPEN.match(content, start.start())
-        end = content.find(XML_CLOSE, opening.end() if opening else start.end())
-        body = content[
-            opening.end() if opening else start.end() : end if end >= 0 else len(content)
-        ]
+    rest = content
+    while start := XML_START.search(rest):
+        pieces.append(rest[: start.start()])
+        opening = XML_OPEN.match(rest, start.start())
         name = (opening[1] or opening[2] or "").strip() if opening else ""
-        calls.append(_xml_call(f"call_{len(calls)}", name, body.strip(), tools, closed=end >= 0))
-        position = end + len(XML_CLOSE) if end >= 0 else len(content)
+        body, end, rest = rest[(opening or start).end() :].partition(XML_CLOSE)
+        calls.append(_xml_call(f"call_{len(calls)}", name, body.strip(), tools, closed=bool(end)))
     if not calls:
         return content, []
-    pieces.append(content[position:])
+    pieces.append(rest)
     return "\n".join(piece.strip() for piece in pieces if piece.strip()), calls
 
 

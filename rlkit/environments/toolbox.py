@@ -107,14 +107,10 @@ def signatures(tools: Mapping[str, Any]) -> dict[str, Tool]:
         cls = tool_class(tool)
         if cls is None:
             out[name] = tool
-        else:
-            methods = {
-                method: inspect.getattr_static(cls, method) for method in names_of(name, cls)
-            }
-            out |= {
-                m: partial(found, None) if inspect.isfunction(found) else getattr(cls, m)
-                for m, found in methods.items()
-            }
+            continue
+        for method in names_of(name, cls):
+            own = inspect.getattr_static(cls, method)
+            out[method] = partial(own, None) if inspect.isfunction(own) else getattr(cls, method)
     return out
 
 

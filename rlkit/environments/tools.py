@@ -26,7 +26,7 @@ from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.errors import ConfigError, Hung
+from rlkit.errors import ConfigError, Hung, defined_at
 from rlkit.system.deadline import (
     DeadlinePassed,
     ProcessEndAsked,
@@ -75,11 +75,12 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise ConfigError(
-            f"{where(function)}: no schema can be made of the tool {tool_name(tool)!r}:"
+            f"{defined_at(function)}: no schema can be made of the tool {tool_name(tool)!r}:"
             f" {_reason(error)}. Write it like this:\n{EXAMPLE}"
         ) from error
     parameters = schema["function"]["parameters"]
-    parameters["properties"] = {k: v for k, v in parameters["properties"].items() if k not in bound}
+    for name in bound:
+        parameters["properties"].pop(name, None)
     if "required" in parameters:
         parameters["required"] = [name for name in parameters["required"] if name not in bound]
     return schema
@@ -89,6 +90,17 @@ def tool_name(tool: Callable[..., Any]) -> str:
     """The name that a tool's schema gives it: that of the function, also inside a
     `functools.partial`."""
     return str(getattr(_function(tool), "__name__", repr(tool)))
+
+
+def tools_in_words(tools: Mapping[str, Tool]) -> str:
+    """`calculator; lend, give_back (my_tools.Shelf)`: the names, and for tools that are not rlkit's
+    own the module or class that they come from."""
+    names: dict[str, list[str]] = {}
+    for name, tool in tools.items():
+        function = _function(tool)
+        place = f"{function.__module__}.{getattr(function, '__qualname__', '')}".rpartition(".")[0]
+        names.setdefault("" if place.startswith("rlkit.") else f" ({place})", []).append(name)
+    return "; ".join(f"{', '.join(own)}{place}" for place, own in names.items())
 
 
 def _function(tool: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,12 +368,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ValueError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def where(tool: Callable[..., Any]) -> str:
-    """File and line of a function, or what is known of it."""
-    function = inspect.unwrap(tool)
-    try:
-        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
-    except (TypeError, OSError):
-        return repr(tool)

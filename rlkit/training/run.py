@@ -160,7 +160,8 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     with autocast(x, device):
         agreement = check_policy(policy, tasks.train, x)
     sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
-    print(settle_kernels(x.generation.engine, policy.model, sharded=sharded), flush=True)
+    kernels = settle_kernels(x.generation.engine, policy.model, sharded=sharded)
+    print(f"{agreement.tools}{kernels}", flush=True)
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
     exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same

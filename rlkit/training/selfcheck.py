@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.environments import environment_of
+from rlkit.environments import environment_of, tools_in_words
 from rlkit.episodes import assemble, collect, failures
 from rlkit.episodes.episode import opening
 from rlkit.errors import DataError, SelfCheckError
@@ -19,7 +19,7 @@ from rlkit.functional import token_log_probs
 from rlkit.models import check_template, check_vocabulary, encode_prompt, forward_logprobs, pack
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
-from rlkit.types import Environment, Policy, Task, declarations
+from rlkit.types import Environment, Policy, Task, Tool, declarations
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
 BF16_WARNING = 0.05  # mean |Δ log-prob| in half precision: more than its rounding
@@ -53,28 +53,33 @@ def check_teacher(x: Experiment) -> None:
 
 
 def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
-    """The first n tasks; of a mixture the first n of every part."""
-    seen: Counter[str] = Counter()
+    """The first n tasks of every part of a mixture, and of every environment that its rows
+    name."""
+    seen: Counter[tuple[str, str]] = Counter()
     out = []
     for task in tasks:
-        seen[task.part] += 1
-        if seen[task.part] <= n:
+        kind = task.part, task.environment
+        seen[kind] += 1
+        if seen[kind] <= n:
             out.append(task)
     return out
 
 
 def check_contexts(
     policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
-) -> None:
+) -> str:
     """The template carries the rows' tools, and the longest rows leave room for a reply.
 
+    Returns: a line, with its end, that names the tools of these rows; empty where they have none.
     Raises: TemplateError, DataError naming the row.
     """
+    tools: dict[str, Tool] = {}
     for task in first_rows(
         sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages)), LONGEST
     ):
         own = opening(task, environment_of(environment, task))
         check_template(policy.renderer, own.schemas)
+        tools |= own.tools
         length = len(encode_prompt(policy.renderer, own.prompt, own.schemas))
         if length >= policy.context_length:
             raise DataError(
@@ -82,6 +87,7 @@ def check_contexts(
                 f" {policy.context_length}; take the row out, or choose a model with a longer"
                 " context (model.path)"
             )
+    return f"tools: {tools_in_words(tools)}\n" if tools else ""
 
 
 class Agreement(NamedTuple):
@@ -90,6 +96,7 @@ class Agreement(NamedTuple):
 
     warnings: list[str]
     exact: bool  # in float32, within FP32_TOLERANCE
+    tools: str  # the line of `check_contexts`
 
 
 def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreement:
@@ -102,7 +109,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     gave the policy nothing to say.
     """
     few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
-    check_contexts(policy, tasks, x.environment)
+    tools = check_contexts(policy, tasks, x.environment)
     temperature = x.generation.temperature or 1.0
     rollouts = collect(
         policy,
@@ -150,7 +157,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         "training would be wrong. Does the engine sample at generation.temperature, and from these"
         " weights?",
     )
-    return Agreement(warnings, exact=not half)
+    return Agreement(warnings, not half, tools)
 
 
 def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:

@@ -170,6 +170,19 @@ def test_what_differs_is_on_the_screen(overrides):
             assert any(line.endswith(value.origin) for line in marked), value
 
 
+def test_the_tools_are_always_on_the_screen():
+    """By the key that leaves each of them out."""
+
+    def shown(*overrides):
+        lines = [line.split()[:2] for line in screen(explain(overrides), overrides)]
+        return [words for words in lines if words and "tools." in words[0]]
+
+    calculator = "rlkit.environments.calculator"
+    assert shown() == [["environments.tool_use.tools.calculator", calculator]]
+    assert shown("environment=tool_use") == [["tools.calculator", calculator]]
+    assert shown("environment=single_turn") == []
+
+
 def test_the_command_prints_files_and_no_secret(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OF_MINE", "0rigin-of-env")

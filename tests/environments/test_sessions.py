@@ -427,7 +427,7 @@ def test_a_state_that_is_not_plain_is_refused_with_its_place(state, words):
         def state(self):
             return state
 
-    with pytest.raises(EnvironmentFailed, match=rf"test_sessions.py:\d+: .*{words}"):
+    with pytest.raises(EnvironmentFailed, match=rf"test_sessions.py:\d+\): .*{words}"):
         played(Environment(session=lambda task: Odd(ends)), reply())
 
 

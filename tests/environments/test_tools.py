@@ -12,7 +12,16 @@ from typing import Any, Literal
 import pytest
 
 from parametrise import each
-from rlkit.environments import calculator, execute, get_weather, tool_schema, with_schema
+from rlkit.environments import (
+    PythonSession,
+    calculator,
+    execute,
+    get_weather,
+    python_tool,
+    tool_schema,
+    tools_in_words,
+    with_schema,
+)
 from rlkit.errors import ConfigError, Interrupted
 from rlkit.system.deadline import warn_once
 from rlkit.system.loops import run
@@ -148,8 +157,37 @@ def test_a_bound_keyword_leaves_the_schema():
     ].get("required", [])
 
 
+class Shop:
+    """A tool class of the user's."""
+
+    def search(self, text: str) -> str:
+        """Searches."""
+        return text
+
+    def buy(self, text: str) -> str:
+        """Buys."""
+        return text
+
+
+def test_tools_are_named_with_the_place_of_those_that_are_not_rlkits():
+    """Also a bound keyword, an object that is called, and methods of an instance."""
+
+    class Asked:
+        def __call__(self, text: str) -> str:
+            return text
+
+    shop = Shop()
+    own = {"calculator": calculator, "python": python_tool()}
+    given = {"search": shop.search, "weather": functools.partial(weather, unit="F")}
+    assert tools_in_words({**own, **given, "buy": shop.buy}) == (
+        f"calculator, python; search, buy ({__name__}.Shop); weather ({__name__})"
+    )
+    assert tools_in_words({"python": PythonSession().python}) == "python"
+    assert tools_in_words({"ask": Asked()}) == f"ask ({__name__})"
+
+
 def test_a_function_without_docstring_is_refused_with_its_place_and_an_example():
-    with pytest.raises(ConfigError, match=r"test_tools\.py:\d+: .*'undocumented'(?s:.*)Args:"):
+    with pytest.raises(ConfigError, match=r"test_tools\.py:\d+\): .*'undocumented'(?s:.*)Args:"):
         tool_schema(undocumented)
 
 

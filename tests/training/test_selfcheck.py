@@ -13,11 +13,13 @@ from parametrise import each
 from rlkit.config.problems.rows import check_truths, check_verifier
 from rlkit.engines import Batched, Cached, Transformers
 from rlkit.engines.transformers import complete
+from rlkit.environments import by_task as environments_by_task
+from rlkit.environments import calculator, get_weather, single_turn, tool_use
 from rlkit.errors import DataError, EngineError, SelfCheckError, TemplateError
 from rlkit.models import make_renderer
 from rlkit.rewards import Reward, Term, by_task, exact_match, few_turns, numeric, weighted_sum
 from rlkit.tasks import arithmetic
-from rlkit.training.selfcheck import check_policy
+from rlkit.training.selfcheck import check_contexts, check_policy
 from rlkit.types import Task
 
 
@@ -132,7 +134,7 @@ def copied(policy):
 def test_a_right_scorer_passes_at_any_temperature(tiny, tasks, experiment, temperature):
     assert check_policy(
         tiny, tasks, with_engine(experiment, complete, temperature=temperature)
-    ) == ([], True)
+    ) == ([], True, "tools: calculator\n")
 
 
 def test_a_sampler_at_another_temperature_is_refused(tiny, tasks, experiment):
@@ -290,3 +292,36 @@ def test_a_template_that_cannot_carry_the_tools_is_refused(tiny, tasks, experime
 
 def test_one_row_is_enough_to_check(tiny, tasks, experiment):
     assert check_policy(tiny, tasks[:1], with_engine(experiment, complete)).warnings == []
+
+
+def test_the_tools_of_a_run_are_those_of_all_environments_that_its_rows_name(tiny, tasks):
+    """The last row alone has the second tool. No row is opened twice, and an environment that no
+    row names is not opened."""
+    opened = []
+
+    class Shop:
+        def __init__(self, task):
+            opened.append(task.id)
+
+        def search(self, text: str) -> str:
+            """Searches.
+
+            Args:
+                text: What for.
+            """
+            return text
+
+    known = {
+        "tool_use": tool_use(tools={"calculator": calculator, "shop": Shop}),
+        "rare": tool_use(tools={"calculator": calculator, "get_weather": get_weather}),
+        "none": single_turn(),
+        "unused": tool_use(tools={"shop": Shop}),
+    }
+    many = arithmetic(max_samples=9)
+    given = [*many, tasks[0]._replace(id="last", environment="rare")]
+    line = check_contexts(tiny, given, environments_by_task(environments=known))
+    place = f"{Shop.__module__}.{Shop.__qualname__}"
+    assert line == f"tools: calculator, get_weather; search ({place})\n"
+    assert len(set(opened)) == len(opened) == 4
+    alone = [tasks[0]._replace(environment="none")]
+    assert check_contexts(tiny, alone, environments_by_task(environments=known)) == ""

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
+from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, EngineError
 from rlkit.extras.vllm.in_process import InProcess
 from rlkit.extras.vllm.pool import ServerPool
@@ -30,6 +32,7 @@ INSTALL = (
     "pip install -e '.[vllm]' where there is a GPU; for a CPU tests/extras/vllm/vllm_env.sh FOLDER"
     " makes an environment with it"
 )
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 
 
@@ -45,7 +48,8 @@ class VLLM:
 
     Args:
       addresses: of running `vllm serve`, to which episodes are dealt by position. Empty runs vLLM
-        in this process, on the training device; [start] has rlkit start one server.
+        in this process, on the training device; [start] has rlkit start one server. Several ranks
+        share the servers: rank 0 starts one and gives them the weights.
       max_rows: completions sampled at once, of each server, > 0.
       gpu_memory_utilization: share of the GPU that it may take, in (0, 1], weights and cache
         together. Not for a foreign server.
@@ -109,6 +113,7 @@ class VLLM:
         """Sample from this policy's weights as they are now. What has not moved since the last load
         is not pushed again.
 
+        With servers and several ranks, all ranks call this at the same time.
         Raises: EngineError where a server does not answer or refuses, or while completions are
         being sampled.
         """
@@ -166,25 +171,30 @@ class VLLM:
             self.backend.release(key)
 
     def problems(self, experiment: Any) -> list[str]:
-        """Refuse asynchrony=overlap without addresses, as in `rlkit.types.ChecksConfig`."""
-        if experiment.asynchrony.mode != "overlap" or self.addresses not in ([], ["start"]):
-            return []
-        return [
-            "asynchrony=overlap: two processes sample, and each would start a vLLM of its own;"
-            " start `vllm serve` and name it in generation.engine.addresses, or choose"
-            " asynchrony=lag"
-        ]
+        """Refuse asynchrony=overlap without addresses, and addresses of one machine on several, as
+        in `rlkit.types.ChecksConfig`."""
+        problems = []
+        if experiment.asynchrony.mode == "overlap" and self.addresses in ([], ["start"]):
+            problems.append(
+                "asynchrony=overlap: two processes sample, and each would start a vLLM of its own;"
+                " start `vllm serve` and name it in generation.engine.addresses, or choose"
+                " asynchrony=lag"
+            )
+        near = [a for a in self.addresses if a == "start" or urlsplit(a).hostname in THIS_MACHINE]
+        if experiment.trainer.nodes > 1 and near:
+            nodes = experiment.trainer.nodes
+            problems.append(
+                f"generation.engine.addresses: {near[0]} is another server on each of"
+                f" trainer.nodes={nodes} machines, and rank 0 alone gives weights; start `vllm"
+                " serve` and name it as all machines reach it"
+            )
+        return problems
 
     def _started(self, policy: Policy) -> InProcess | ServerPool:
         """A vLLM for this policy's model."""
         if not self.addresses:
             # vLLM's UniProcExecutor is given "cuda" without a number.
-            joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if (
-                joined
-                and torch.distributed.get_world_size() > 1
-                and next(policy.model.parameters()).device.type == "cuda"
-            ):
+            if ranks.size() > 1 and next(policy.model.parameters()).device.type == "cuda":
                 refused = "generation=vllm in this process takes the first GPU on every rank"
                 raise ConfigError(
                     f"{refused}; start servers and name them in generation.engine.addresses, or use"
@@ -192,19 +202,29 @@ class VLLM:
                 )
             return InProcess(policy, self._arguments(policy), merge=self.merge, sleeps=self.sleeps)
         if self.addresses == ["start"]:
-            servers = [
-                start_server(
-                    saved_model(policy),
-                    flags(self._arguments(policy)),
-                    max_rows=self.max_rows,
-                    devices=self.devices,
-                )
-            ]
+            servers = [self._start(policy)]
         else:
             servers = [Server(address, max_rows=self.max_rows) for address in self.addresses]
         return ServerPool(
             servers, merge=self.merge, restart_wait=self.restart_wait, folder=self.folder
         )
+
+    def _start(self, policy: Policy) -> Server:
+        """A server that rank 0 has started, for all ranks."""
+        own: list[Server] = []
+
+        def started() -> str:
+            server = start_server(
+                saved_model(policy),
+                flags(self._arguments(policy)),
+                max_rows=self.max_rows,
+                devices=self.devices,
+            )
+            own.append(server)
+            return server.url
+
+        url = ranks.broadcast(started)
+        return own[0] if own else Server(url, max_rows=self.max_rows)
 
     def _arguments(self, policy: Policy) -> dict[str, Any]:
         """The arguments of vLLM, in this process or as a server, the user's own last."""

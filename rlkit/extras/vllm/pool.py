@@ -3,10 +3,16 @@
     key ── its position ──▶ a server, always the same one ──▶ completion
     load ── the weights moved? ──▶ written once ──▶ every server reads them
 
+With several ranks, rank 0 alone gives the servers their weights. It then tells the other ranks
+which servers have them, and under which name. All ranks load at the same time.
+
 The rule for a server that is lost: what it was sampling is sampled again by the others, whole and
 from the same seeds. It stays out until a later `load` finds that it answers, and is then given the
 weights. Where none is left, the completions wait for any of them to come back, at most
-`restart_wait` seconds.
+`restart_wait` seconds. Then each rank that waits gives that server its own copy of the weights:
+rank 0 may have played its episodes already, and wait for the others.
+
+A healthy server that loses the same completion three times is an error.
 """
 
 from __future__ import annotations
@@ -17,10 +23,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rlkit.distributed import ranks
 from rlkit.errors import EngineError
-from rlkit.extras.vllm.server import Lost, Server, end
+from rlkit.extras.vllm.server import Lost, NotAsked, Server, end
 from rlkit.extras.vllm.weights import (
     adapter_mark,
     base_mark,
@@ -34,6 +41,22 @@ from rlkit.types import Generation, Policy, SamplingParams
 PUSH = 600.0  # seconds that a server may take to read weights
 POLL = 0.5  # seconds between two looks at servers that are to come
 MOST_WAITS = 5  # for all servers, between two loads
+MOST_LOSSES = 3  # of one completion, by a healthy server
+
+
+class Missed(NamedTuple):
+    """Addresses of the servers that a rank has lost since the load before."""
+
+    urls: tuple[str, ...]
+
+
+class Served(NamedTuple):
+    """A server as rank 0 knows it after a push."""
+
+    has: bool  # the weights that are due
+    name: str
+    adapter: str
+    max_length: int
 
 
 class ServerPool:
@@ -57,12 +80,14 @@ class ServerPool:
         self.bringing: asyncio.Task[None] | None = None  # gives them to the servers
         self.pushed = self.waits = 0
         self.kept = self.folder / "none"  # the adapter that the servers have
+        self.losses = [server.losses for server in servers]  # at the load before
 
     async def load(self, policy: Policy, version: int) -> None:
-        """Give every server that answers the weights, where they have moved.
+        """Give every server that answers the weights, where they have moved. With several ranks all
+        of them call this at the same time, and rank 0 does it.
 
         Raises: EngineError where an address has never answered, a server refuses, or none comes
-        back.
+        back; RankError with its text on the other ranks.
         """
         if self.bringing is not None:
             self.bringing.cancel()  # of completions that were given up
@@ -78,21 +103,39 @@ class ServerPool:
                 else base_mark(policy.model, merge=self.merge)
             ),
         )
-        self.bringing = asyncio.create_task(self._bring())
+        bring = self._bring if ranks.size() == 1 else self._bring_for_all
+        self.bringing = asyncio.create_task(bring())
         await self.bringing
 
     async def generate(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
-        """One completion, by the server of this key."""
+        """One completion, by the server of this key. Raises: EngineError if a server loses it three
+        times and takes the weights again each time."""
+        lost: list[Server] = []
+        waits = self.waits
         while True:
             server = await self._server_of(key)
             losses = server.losses
             version = self.version
+            if self.waits != waits:  # the servers had gone away
+                lost.clear()
+                waits = self.waits
             try:
                 reply = await server.complete(self.policy, prompt_ids, seed, params)
+            except NotAsked as error:
+                self._lose(server, losses, error)
             except Lost as error:
                 self._lose(server, losses, error)
+                lost.append(server)
+                if lost.count(server) == MOST_LOSSES:
+                    raise EngineError(
+                        f"generation.engine.addresses: {server.url} lost the same completion"
+                        f" {MOST_LOSSES} times ({error}) although it answers: a prompt of"
+                        f" {len(prompt_ids)} tokens, max_new_tokens={params.max_new_tokens}. Look"
+                        " into its log, and at the time and size limits of a proxy in front of it;"
+                        " or lower generation.max_new_tokens"
+                    ) from error
             else:
                 return reply._replace(versions=((0, version),))
 
@@ -135,6 +178,48 @@ class ServerPool:
                 " answers when weights are loaded",
                 file=sys.stderr,
             )
+
+    async def _bring_for_all(self) -> None:
+        """Rank 0 brings the weights, and all ranks ask the same servers for the same names."""
+        now = [server.losses for server in self.servers]
+        missed = [
+            server.url
+            for server, losses, before in zip(self.servers, now, self.losses, strict=True)
+            if losses != before
+        ]
+        found = ranks.gather(lambda: Missed(tuple(missed)))
+        if not all(isinstance(own, Missed) for own in found):
+            raise EngineError(
+                "generation.engine.addresses: a rank samples while the others do something else;"
+                " with several ranks call collect on all of them"
+            )
+        failure: Exception | None = None
+        if ranks.rank() == 0:
+            for server in self.servers:
+                if any(server.url in own.urls for own in found):
+                    server.forget()  # it may have been started again
+            try:
+                await self._bring()
+            except Exception as error:
+                failure = error
+
+        def told() -> list[Served]:
+            if failure is not None:
+                raise failure
+            return [
+                Served(server.has == self.due, server.name, server.adapter, server.max_length)
+                for server in self.servers
+            ]
+
+        for server, served in zip(self.servers, ranks.broadcast(told), strict=True):
+            if not served.has:
+                server.forget()
+                continue
+            server.has = self.due
+            server.name = served.name
+            server.adapter = served.adapter
+            server.max_length = served.max_length
+        self.losses = [server.losses for server in self.servers]
 
     async def _bring(self) -> None:
         """Give the servers the weights that are due, and wait for a server where none is left."""

@@ -40,6 +40,10 @@ class Lost(Exception):
     """The server no longer answers. It may come back."""
 
 
+class NotAsked(Lost):
+    """The server was lost while a request waited for its turn."""
+
+
 class Server:
     """A server at an address.
 
@@ -72,6 +76,7 @@ class Server:
         # of the model that it serves, and of the adapter on top
         self.name = ""
         self.adapter = ""
+        self.max_length = 0
 
     async def meet(self) -> None:
         """Learn what it serves. Raises: Lost."""
@@ -126,7 +131,7 @@ class Server:
         async with self.slots():
             # while this waited: it may be back already, without the weights
             if self.losses != losses:
-                raise Lost
+                raise NotAsked
             with waiting_outside():
                 choice = json.loads(await self.ask("/v1/completions", body))["choices"][0]
         return generation(policy, choice["token_ids"], choice["logprobs"]["token_logprobs"])

@@ -7,11 +7,12 @@ import json
 import threading
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from dripping_server import drips
+from quiet_server import QuietServer
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError
@@ -55,7 +56,7 @@ def verdict(correct, short):
 
 @contextmanager
 def serving(script=(), meet=None):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+    with QuietServer(("127.0.0.1", 0), Handler) as http:
         http.script, http.asked, http.now, http.most, http.lock, http.meet = (
             list(script),
             [],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import yaml
 
 from parametrise import cases, each
+from quiet_server import QuietServer
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
 from rlkit.config.keys import leaks
@@ -47,7 +48,7 @@ def server():
         def log_message(self, *_):
             """Says nothing."""
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    listening = QuietServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=listening.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{listening.server_port}/v1", heard
     listening.shutdown()

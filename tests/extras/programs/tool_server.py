@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 TEXT = {
@@ -98,6 +99,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.send_error(405)
+
+    def handle(self):
+        with suppress(ConnectionError):  # a client that hung up
+            super().handle()
 
     def log_message(self, *words):
         pass

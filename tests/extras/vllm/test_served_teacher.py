@@ -12,13 +12,14 @@ import re
 import threading
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 import torch
 
 from dripping_server import drips
 from laws.test_hangs import quick  # noqa: F401 (a fixture)
+from quiet_server import QuietServer
 from rlkit import collect
 from rlkit.algorithm import Stream
 from rlkit.config.compose import compose, experiment
@@ -90,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(policy):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+    with QuietServer(("127.0.0.1", 0), Handler) as http:
         http.model, http.tokenizer, http.longest, http.asked = (
             policy.model,
             policy.renderer.tokenizer,

@@ -587,6 +587,53 @@ def test_servers_that_are_lost_again_and_again_end_the_run(server, policy):
     assert len(rounds) == 6
 
 
+def drop_ten(handler) -> str | None:
+    """Drops the completion whose prompt ends in 10."""
+    return "drop" if handler.server.asked[-1][1]["prompt"][-1] == 10 else None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_completion_that_servers_lose_three_times_though_they_are_there_is_an_error(
+    servers, policy, count
+):
+    """As behind a proxy with a limit of time."""
+    used = servers[:count]
+    engine = VLLM(addresses=[s.url for s in used], max_rows=1)
+    for s in used:
+        s.holds = drop_ten
+    with pytest.raises(EngineError, match=r"lost the same completion 3 times") as caught:
+        sample(engine, policy, [(1, 2, 10), (11,), (12,), (13,)], max_new_tokens=7)
+    said = str(caught.value)
+    assert "a prompt of 3 tokens, max_new_tokens=7" in said and servers[0].url in said
+    assert sum(at.count((10, 0)) for at in sampled_at(used)) == 2 * count + 1
+
+
+def test_a_completion_that_waited_for_its_turn_was_not_lost(server, policy):
+    """The server drops each of six completions once; the last has waited through most of it."""
+    engine, left = VLLM(addresses=[server.url], max_rows=1), {ids[-1] for ids in PROMPTS}
+
+    def drop_once(handler):
+        last = handler.server.asked[-1][1]["prompt"][-1]
+        if last in left:
+            left.remove(last)
+            return "drop"
+        return None
+
+    server.holds = drop_once
+    assert [g.token_ids for g in sample(engine, policy, PROMPTS)] == REPLIES
+
+
+def test_a_completion_may_be_lost_often_where_the_servers_go_away(server, policy):
+    """Each time it waits for them; then another limit ends it."""
+    engine, left = VLLM(addresses=[server.url]), [3, 3, 3, 3]
+
+    def die(handler):
+        server.absences = left.pop() if left else 0
+
+    server.holds = die
+    assert [g.token_ids for g in sample(engine, policy, [(5,)])] == [(6, EOS)]
+
+
 def test_a_completion_that_nobody_waits_for_is_given_up(server, policy):
     """The connection closes, by which a server knows."""
     engine, asked, closed = (
