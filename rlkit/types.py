@@ -474,6 +474,23 @@ QUANTITIES: Mapping[str, str] = {
 }
 
 
+def plain(part: Any) -> Any:
+    """The function of a part, without the partials around it."""
+    while isinstance(part, functools.partial):
+        part = part.func
+    return part
+
+
+def bound(part: Any) -> Mapping[str, Any]:
+    """The keyword arguments that a part was given by a config; none of a plain function."""
+    return part.keywords if isinstance(part, functools.partial) else {}
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value, or a class, is a NamedTuple."""
+    return hasattr(value, "_fields")
+
+
 # What a part may declare of itself, for the checks before a run (rlkit.config.problems). These
 # lists are closed: a word that stands in neither is refused where it is written. A part without
 # declarations assumes nothing and guarantees nothing.
