@@ -346,7 +346,7 @@ def _checked_metrics(
             else number
         )
         tensor = tensor.detach().float() if isinstance(number, Tensor) else tensor
-        scalar = getattr(tensor, "shape", None) == ()
+        scalar = isinstance(tensor, Tensor) and tensor.shape == ()
         fault = None if scalar else _fault(tensor, "[N] or [B, T]", sizes, device)
         if fault:
             raise refused(

@@ -576,13 +576,10 @@ def stateful(part: Part) -> Part:
 def is_stateful(part: Any) -> bool:
     """Whether a part is marked `@stateful`: a function, also in a partial or a wrapper, a class,
     its instance or its method."""
-    while isinstance(part, functools.partial):
-        part = part.func
-    plain = inspect.unwrap(part) if callable(part) else part
-    return any(
-        getattr(own, "__stateful__", False)
-        for own in (part, plain, getattr(part, "__self__", None))
-    )
+    part = plain(part)
+    inner = inspect.unwrap(part) if callable(part) else part
+    owner = part.__self__ if inspect.ismethod(part) else None
+    return any(getattr(own, "__stateful__", False) for own in (part, inner, owner))
 
 
 def ranges(**limits: tuple[float | None, float | None]) -> Callable[[Part], Part]:
@@ -918,13 +915,13 @@ class ToolExecutor(Protocol):
     ) -> ToolResult | Awaitable[ToolResult]: ...
 
 
+@runtime_checkable
 class Session(Protocol):
     """One episode's side of the conversation: opened for it, closed exactly once, however it ends.
     Methods may be plain or async.
 
-    A session may also have `state()` → plain values by name: what it is like at the end, before it
-    closes. A reward reads them as `rollout.state`. One that does not come in a context manager may
-    have `close()`.
+    A session may also be a TellsState: a reward reads its state as `rollout.state`. One that does
+    not come in a context manager may be a Closes.
     """
 
     @property
@@ -945,6 +942,32 @@ class Session(Protocol):
         truncation, metadata.
         """
         ...
+
+
+@runtime_checkable
+class TellsState(Protocol):
+    """A session, or an instance whose methods are tools, that says what it is like at its end."""
+
+    def state(self) -> Any:
+        """Plain values by name, or an awaitable of them. Called before it is closed."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A session, or an instance whose methods are tools, that holds what has to be given back."""
+
+    def close(self) -> Any:
+        """Called once; plain or async."""
+        ...
+
+
+@runtime_checkable
+class HasSchema(Protocol):
+    """A tool with a schema of its own, in place of the one that its signature and docstring
+    give."""
+
+    schema: Mapping[str, Any]  # {"type": "function", "function": {"name", "parameters", …}}
 
 
 class Playing(NamedTuple):

@@ -6,7 +6,12 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
 from functools import partial
 from typing import Any
 
@@ -22,6 +27,7 @@ from rlkit.types import (
     Rollout,
     Session,
     Task,
+    TellsState,
     Tool,
     ToolCall,
     ToolExecutor,
@@ -107,10 +113,10 @@ async def _entered(environment: Environment, task: Task) -> tuple[Any, Leave, An
     opens = environment.session
     with blamed("session", task):
         given = await call_user("the environment's session", opens, task)
-        if hasattr(given, "__aenter__"):
+        if isinstance(given, AbstractAsyncContextManager):
             entered = await call_user("the environment's session", given.__aenter__, named=opens)
             return entered, given.__aexit__, opens
-        if hasattr(given, "__enter__"):
+        if isinstance(given, AbstractContextManager):
             entered = await call_user("the environment's session", given.__enter__, named=opens)
             return entered, given.__exit__, opens
         return given, lambda *_: closed(given), closed
@@ -162,7 +168,9 @@ class FunctionSession:
 
     async def state(self) -> Mapping[str, Any]:
         """That of its tools, where they have any (rlkit.environments.toolbox)."""
-        return await call_user("the state of the tools", getattr(self.tools, "state", dict))
+        if not isinstance(self.tools, TellsState):
+            return {}
+        return await call_user("the state of the tools", self.tools.state)
 
 
 async def answer_calls(
@@ -228,9 +236,9 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
     Raises: EnvironmentFailed for a state that is no mapping of names to plain values, those that
     JSON has.
     """
-    tell = getattr(session, "state", None)
-    if not callable(tell):
+    if not isinstance(session, TellsState) or not callable(session.state):
         return rollout
+    tell = session.state
     with blamed("state", rollout.task):
         state = await call_user("the environment's state", tell)
     if type(state) is dict and not state:

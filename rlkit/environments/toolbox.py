@@ -19,7 +19,7 @@ from rlkit.environments.tools import tool_name
 from rlkit.errors import ConfigError
 from rlkit.system.deadline import call_user
 from rlkit.system.waiting import waiting
-from rlkit.types import Task, Tool
+from rlkit.types import Closes, Task, TellsState, Tool, bound
 
 NOT_TOOLS = ("close", "state")
 
@@ -36,7 +36,7 @@ class Toolbox(dict[str, Tool]):
         tells = {
             name: instance.state
             for name, instance in self.instances.items()
-            if callable(getattr(instance, "state", None))
+            if isinstance(instance, TellsState) and callable(instance.state)
         }
         return {name: await call_user("a tool's state", tell) for name, tell in tells.items()}
 
@@ -51,9 +51,8 @@ class Toolbox(dict[str, Tool]):
 async def closed(instance: Any) -> None:
     """Closes what has a `close()`, plain or async. Raises: Hung where an async one does not end in
     time."""
-    close = getattr(instance, "close", None)
-    if close is not None:
-        await call_user("the close of", close, closes=True)
+    if isinstance(instance, Closes):
+        await call_user("the close of", instance.close, closes=True)
 
 
 def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
@@ -84,9 +83,7 @@ def maker(tools: Mapping[str, Any]) -> Callable[[Task], Any]:
                 if tool_class(tool) is None:
                     box[name] = tool
                     continue
-                asks = "task" in inspect.signature(tool).parameters and "task" not in getattr(
-                    tool, "keywords", {}
-                )
+                asks = "task" in inspect.signature(tool).parameters and "task" not in bound(tool)
                 with waiting("a tool's start", tool):
                     box.instances[name] = instance = tool(task=task) if asks else tool()
                 box.update({method: getattr(instance, method) for method in names_of(name, tool)})

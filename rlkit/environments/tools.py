@@ -38,7 +38,7 @@ from rlkit.system.deadline import (
 )
 from rlkit.system.shared_state import current
 from rlkit.system.waiting import waiting
-from rlkit.types import Tool, ToolCall, ToolResult
+from rlkit.types import HasSchema, Tool, ToolCall, ToolResult
 
 MAX_CHARS = 2000  # of a result that the policy reads
 TIMEOUT = 30.0  # seconds of a call
@@ -67,7 +67,7 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """
     from transformers.utils import get_json_schema
 
-    if hasattr(tool, "schema"):
+    if isinstance(tool, HasSchema):
         return dict(tool.schema)
     function = _function(tool)
     bound = tool.keywords if isinstance(tool, partial) else {}

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rlkit.errors import ConfigError, install
 from rlkit.system.contents import set_aside
 from rlkit.system.files import LOST, lose, read_regular, reason, unwritable, write_atomic
 from rlkit.system.identity import read_identity
-from rlkit.types import reaches, safe
+from rlkit.types import plain, reaches, safe
 
 # -------------------------------------------------------------------------------------- conf/logger
 
@@ -209,7 +209,7 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
     """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded
     already."""
     for make in loggers.values():
-        function = getattr(make, "func", make)
+        function = plain(make)
         if function in (wandb, mlflow, trackio):
             _installed(function.__name__)
 
@@ -278,16 +278,48 @@ def missed(logger: Any) -> Iterator[None]:
 # ------------------------------------------------------------------------- what is no single number
 
 
+@runtime_checkable
+class Writer(Protocol):
+    """TensorBoard's, as `logger.experiment`."""
+
+    add_text: Callable[..., Any]
+    add_histogram: Callable[..., Any]
+    add_hparams: Callable[..., Any]
+
+
+@runtime_checkable
+class Tables(Protocol):
+    """A logger with tables: W&B's and Trackio's."""
+
+    log_table: Callable[..., Any]
+    log_metrics: Callable[..., Any]
+
+
+@runtime_checkable
+class Texts(Protocol):
+    """W&B's and Trackio's loggers, and MLflow's client."""
+
+    log_text: Callable[..., Any]
+
+
+@runtime_checkable
+class Histograms(Protocol):
+    """Trackio's logger."""
+
+    histogram: Callable[..., Any]
+    log_metrics: Callable[..., Any]
+
+
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
     """A text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other loggers
     have no place for it."""
     with missed(logger):
         experiment = logger.experiment
-        if hasattr(experiment, "add_text"):
+        if isinstance(experiment, Writer):
             experiment.add_text(name, text, global_step=step)
-        elif hasattr(logger, "log_text"):
+        elif isinstance(logger, Texts):
             logger.log_text(key=name, columns=["step", "text"], data=[[step, text]], step=step)
-        elif hasattr(experiment, "log_text"):
+        elif isinstance(experiment, Texts):
             experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
 
 
@@ -296,7 +328,7 @@ def log_table(
 ) -> None:
     """Rows of a step as a table whose columns sort and filter: W&B and Trackio. Other loggers have
     no place for it."""
-    if hasattr(logger, "log_table"):
+    if isinstance(logger, Tables):
         with missed(logger):
             logger.log_table(name, columns=list(columns), data=list(rows), step=step)
 
@@ -308,13 +340,13 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
         return
     with missed(logger):
         experiment = logger.experiment
-        if hasattr(experiment, "add_histogram"):
+        if isinstance(experiment, Writer):
             import numpy as np
 
             experiment.add_histogram(name, np.asarray(values), global_step=step)
-        elif hasattr(logger, "histogram"):  # Trackio
+        elif isinstance(logger, Histograms):
             logger.log_metrics({name: logger.histogram(list(values))}, step=step)
-        elif hasattr(logger, "log_table"):  # W&B
+        elif isinstance(logger, Tables):  # W&B
             from wandb import Histogram  # type: ignore[attr-defined, unused-ignore]
 
             logger.log_metrics({name: Histogram(list(values))}, step=step)
@@ -324,7 +356,7 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
     """The settings of a run, when it starts. TensorBoard gets them with the final figures: its
     table of runs needs both at once."""
     with missed(logger):
-        if not hasattr(logger.experiment, "add_hparams"):
+        if not isinstance(logger.experiment, Writer):
             logger.log_hyperparams(dict(settings))
 
 
@@ -335,7 +367,7 @@ def log_final(
     summary, MLflow metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with missed(logger):
-        if hasattr(logger.experiment, "add_hparams"):
+        if isinstance(logger.experiment, Writer):
             plain = {
                 k: v if isinstance(v, bool | int | float | str) else str(v)
                 for k, v in settings.items()

@@ -20,7 +20,7 @@ from rlkit.algorithm import (
     part,
     required,
 )
-from rlkit.types import Minibatch, TokenLogprobs, Weighted
+from rlkit.types import Minibatch, TokenLogprobs, Weighted, plain
 
 
 def loss_weights(batch: Weighted, algorithm: Algorithm) -> Minibatch:
@@ -113,7 +113,7 @@ def value_surrogate(
 def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> dict[str, Tensor]:
     """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares
     (`policy_losses.Clip`); nothing where it has none."""
-    clip = getattr(getattr(loss, "func", loss), "clip", None)
+    clip = getattr(plain(loss), "clip", None)
     if clip is None:
         return {}
     numbers = hyperparameters(loss)

@@ -18,7 +18,7 @@ from rlkit.training.metrics import NAN
 from rlkit.training.schedules import phases
 from rlkit.training.update.micro_batches import named
 from rlkit.training.update.record import Update
-from rlkit.types import safe
+from rlkit.types import bound, plain, safe
 
 POLICY = 0
 CRITIC = 1
@@ -110,10 +110,10 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of these parameters. torch's Adam and AdamW are fused on CUDA: one kernel for
     all tensors instead of about ten."""
-    free = not getattr(make, "keywords", {}).keys() & {"fused", "foreach"}
+    free = not bound(make).keys() & {"fused", "foreach"}
     if (
         free
-        and getattr(make, "func", make) in (torch.optim.Adam, torch.optim.AdamW)
+        and plain(make) in (torch.optim.Adam, torch.optim.AdamW)
         and all(p.device.type == "cuda" for p in parameters)
     ):
         make = partial(make, fused=True)

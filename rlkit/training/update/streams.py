@@ -28,7 +28,7 @@ from rlkit.training.teachers import shown_prompts
 from rlkit.training.update.record import Update
 from rlkit.training.update.sampled import among, of_parts
 from rlkit.training.update.split import select
-from rlkit.types import Batch, Minibatch, TokenScorer
+from rlkit.types import Batch, Minibatch, TokenScorer, plain
 
 Prompts = dict[
     int, tuple[int, list[int]]
@@ -125,8 +125,8 @@ def _weights(stream: Stream, batch: Batch) -> Tensor:
 def _correction(u: Update, batch: Minibatch) -> Tensor | None:
     """The off-policy correction of the sampled tokens of a teacher's pass; None where it is 1."""
     function = u.x.algorithm.correction
-    plain = getattr(function, "func", function)
-    if batch.logprobs_old is None or batch.old_share is not None or plain is no_correction:
+    nothing = plain(function) is no_correction
+    if nothing or batch.logprobs_old is None or batch.old_share is not None:
         return None
     with torch.no_grad():
         return part("correction", function, batch.quantities)[0]
