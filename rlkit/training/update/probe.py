@@ -13,8 +13,8 @@ from rlkit.models.chat import encode_prompt
 from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
 from rlkit.training.update.record import Update
-from rlkit.training.update.split import micro_batches, on_device
-from rlkit.types import Batch, Task
+from rlkit.training.update.split import micro_batches
+from rlkit.types import Batch, Rollout, Step, Task
 
 
 def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
@@ -63,32 +63,18 @@ def longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
         default=1,
     )
     width = min(u.policy.context_length, longest)
-    rows = max(1, u.micro.limit // width)
-    row = torch.arange(rows)[:, None]
-    column = torch.arange(width)
     prompt = min(prompts, default=0)
+    embedding: Any = u.model.get_input_embeddings()  # type: ignore[operator]
+
+    def ids(begin: int, end: int, row: int) -> tuple[int, ...]:
+        return tuple((column + row) % embedding.num_embeddings for column in range(begin, end))
+
     # A group shares its prompt, as in a run: attention over packed rows may take other kernels
     # then.
-    group = row // x.batch.group_size
-    embedding: Any = u.policy.model.get_input_embeddings()  # type: ignore[operator]
-    ids = (column + torch.where(column < prompt, group, row)) % embedding.num_embeddings
-    mask = (column >= prompt).expand(rows, width)
-    nothing = torch.zeros(rows, width)
-    lengths = mask.sum(1)
-    batch = Batch(
-        ids=ids,
-        attention_mask=torch.ones_like(mask),
-        response_mask=mask,
-        sampled_mask=mask,
-        rollout_ids=row[:, 0],
-        step_ids=torch.zeros_like(ids),
-        rewards=nothing[:, 0],
-        group_ids=group[:, 0],
-        truncated=torch.zeros(rows, dtype=torch.bool),
-        lengths=lengths,
-        reply_lengths=lengths,
-        token_rewards=nothing,
-        logprobs_sampler=nothing,
-        versions=torch.zeros_like(ids),
-    )
-    return on_device(batch, next(u.model.parameters()).device)
+    rollouts = []
+    for row in range(max(1, u.micro.limit // width)):
+        group = row // x.batch.group_size
+        reply = ids(prompt, width, row)
+        step = Step((), ids(0, prompt, group), reply, (0.0,) * len(reply), "stop")
+        rollouts.append(Rollout(Task("probe", ()), (step,), group=group))
+    return u.assembled(rollouts)
