@@ -139,9 +139,6 @@ class Learner:
         self.updates = {
             0: 0
         }  # version (RL steps done) → steps of the policy's optimiser until then, of the last ones
-        self.in_flight: dict[
-            str, float
-        ] = {}  # of the groups that are sampled for later steps: metrics
         self.metrics: dict[str, Any] = {}
         self.rollouts: list[Rollout] = []
         self.trained: list[Rollout] = []
@@ -243,7 +240,6 @@ class Learner:
         metrics |= refill_metrics(self.rollouts, self.trained)
         if self.x.asynchrony.mode != "none" or self.x.reuse.active:
             metrics |= staleness_metrics(batch, terms, step=self.rl_step - 1, updates=self.updates)
-            metrics |= {f"staleness/{name}": value for name, value in self.in_flight.items()}
         metrics |= {
             f"schedule/{path}": value
             for path, value in schedules.values(self.experiment, self.progress).items()

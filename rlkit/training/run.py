@@ -22,10 +22,10 @@ from rlkit.training.experiment import Experiment, correction_in_words, kl_in_wor
 from rlkit.types import Policy, Split, Splits
 
 if TYPE_CHECKING:
+    from rlkit.training.ahead.source import GroupSource
     from rlkit.training.callbacks.evaluation import Results
     from rlkit.training.callbacks.faults import Watchdog
     from rlkit.training.module import RLModule
-    from rlkit.training.overlap import SamplingProcess
 
 
 def train_in(
@@ -55,7 +55,7 @@ def train_in(
         asynchrony=overlap.
     Raises: ConfigError where that is needed and None.
     """
-    from rlkit.training.overlap import sampling_process
+    from rlkit.training.ahead.modes import group_source
 
     LOST.clear()
     dogs: list[Watchdog] = []  # one, once there is a trainer
@@ -65,10 +65,10 @@ def train_in(
 
     with (
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, place),
-        sampling_process(x, again, tasks.train, folder=folder) as process,
+        group_source(x, tasks.train, again, folder=folder) as source,
     ):
         return _train(
-            x, tasks, folder, process, dogs, started=started, resume=resume, provenance=provenance
+            x, tasks, folder, source, dogs, started=started, resume=resume, provenance=provenance
         )
 
 
@@ -76,7 +76,7 @@ def _train(
     x: Experiment,
     tasks: Splits,
     folder: Path,
-    process: SamplingProcess | None,
+    source: GroupSource,
     dogs: list[Watchdog],
     *,
     started: float,
@@ -91,7 +91,7 @@ def _train(
     )  # brings Lightning, which takes as long as all else: after the first lines
     from rlkit.training.module import RLModule
 
-    module = RLModule(x, policy, tasks.train, exact=exact, process=process)
+    module = RLModule(x, policy, tasks.train, source=source, exact=exact)
     module.provenance = dict(provenance)
     results: Results = {}
     with refusing(folder):

@@ -1,0 +1,123 @@
+"""What samples the groups of every step, and how a step gets its groups from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rlkit.episodes.stream import StreamState
+from rlkit.training.ahead.flight import Flight, Request, StepGroups, count_groups, due_steps
+from rlkit.training.ahead.settings import settings_of
+from rlkit.training.experiment import Experiment
+from rlkit.training.groups import experience
+from rlkit.training.metrics import Clock
+from rlkit.training.schedules.progress import Progress, foreseen
+from rlkit.types import Policy, Task
+
+
+class GroupSource(Protocol):
+    """Samples the groups of the steps that it is asked for.
+
+    Calls come in this order, and requests in the order of their steps:
+
+        publish, request, request, …, receive   in each step; publish only if requests follow
+        state                                   between steps
+        restore                                 at most once, before all others
+
+    What a step that is interrupted has requested may be requested again, with the same result: the
+    flight says what has been consumed, never the source.
+    """
+
+    def publish(self, policy: Policy, version: int) -> None:
+        """The policy's weights, as they are now, are this version: they sample for the requests
+        until the next call."""
+        ...
+
+    def request(self, request: Request, clock: Clock) -> StepGroups | Request:
+        """Ask for the groups of a step. Returns the groups if they are there already, else the
+        request, completed by what a later process needs to make it again."""
+        ...
+
+    def receive(
+        self, groups: StepGroups | Request, clock: Clock
+    ) -> tuple[StepGroups, dict[str, float]]:
+        """Wait for the groups that `request` answered with this. Returns them with the seconds of
+        the hand-over, by name.
+
+        Raises: what sampling them raised.
+        """
+        ...
+
+    def state(self, flight: Flight) -> dict[str, Any]:
+        """All that a later process needs to go on, as plain values and tensors."""
+        ...
+
+    def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
+        """Go on from a `state`. Groups that the config would now sample otherwise, and those behind
+        them, are left out of the flight.
+
+        Raises: DataError where the tasks have changed.
+        """
+        ...
+
+
+def next_groups(
+    source: GroupSource,
+    flight: Flight,
+    x: Experiment,
+    policy: Policy,
+    *,
+    progress: Progress,
+    clock: Clock,
+) -> tuple[StepGroups, Flight, dict[str, float]]:
+    """The groups that the step to come learns from, the flight behind them, and `staleness/*`
+    figures for the step's row.
+
+    First it requests all groups that the current weights are due to sample, each with the settings
+    of its own step. If it is interrupted, the flight that it was given still holds.
+
+    Args:
+      x: the whole run. progress: of the run, after `Learner.begin`. The experiment of each step
+        follows from it, and its count of steps is the version of the policy's weights.
+      clock: takes the seconds of the parts.
+    """
+    version = progress.step
+    due = due_steps(x, flight, version)
+    if due:
+        source.publish(policy, version)
+    for step in due:
+        settings = settings_of(foreseen(x, progress, step))
+        request = Request(step, version, progress, flight.after, settings)
+        flight = flight.followed_by(source.request(request, clock))
+    first, *rest = flight.ahead
+    groups, seconds = source.receive(first, clock)
+    figures = {}
+    if x.asynchrony.mode != "none" or x.reuse.active:  # as the other figures of staleness
+        figures = {"in_flight_groups": count_groups(x, rest)} | seconds
+    flight = Flight(groups.after, tuple(rest))
+    return groups, flight, {f"staleness/{name}": value for name, value in figures.items()}
+
+
+def sample_groups(
+    x: Experiment,
+    policy: Policy,
+    tasks: Sequence[Task],
+    request: Request,
+    before: StreamState,
+    *,
+    clock: Clock,
+) -> StepGroups:
+    """Sample and score the groups of a request with the current weights and the settings of its
+    step. `before`: the prompts that they are drawn from."""
+    sampled, trained, after = experience(
+        foreseen(x, request.progress, request.step),
+        policy,
+        tasks,
+        before,
+        step=request.step,
+        version=request.version,
+        clock=clock,
+    )
+    return StepGroups(
+        request.step, request.version, sampled, trained, before, after, request.settings
+    )
