@@ -14,13 +14,13 @@ from rlkit.distributed import ranks
 from rlkit.episodes.samplers import sampler_metrics
 from rlkit.functional import mix
 from rlkit.system import rng
-from rlkit.training.ahead.flight import Flight, StepGroups
+from rlkit.training.ahead.flight import Flight, StepGroups, pack_rollouts
 from rlkit.training.ahead.source import GroupSource, next_groups
 from rlkit.training.experiment import Experiment
 from rlkit.training.learner import Host, Learner
 from rlkit.training.memory import probe_memory
 from rlkit.training.metrics import as_number
-from rlkit.training.reuse import Group, packed_groups, restored_groups, with_reused
+from rlkit.training.reuse import Group, unpack_kept, with_reused
 from rlkit.types import Policy, Task
 
 
@@ -93,7 +93,8 @@ class RLModule(L.LightningModule):
         # where Lightning looks for what it moves and saves
         self.model = policy.model
         self.critic = self.learner.critic
-        self.flight, self.started = Flight(), time.perf_counter()
+        self.flight = Flight()
+        self.started = time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups that may be learned from again
         self.droppable = (
             False  # whether nothing is lost that cannot be done again: no update has begun
@@ -112,7 +113,7 @@ class RLModule(L.LightningModule):
         reused = with_reused(x.reuse, self.kept, groups.trained, step=self.rl_step, seed=x.seed)
         self.kept = reused.kept
         self.learner.step(groups.sampled, reused.trained)
-        self.metrics |= figures | sampler_metrics(groups.after.sampler) | dict(reused.metrics)
+        self.metrics |= figures | sampler_metrics(groups.after.sampler) | reused.metrics
         self.trainer.should_stop = ranks.any_rank(
             self.rl_step >= self.total_steps or self.out_of_time()
         )
@@ -212,15 +213,16 @@ class RLModule(L.LightningModule):
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out.
         `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = self.learner.without_frozen(checkpoint["state_dict"])
-        checkpoint["rlkit"] = (
-            self.learner.saved() | self.source.state(self.flight) | {"generators": generators}
-        )
-        checkpoint["rlkit"]["kept"] = packed_groups(self.kept)
+        own = {
+            "generators": generators,
+            "kept": [pack_rollouts(group) for group in self.kept],
+        }
+        checkpoint["rlkit"] = self.learner.saved() | self.source.state(self.flight) | own
         checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.generators = state["generators"]
         self.learner.load(checkpoint)
-        self.kept = restored_groups(state["kept"], self.tasks)
+        self.kept = unpack_kept(state["kept"], self.tasks)
         self.flight = self.source.restore(state, self.policy, self.learner.progress)

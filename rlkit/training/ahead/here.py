@@ -1,4 +1,4 @@
-"""asynchrony=none: each step samples its own groups, when they are received."""
+"""Sampling in the trainer's process: asynchrony=none and asynchrony=lag."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from rlkit.training.ahead.flight import (
     Flight,
+    InFlight,
     Request,
     StepGroups,
-    keep_valid,
     pack_flight,
     unpack_flight,
 )
-from rlkit.training.ahead.source import sample_groups
+from rlkit.training.ahead.source import Received, sample_groups
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
 from rlkit.training.schedules.progress import Progress
@@ -21,7 +21,7 @@ from rlkit.types import Policy, Task
 
 
 class Here:
-    """Samples with the weights of the moment in which groups are received.
+    """asynchrony=none: samples a step's groups when they are received.
 
     Args:
       x: the whole run. tasks: its prompts.
@@ -37,20 +37,17 @@ class Here:
         """Keep the policy, whose weights the engine uses in place."""
         self.policy = policy
 
-    def request(self, request: Request, clock: Clock) -> StepGroups | Request:
+    def request(self, request: Request, clock: Clock) -> InFlight:
         """Nothing is sampled yet."""
         return request
 
-    def receive(
-        self, groups: StepGroups | Request, clock: Clock
-    ) -> tuple[StepGroups, dict[str, float]]:
+    def receive(self, groups: InFlight, clock: Clock) -> Received:
         """Sample the groups."""
         return (self.sample(groups, clock) if isinstance(groups, Request) else groups), {}
 
     def sample(self, request: Request, clock: Clock) -> StepGroups:
         """The groups of a request, sampled by the policy as it is now."""
-        assert request.before is not None  # everything before it is sampled
-        return sample_groups(self.x, self.policy, self.tasks, request, request.before, clock=clock)
+        return sample_groups(self.x, self.policy, self.tasks, request, request.before, clock)
 
     def state(self, flight: Flight) -> dict[str, Any]:
         """The groups in flight."""
@@ -58,5 +55,13 @@ class Here:
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
         """The groups in flight. Requests are left out: this process lacks the weights of then."""
-        flight = unpack_flight(saved, self.tasks, seed=self.x.seed)
-        return keep_valid(self.x, flight, progress, StepGroups)
+        return unpack_flight(saved, self.tasks, self.x, progress, StepGroups)
+
+
+class Lagged(Here):
+    """asynchrony=lag: samples groups when they are requested; they wait in flight for their
+    step."""
+
+    def request(self, request: Request, clock: Clock) -> StepGroups:
+        """Sample the groups."""
+        return self.sample(request, clock)

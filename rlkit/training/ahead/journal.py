@@ -11,17 +11,15 @@ groups that were in flight then, so records older than the checkpoint before it 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlkit.errors import DataError
 from rlkit.system.files import atomic, lenient
-from rlkit.system.fingerprints import fingerprint
 from rlkit.training.ahead.flight import Request, StepGroups, pack_groups, unpack_groups
 from rlkit.types import Task
 
@@ -46,7 +44,7 @@ class Journal:
             lenient(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
             atomic(self._place(groups.step)) as file,
         ):
-            torch.save({"groups": pack_groups(groups), "weights": weights}, file)
+            torch.save(pack_groups(groups) | {"weights": weights}, file)
 
     def find(self, request: Request) -> StepGroups | None:
         """The groups of a request. None if they have to be sampled; records of this step and of
@@ -54,19 +52,11 @@ class Journal:
         place = self._place(request.step)
         if place.is_file():
             record = torch.load(place, weights_only=True)
-            groups = record["groups"]
-            same = all(
-                groups[name] == getattr(request, name) for name in ("step", "version", "settings")
-            )
-            if (
-                same
-                and record["weights"] == request.weights
-                and groups["before"] == list(request.before or ())
-            ):
-                try:
-                    return unpack_groups(groups, self.tasks, seed=self.seed)
-                except DataError:
-                    pass  # the problems have changed
+            asked = request._asdict() | {"before": list(request.before or ())}
+            decide = ("step", "version", "settings", "before", "weights")
+            if all(record[name] == asked[name] for name in decide):
+                with suppress(DataError):  # the problems have changed
+                    return unpack_groups(record, self.tasks, seed=self.seed)
         self._forget(lambda step: step >= request.step)
         return None
 
@@ -83,10 +73,3 @@ class Journal:
         for place in self.folder.glob("*.pt"):
             if old(int(place.stem)):
                 os.unlink(place)
-
-
-def digest(model: Any) -> str:
-    """Of the bits of the trainable weights."""
-    return hashlib.sha256(
-        repr(fingerprint(p for p in model.parameters() if p.requires_grad)).encode()
-    ).hexdigest()[:16]

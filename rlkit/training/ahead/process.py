@@ -12,31 +12,32 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlkit.distributed.launch import ending
 from rlkit.errors import ConfigError, EngineError
+from rlkit.system.fingerprints import fingerprint
 from rlkit.system.shared_state import say_once
 from rlkit.system.waiting import waiting_outside
 from rlkit.training.ahead.flight import (
     Flight,
+    InFlight,
     Request,
-    StepGroups,
-    keep_valid,
     pack_flight,
     unpack_flight,
 )
-from rlkit.training.ahead.journal import Journal, digest
-from rlkit.training.ahead.sampler import START, Answer, Layout, Said, Setup, shared_engines
+from rlkit.training.ahead.journal import Journal
+from rlkit.training.ahead.sampler import START, Answer, Handshake
+from rlkit.training.ahead.source import Received
 from rlkit.training.ahead.weights import WeightSlots, shared_memory
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
-from rlkit.training.schedules.progress import Progress, at, foreseen
-from rlkit.types import Policy, Task
+from rlkit.training.schedules.progress import Progress
+from rlkit.types import Policy, SharedEngine, Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
 
@@ -48,33 +49,48 @@ class SamplingProcess:
       x: the whole run. tasks: its prompts.
       again: builds the experiment in the other process; a function that pickle can name, with its
         arguments.
-      log: takes what the process prints; None: it prints where the trainer does.
-      journal: keeps what its engine would not sample again alike.
+      folder: of the run, for what the process prints and for the journal; None: it prints where the
+        trainer does, and nothing is kept.
+    Raises: ConfigError where the process cannot be made.
     """
 
     def __init__(
         self,
         x: Experiment,
         tasks: Sequence[Task],
-        again: Callable[[], Experiment],
-        *,
-        log: Path | None = None,
-        journal: Journal | None = None,
+        again: Callable[[], Experiment] | None,
+        folder: Path | None = None,
     ):
+        if again is None:
+            raise ConfigError(
+                "asynchrony=overlap: a second process builds the experiment again from its config,"
+                " which Python objects are not part of; name them by their import path (_target_),"
+                " or choose asynchrony=lag"
+            )
         self.x = x
         self.tasks = tasks
-        self.log = log
-        self.journal = journal
+        self.log = folder / "sampler.log" if folder else None
+        self.journal: Journal | None = None
+        engine = x.generation.engine
+        if isinstance(engine, SharedEngine):
+            engine.lent = self.idle
+            self.journal = Journal(folder / "journal", tasks, x.seed) if folder else None
         self.requests: dict[int, Request] = {}  # step → a request without an answer
         self.here: dict[int, Answer] = {}  # step → an answer that no one has received
         self.failure: BaseException | None = None  # why no more answers come
         self.slots: WeightSlots | None = None
-        self.weights = ""  # a digest of the published ones, for the journal
+        self.weights = ""  # fingerprint of the published ones, for the journal
         self.publish_s = 0.0  # that publishing took since groups were last received
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        data = _pickled(Setup(again, tasks))
-        if log:
-            log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            data = pickle.dumps((again, tasks))
+        except Exception as error:  # whatever an object of the user's raises
+            raise ConfigError(
+                f"asynchrony=overlap: the tasks cannot be handed to a second process ({error});"
+                " keep plain values in their metadata, or choose asynchrony=lag"
+            ) from error
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
         self.memory = shared_memory()
         self.connection, theirs = Pipe()
         handles = (theirs.fileno(), self.memory)
@@ -83,7 +99,7 @@ class SamplingProcess:
             setup = files.enter_context(tempfile.TemporaryFile())
             setup.write(data)
             setup.seek(0)
-            out: BinaryIO | None = files.enter_context(log.open("ab")) if log else None
+            out = files.enter_context(self.log.open("ab")) if self.log else None
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, json.dumps(sys.path), *map(str, handles)],
                 pass_fds=handles,
@@ -106,42 +122,40 @@ class SamplingProcess:
                 f" {slots.size / 2**20:,.0f} MiB ({error.strerror}); lower asynchrony.staleness, or"
                 " train adapters (model.lora.rank)"
             ) from error
-        self.weights = digest(policy.model) if self.journal else ""
+        if self.journal:
+            self.weights = repr(fingerprint([p for _, p in slots.named]))
         self.publish_s += time.perf_counter() - begun
 
-    def request(self, request: Request, clock: Clock) -> StepGroups | Request:
+    def request(self, request: Request, clock: Clock) -> InFlight:
         """Send the request, unless the journal has its groups."""
-        engine = at(self.x, request.progress).generation.engine
-        request = request._replace(
-            kernel=request.kernel or getattr(engine, "kernel", None),
-            weights=request.weights or self.weights,
-        )
+        request = request._replace(weights=request.weights or self.weights)
         groups = self.journal.find(request) if self.journal else None
-        if groups is not None:
+        if groups:
             return groups
         self.send(request)
         self.requests[request.step] = request
         return request
 
-    def receive(
-        self, groups: StepGroups | Request, clock: Clock
-    ) -> tuple[StepGroups, dict[str, float]]:
+    def receive(self, groups: InFlight, clock: Clock) -> Received:
         """Wait for the answer to a request. Raises EngineError if the process is gone."""
-        begun = time.perf_counter()
-        seconds = {"idle_s": 0.0, "sampling_s": 0.0, "handover_s": self.publish_s}
-        self.publish_s = 0.0
+        seconds = {"wait_s": 0.0, "idle_s": 0.0, "sampling_s": 0.0, "handover_s": 0.0}
         if isinstance(groups, Request):
+            begun = time.perf_counter()
             with clock.part("generate"):
-                answer = self._wait_for(groups.step)
+                while groups.step not in self.here:
+                    if self.failure:
+                        raise self.failure
+                    self._take()
+            answer = self.here.pop(groups.step)
+            groups = answer.groups
             clock.sessions += answer.sessions
-            engine = foreseen(self.x, groups.progress, groups.step).generation.engine
+            engine = self.x.generation.engine
             if answer.kernel and hasattr(engine, "elsewhere"):
                 engine.elsewhere = answer.kernel
-            groups = answer.groups
-            seconds["idle_s"] = answer.idle_s
-            seconds["sampling_s"] = answer.sampling_s
-            seconds["handover_s"] += answer.load_s
-        return groups, {"wait_s": time.perf_counter() - begun, **seconds}
+            seconds = answer.seconds | {"wait_s": time.perf_counter() - begun}
+        seconds["handover_s"] += self.publish_s
+        self.publish_s = 0.0
+        return groups, seconds
 
     def state(self, flight: Flight) -> dict[str, Any]:
         """The groups that are there, whole; the requests without an answer, and the weights due to
@@ -156,33 +170,34 @@ class SamplingProcess:
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
         """The groups in flight. Requests are made again, of the weights that were due to answer
         them."""
-        flight = unpack_flight(saved, self.tasks, seed=self.x.seed)
-        kept = keep_valid(self.x, flight, progress, (StepGroups, Request)).ahead
-        requests = [own for own in kept if isinstance(own, Request)]
-        for version in {own.version for own in requests}:
-            self.slots_of(policy.model).restore(version, saved["weights"][version])
-        flight = Flight(flight.consumed, kept[: len(kept) - len(requests)])
-        for own in requests:
-            own = own._replace(before=flight.after)
-            flight = flight.followed_by(self.request(own, Clock()))
+        kept = unpack_flight(saved, self.tasks, self.x, progress, InFlight)
+        flight = kept._replace(ahead=())
+        for own in kept.ahead:
+            if isinstance(own, Request):
+                weights = saved["weights"][own.version]
+                self.slots_of(policy.model).restore(own.version, weights)
+                own = self.request(own._replace(before=flight.after), Clock())
+            flight = flight._replace(ahead=(*flight.ahead, own))
         return flight
 
-    def arrived(self, ahead: Sequence[StepGroups | Request]) -> tuple[StepGroups | Request, ...]:
+    def arrived(self, ahead: Sequence[InFlight]) -> tuple[InFlight, ...]:
         """What is in flight, with answers in place of their requests."""
-        while not self.answers.empty() and self.failure is None:
+        while not self.answers.empty() and not self.failure:
             self._take()
         return tuple(self.here[own.step].groups if own.step in self.here else own for own in ahead)
 
     def idle(self) -> None:
         """Wait until nothing is being sampled."""
-        while self.requests and self.failure is None:
+        while self.requests and not self.failure:
             self._take()
 
     def slots_of(self, model: Any) -> WeightSlots:
-        """The slots for this model's weights. The process is told of them first."""
+        """The slots for this model's weights. Before anything else the process is told of them, and
+        of the kernel that the trainer has settled on."""
         if self.slots is None:
             self.slots = WeightSlots(self.memory, self.x.asynchrony.staleness + 1, model)
-            self.send(Layout(self.slots.count, self.slots.layout))
+            kernel = getattr(self.x.generation.engine, "kernel", None)
+            self.send(Handshake(self.slots.count, self.slots.layout, kernel))
         return self.slots
 
     def send(self, message: Any) -> None:
@@ -201,24 +216,14 @@ class SamplingProcess:
                 data = self.connection.recv_bytes()
                 begun = time.perf_counter()
                 answer = pickle.loads(data)
-                if isinstance(answer, Said):
+                if isinstance(answer, str):  # a line of the watcher
                     if self.log:  # else it has printed it here itself
-                        print(answer.line, file=sys.stderr, flush=True)
+                        print(answer, file=sys.stderr, flush=True)
                     continue
                 if isinstance(answer, Answer):
-                    unpacked_s = time.perf_counter() - begun
-                    answer = answer._replace(load_s=answer.load_s + unpacked_s)
+                    answer.seconds["handover_s"] += time.perf_counter() - begun
                 self.answers.put(answer)
         self.answers.put(None)
-
-    def _wait_for(self, step: int) -> Answer:
-        """The answer to the request of a step. Raises what sampling its groups raised."""
-        while step not in self.here and self.failure is None:
-            self._take()
-        if step not in self.here:
-            assert self.failure is not None
-            raise self.failure
-        return self.here.pop(step)
 
     def _take(self) -> None:
         """Waits for the next answer."""
@@ -238,7 +243,9 @@ class SamplingProcess:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
-        how = "closed its connection" if status is None else ending(status) if status else "ended"
+        how = "closed its connection" if status is None else "ended"
+        if status:
+            how = ending(status)
         where = f"; what it printed: {self.log}" if self.log else ""
         return EngineError(
             f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from"
@@ -259,45 +266,3 @@ class SamplingProcess:
             self.process.kill()
             self.process.wait()
         os.close(self.memory)
-
-
-def _pickled(setup: Setup) -> bytes:
-    try:
-        return pickle.dumps(setup)
-    except Exception as error:  # whatever an object of the user's raises
-        raise ConfigError(
-            f"asynchrony=overlap: the tasks cannot be handed to a second process ({error}); keep"
-            " plain values in their metadata, or choose asynchrony=lag"
-        ) from error
-
-
-@contextmanager
-def sampling_process(
-    x: Experiment,
-    tasks: Sequence[Task],
-    again: Callable[[], Experiment] | None,
-    *,
-    folder: Path | None = None,
-) -> Iterator[SamplingProcess]:
-    """The second process of a run; it has ended afterwards.
-
-    Args:
-      folder: of the run, for the process's log and journal.
-    Raises: ConfigError where the process cannot be made.
-    """
-    if again is None:
-        raise ConfigError(
-            "asynchrony=overlap: a second process builds the experiment again from its config,"
-            " which Python objects are not part of; name them by their import path (_target_), or"
-            " choose asynchrony=lag"
-        )
-    engines = shared_engines(x)
-    journal = Journal(folder / "journal", tasks, x.seed) if folder and engines else None
-    log = folder / "sampler.log" if folder else None
-    process = SamplingProcess(x, tasks, again, log=log, journal=journal)
-    for engine in engines:
-        engine.lent = process.idle
-    try:
-        yield process
-    finally:
-        process.close()

@@ -37,13 +37,12 @@ from rlkit.system.deadline import end_process
 from rlkit.system.device import autocast, pick_device, quiet
 from rlkit.system.shared_state import NAMED
 from rlkit.system.waiting import MAX_STEP_TIME, WATCHER, limit_waiting
-from rlkit.training.ahead.flight import Request, StepGroups
+from rlkit.training.ahead.flight import StepGroups
 from rlkit.training.ahead.source import sample_groups
 from rlkit.training.ahead.weights import WeightSlots
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
-from rlkit.training.schedules import phases
-from rlkit.types import Policy, SharedEngine, Task
+from rlkit.types import Policy, SharedEngine
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -51,44 +50,25 @@ START = (
 )
 
 
-class Setup(NamedTuple):
-    """What the sampling process is made of."""
+class Handshake(NamedTuple):
+    """The trainer's first message: what both processes have alike."""
 
-    again: Callable[[], Experiment]
-    tasks: Sequence[Task]
-
-
-class Layout(NamedTuple):
-    """The trainer's weight slots: how many there are, and `WeightSlots.layout`."""
-
-    slots: int
-    weights: Sequence[Any]
+    slots: int  # how many versions of the weights there is room for
+    layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
+    kernel: str | None  # generation.kernel, as the trainer goes on with it
 
 
 class Answer(NamedTuple):
-    """A request is done. Seconds of its parts are for metrics alone."""
+    """A request is done."""
 
     groups: StepGroups
-    idle_s: float  # that the process waited for the request
-    load_s: float  # that it took to get its weights
-    sampling_s: float  # that it worked on the groups
+    # idle_s: that the process waited for the request; handover_s: that it took to get its weights;
+    # sampling_s: that it worked on the groups
+    seconds: dict[str, float]
     sessions: list[float]  # that each episode spent in its session
     kernel: Any  # that drew the tokens
     # what functions have changed of that process (rlkit.system.shared_state)
-    named: Mapping[tuple[str, ...], str] = {}
-
-
-class Said(NamedTuple):
-    """A line of the watcher, which the trainer prints: the output of the process goes into a
-    file."""
-
-    line: str
-
-
-def shared_engines(x: Experiment) -> list[SharedEngine]:
-    """The engines that two processes use: servers, which hold one version at a time."""
-    engines = [own.generation.engine for own in (x, *phases(x).values())]
-    return [engine for engine in engines if isinstance(engine, SharedEngine)]
+    named: Mapping[tuple[str, ...], str]
 
 
 def sampling_main() -> None:
@@ -106,7 +86,8 @@ def sampling_main() -> None:
         with lock:  # the watcher is a thread of its own
             link.send_bytes(data)
 
-    WATCHER.tell = lambda line: send(pickle.dumps(Said(line)))
+    # the trainer prints lines of the watcher: the output of this process goes into a file
+    WATCHER.tell = lambda line: send(pickle.dumps(line))
     with suppress(Interrupted, OSError):  # told to end, or no one hears
         serve(lambda: pickle.load(sys.stdin.buffer), messages.get, send, memory)
 
@@ -129,18 +110,25 @@ def _listen(link: Connection, messages: queue.SimpleQueue[Any], parent: int) -> 
 
 
 def serve(
-    begin: Callable[[], Setup],
+    begin: Callable[[], Any],
     receive: Callable[[], Any],
     send: Callable[[bytes], Any],
     memory: int,
 ) -> None:
     """Answers requests until there are no more (None). An error is the last answer: the trainer
-    raises it."""
+    raises it.
+
+    Args:
+      begin: gives what builds the experiment, and the tasks. receive: gives the next message. send:
+        takes an answer, pickled.
+      memory: the file of the weight slots.
+    """
     try:
-        setup = begin()
-        x = setup.again()
-        for shared in shared_engines(x):
-            shared.lent = lambda: None  # the trainer waits before it uses them
+        again, tasks = begin()
+        x = again()
+        engine = x.generation.engine
+        if isinstance(engine, SharedEngine):
+            engine.lent = lambda: None  # the trainer waits before it uses the servers
         policy, device = _load_policy(x)
         slots = None
         loaded = None
@@ -150,45 +138,39 @@ def serve(
             message = receive()
             if message is None:
                 return
-            if isinstance(message, Layout):
-                slots = _agreed(WeightSlots(memory, message.slots, policy.model), message.weights)
+            if isinstance(message, Handshake):
+                slots = WeightSlots(memory, message.slots, policy.model)
+                for theirs, own in zip_longest(message.layout, slots.layout):
+                    if theirs != own:
+                        raise ConfigError(
+                            "asynchrony=overlap: the two processes have different models:"
+                            f" {theirs} in the trainer, {own} in the sampler"
+                        )
+                if message.kernel and hasattr(engine, "kernel"):
+                    engine.kernel = message.kernel
                 continue
             asked = time.perf_counter()
             if slots is not None and message.version != loaded:
                 slots.read(message.version)
                 loaded = message.version
             got = time.perf_counter()
-            answer = _answered(x, policy, setup.tasks, message, behind, device)
-            behind = answer.groups.after
-            answer = answer._replace(idle_s=asked - begun, load_s=got - asked)
-            send(pickle.dumps(answer))
+            clock = Clock()
+            hangs = partial("sampling for step {} hangs".format, message.step + 1)
+            with autocast(x, device), limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, hangs):
+                before = message.before or behind
+                groups = sample_groups(x, policy, tasks, message, before, clock)
+            behind = groups.after
+            seconds = {
+                "idle_s": asked - begun,
+                "handover_s": got - asked,
+                "sampling_s": time.perf_counter() - got,
+            }
+            kernel = getattr(engine, "decodes", None)
+            send(pickle.dumps(Answer(groups, seconds, clock.sessions, kernel, dict(NAMED))))
     except Interrupted:
         raise
     except BaseException as error:
         send(_pickled_error(error))
-
-
-def _answered(
-    x: Experiment,
-    policy: Policy,
-    tasks: Sequence[Task],
-    request: Request,
-    behind: StreamState,
-    device: torch.device,
-) -> Answer:
-    """The groups of a request, sampled with the weights that the policy has now."""
-    begun = time.perf_counter()
-    clock = Clock()
-    engine = x.generation.engine
-    if request.kernel and hasattr(engine, "kernel"):
-        engine.kernel = request.kernel
-    hangs = partial("sampling for step {} hangs".format, request.step + 1)
-    with autocast(x, device), limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, hangs):
-        before = behind if request.before is None else request.before
-        groups = sample_groups(x, policy, tasks, request, before, clock=clock)
-    seconds = time.perf_counter() - begun
-    kernel = getattr(engine, "decodes", None)
-    return Answer(groups, 0.0, 0.0, seconds, clock.sessions, kernel, dict(NAMED))
 
 
 def _load_policy(x: Experiment) -> tuple[Policy, torch.device]:
@@ -204,17 +186,6 @@ def _load_policy(x: Experiment) -> tuple[Policy, torch.device]:
     policy = x.model(device=device)
     torch.set_num_threads(own.threads)
     return policy, device
-
-
-def _agreed(slots: WeightSlots, layout: Sequence[Any]) -> WeightSlots:
-    """The slots, where the trainer's model has the same trainable weights. Raises ConfigError."""
-    odd = next((pair for pair in zip_longest(layout, slots.layout) if pair[0] != pair[1]), None)
-    if odd:
-        raise ConfigError(
-            f"asynchrony=overlap: the two processes have different models: {odd[0]} in the trainer,"
-            f" {odd[1]} in the sampler"
-        )
-    return slots
 
 
 def _pickled_error(error: BaseException) -> bytes:

@@ -6,13 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rlkit.episodes.stream import StreamState
-from rlkit.training.ahead.flight import Flight, Request, StepGroups, count_groups, due_steps
-from rlkit.training.ahead.settings import settings_of
+from rlkit.training.ahead.flight import (
+    Flight,
+    InFlight,
+    Request,
+    StepGroups,
+    due_steps,
+    settings_of,
+)
 from rlkit.training.experiment import Experiment
 from rlkit.training.groups import experience
 from rlkit.training.metrics import Clock
 from rlkit.training.schedules.progress import Progress, foreseen
 from rlkit.types import Policy, Task
+
+Received = tuple[StepGroups, dict[str, float]]  # groups, and seconds of the hand-over by name
 
 
 class GroupSource(Protocol):
@@ -33,16 +41,13 @@ class GroupSource(Protocol):
         until the next call."""
         ...
 
-    def request(self, request: Request, clock: Clock) -> StepGroups | Request:
+    def request(self, request: Request, clock: Clock) -> InFlight:
         """Ask for the groups of a step. Returns the groups if they are there already, else the
         request, completed by what a later process needs to make it again."""
         ...
 
-    def receive(
-        self, groups: StepGroups | Request, clock: Clock
-    ) -> tuple[StepGroups, dict[str, float]]:
-        """Wait for the groups that `request` answered with this. Returns them with the seconds of
-        the hand-over, by name.
+    def receive(self, groups: InFlight, clock: Clock) -> Received:
+        """Wait for the groups that `request` answered with this.
 
         Raises: what sampling them raised.
         """
@@ -88,13 +93,17 @@ def next_groups(
     for step in due:
         settings = settings_of(foreseen(x, progress, step))
         request = Request(step, version, progress, flight.after, settings)
-        flight = flight.followed_by(source.request(request, clock))
+        flight = flight._replace(ahead=(*flight.ahead, source.request(request, clock)))
     first, *rest = flight.ahead
     groups, seconds = source.receive(first, clock)
-    figures = {}
-    if x.asynchrony.mode != "none" or x.reuse.active:  # as the other figures of staleness
-        figures = {"in_flight_groups": count_groups(x, rest)} | seconds
     flight = Flight(groups.after, tuple(rest))
+    if x.asynchrony.mode == "none" and not x.reuse.active:
+        return groups, flight, {}  # nothing is stale
+    counts = [
+        len({r.group for r in own.sampled}) if isinstance(own, StepGroups) else x.batch.prompts
+        for own in rest
+    ]
+    figures = {"in_flight_groups": sum(counts)} | seconds
     return groups, flight, {f"staleness/{name}": value for name, value in figures.items()}
 
 
@@ -103,21 +112,16 @@ def sample_groups(
     policy: Policy,
     tasks: Sequence[Task],
     request: Request,
-    before: StreamState,
-    *,
+    before: StreamState | None,
     clock: Clock,
 ) -> StepGroups:
     """Sample and score the groups of a request with the current weights and the settings of its
-    step. `before`: the prompts that they are drawn from."""
+    step. `before`: the prompts that they are drawn from, which must be known by now."""
+    assert before is not None
+    step = request.step
+    version = request.version
+    own = foreseen(x, request.progress, step)
     sampled, trained, after = experience(
-        foreseen(x, request.progress, request.step),
-        policy,
-        tasks,
-        before,
-        step=request.step,
-        version=request.version,
-        clock=clock,
+        own, policy, tasks, before, step=step, version=version, clock=clock
     )
-    return StepGroups(
-        request.step, request.version, sampled, trained, before, after, request.settings
-    )
+    return StepGroups(step, version, sampled, trained, before, after, request.settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,67 +40,59 @@ class WeightSlots:
         return version % self.count * (8 + self.size)
 
     def write(self, version: int) -> None:
-        """The weights of now, as this version. Raises OSError where there is no memory for them."""
-        at = self.place(version) + 8
-        for _, p in self.named:
-            at = _copy(os.pwrite, self.file, _bytes(p.detach().cpu().contiguous()), at)
-        os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
+        """The current weights, as this version. Raises OSError where there is no memory for
+        them."""
+        self._fill(version, (p.detach().cpu() for _, p in self.named))
 
     def read(self, version: int) -> None:
         """That version's weights into the model. Raises EngineError where it is not there."""
-        self.require(version)
-        at = self.place(version) + 8
-        with torch.no_grad():
-            for _, p in self.named:
-                own = (
-                    p.data
-                    if p.device.type == "cpu" and p.is_contiguous()
-                    else torch.empty(p.shape, dtype=p.dtype)
-                )
-                at = _copy(
-                    lambda file, data, at: os.preadv(file, [data], at), self.file, _bytes(own), at
-                )
-                if own is not p.data:
-                    p.data.copy_(own)
-
-    def require(self, version: int) -> None:
-        """Raises EngineError where the slot of a version holds another one."""
-        found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
-        if (found) != version:
-            raise EngineError(
-                f"asynchrony=overlap: weights of version {version} are asked for, and their place"
-                f" holds version {found}"
-            )
+        at = self._found(version)
+        for _, p in self.named:
+            own = torch.empty(p.shape, dtype=p.dtype)
+            at = _copy(_read, self.file, own, at)
+            p.data.copy_(own)
 
     def saved(self, version: int) -> Tensor:
-        """That version's weights as bytes, for a checkpoint."""
-        self.require(version)
+        """That version's weights as bytes, for a checkpoint. Raises EngineError where it is not
+        there."""
         out = torch.empty(self.size, dtype=torch.uint8)
-        _copy(
-            lambda file, data, at: os.preadv(file, [data], at),
-            self.file,
-            out.numpy().data,
-            self.place(version) + 8,
-        )
+        _copy(_read, self.file, out, self._found(version))
         return out
 
     def restore(self, version: int, saved: Tensor) -> None:
-        """Puts that back."""
+        """The inverse of `saved`."""
         if len(saved) != self.size:
             raise EngineError(
                 f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the"
                 f" model's {self.size}"
             )
-        _copy(os.pwrite, self.file, saved.contiguous().numpy().data, self.place(version) + 8)
+        self._fill(version, [saved])
+
+    def _fill(self, version: int, parts: Iterable[Tensor]) -> None:
+        """Writes the weights of a version, and then its number."""
+        at = self.place(version) + 8
+        for part in parts:
+            at = _copy(os.pwrite, self.file, part.contiguous(), at)
         os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
 
+    def _found(self, version: int) -> int:
+        """Where the weights of a version are. Raises EngineError where its slot holds another."""
+        found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
+        if found != version:
+            raise EngineError(
+                f"asynchrony=overlap: weights of version {version} are asked for, and their place"
+                f" holds version {found}"
+            )
+        return self.place(version) + 8
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+def _read(file: int, data: memoryview, at: int) -> int:
+    return os.preadv(file, [data], at)
 
 
-def _copy(move: Callable[[int, memoryview, int], int], file: int, data: memoryview, at: int) -> int:
-    """Moves all of the data between a file and memory; the place in the file behind it."""
+def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor, at: int) -> int:
+    """Moves a contiguous tensor between a file and memory; the place in the file behind it."""
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(data):
         done += move(file, data[done : done + PIECE], at + done)
@@ -108,8 +100,8 @@ def _copy(move: Callable[[int, memoryview, int], int], file: int, data: memoryvi
 
 
 def shared_memory() -> int:
-    """A file in memory without a name, which is gone with the last process that holds it; elsewhere
-    than on Linux a temporary one."""
+    """A file in memory without a name, which is gone with the last process that holds it; on other
+    systems than Linux a temporary one."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rlkit-weights")
     with tempfile.TemporaryFile() as file:
