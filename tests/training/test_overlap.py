@@ -25,13 +25,13 @@ from rlkit.errors import ConfigError, EngineError, RLKitError
 from rlkit.system import rng
 from rlkit.training.ahead import process as trainers_side
 from rlkit.training.ahead import sampler, weights
-from rlkit.training.ahead.flight import Flight, Request, pack_flight, unpack_flight
+from rlkit.training.ahead.flight import Flight, Request
 from rlkit.training.ahead.here import Here
 from rlkit.training.ahead.modes import group_source
 from rlkit.training.ahead.weights import WeightSlots, shared_memory
 from rlkit.training.learner import Learner
 from rlkit.training.metrics import Clock
-from stepping import take_step
+from stepping import sample_step, take_step
 from training.test_asynchrony import COMMON, KINDS, LAG, TURNS
 from training.test_asynchrony import trained as trained_in_one
 
@@ -187,9 +187,6 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
     ) == {0, 1}
     learner = other
     learner.load_state_dict(state)
-    flight = unpack_flight(state["flight"], tasks, seed=3)
-    assert pack_flight(flight) == {**state["flight"], "weights": {}}
-    assert [type(own) for own in flight.ahead] == [Request, Request]
     given = state["flight"], learner.policy, learner.progress
     assert Here(x, tasks).restore(*given).ahead == ()  # without a second process they are lost
     with group_source(x, tasks, builder(composed.config)) as process:
@@ -197,6 +194,33 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
         for _ in range(2):
             _, flight, _ = take_step(process, flight, learner)
     assert same(learner.state_dict(), trained_in_one(*LAG)[0].state_dict())
+
+
+DROPPED = [("none", 0), ("lag", 2), ("overlap", 2)]
+
+
+@pytest.mark.parametrize("name, staleness", cases(DROPPED, [("lag", 2)], unpack=True))
+def test_a_step_that_is_dropped_is_sampled_again_alike(
+    name, staleness, in_a_thread, tmp_path, same
+):
+    """Whatever the source has done for it, a later source goes on from the flight before it."""
+    composed = compose([*COMMON, *mode(name, staleness)])
+    x = experiment(composed)
+    given = x, load_tasks(x).train, builder(composed.config)
+    torch.set_num_threads(1)
+    rng.seed(x.seed)
+    learner, other = (Learner(x, x.model(device="cpu"), exact=True) for _ in range(2))
+    with group_source(*given) as source:
+        _, flight, _ = take_step(source, Flight(), learner)
+        dropped, *_ = sample_step(source, flight, learner)
+        torch.save(learner.state_dict() | {"flight": source.state(flight)}, tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    other.load_state_dict(state)
+    with group_source(*given) as source:
+        flight = source.restore(state["flight"], other.policy, other.progress)
+        again, *_ = sample_step(source, flight, other)
+    assert (again.step, again.version) == (dropped.step, dropped.version)
+    assert same(timeless(again.sampled), timeless(dropped.sampled))
 
 
 def test_every_version_has_its_place_in_memory(monkeypatch):

@@ -76,7 +76,7 @@ class SamplingProcess:
             engine.lent = self.idle
             self.journal = Journal(folder / "journal", tasks, x.seed) if folder else None
         self.requests: dict[int, Request] = {}  # step → a request without an answer
-        self.here: dict[int, Answer] = {}  # step → an answer that no one has received
+        self.here: dict[int, Answer] = {}  # step → an answer that a checkpoint may need
         self.failure: BaseException | None = None  # why no more answers come
         self.slots: WeightSlots | None = None
         self.weights = ""  # fingerprint of the published ones, for the journal
@@ -146,7 +146,8 @@ class SamplingProcess:
                     if self.failure:
                         raise self.failure
                     self._take()
-            answer = self.here.pop(groups.step)
+            answer = self.here[groups.step]
+            self.here.pop(groups.step - 1, None)  # the step that has received it is done
             groups = answer.groups
             clock.sessions += answer.sessions
             engine = self.x.generation.engine

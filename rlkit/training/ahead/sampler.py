@@ -51,7 +51,7 @@ START = (
 
 
 class Handshake(NamedTuple):
-    """The trainer's first message: what both processes have alike."""
+    """The trainer's message before all requests: what both processes have alike."""
 
     slots: int  # how many versions of the weights there is room for
     layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
@@ -130,7 +130,6 @@ def serve(
         if isinstance(engine, SharedEngine):
             engine.lent = lambda: None  # the trainer waits before it uses the servers
         policy, device = _load_policy(x)
-        slots = None
         loaded = None
         behind = StreamState()  # the prompts behind the last request
         while True:
@@ -150,7 +149,7 @@ def serve(
                     engine.kernel = message.kernel
                 continue
             asked = time.perf_counter()
-            if slots is not None and message.version != loaded:
+            if message.version != loaded:
                 slots.read(message.version)
                 loaded = message.version
             got = time.perf_counter()

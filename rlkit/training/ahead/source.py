@@ -32,8 +32,8 @@ class GroupSource(Protocol):
         state                                   between steps
         restore                                 at most once, before all others
 
-    What a step that is interrupted has requested may be requested again, with the same result: the
-    flight says what has been consumed, never the source.
+    The flight says what has been consumed, never the source: after a step that was interrupted
+    while it sampled, `state` of the flight from before that step is still what to go on from.
     """
 
     def publish(self, policy: Policy, version: int) -> None:
@@ -75,11 +75,18 @@ def next_groups(
     progress: Progress,
     clock: Clock,
 ) -> tuple[StepGroups, Flight, dict[str, float]]:
-    """The groups that the step to come learns from, the flight behind them, and `staleness/*`
-    figures for the step's row.
+    """The groups that the step to come learns from, the flight behind them, and figures for the
+    step's row.
 
     First it requests all groups that the current weights are due to sample, each with the settings
     of its own step. If it is interrupted, the flight that it was given still holds.
+
+    staleness/in_flight_groups     groups sampled, or being sampled, for later steps
+    staleness/wait_s               asynchrony=overlap, seconds: that the trainer waited for its
+                                   groups; idle_s: that the sampling process waited to be asked for
+                                   them; sampling_s: that it worked on them; handover_s: that
+                                   weights and groups took between the processes. Left out, like
+                                   perf/*, where runs are compared for identity
 
     Args:
       x: the whole run. progress: of the run, after `Learner.begin`. The experiment of each step
