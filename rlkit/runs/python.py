@@ -115,21 +115,31 @@ def steps(x: Experiment) -> Iterator[RLStep]:
 
     Raises: as `train`.
     """
-    from rlkit.training.flight import Flight, next_groups
+    from rlkit.training.ahead.flight import Flight
+    from rlkit.training.ahead.modes import group_source
+    from rlkit.training.ahead.source import next_groups
     from rlkit.training.learner import Learner
-    from rlkit.training.overlap import sampling_process
     from rlkit.training.run import ready
 
     tasks = _problems_of(x)
-    with sampling_process(x, _again(x), tasks.train) as process:
+    with group_source(x, tasks.train, _again(x)) as source:
         policy, device, exact = ready(x, tasks)
         learner = Learner(x, policy, exact=exact)
         flight = Flight()
         while learner.rl_step < x.trainer.steps:
             with autocast(x, device, updates=True):
-                groups, flight = next_groups(learner, tasks.train, flight, process)
-                metrics = learner.step(groups.sampled, groups.trained)
-            yield RLStep(learner.rl_step, metrics, learner.rollouts, policy)
+                learner.begin()
+                groups, flight, figures = next_groups(
+                    source,
+                    flight,
+                    learner.experiment,
+                    policy,
+                    progress=learner.progress,
+                    clock=learner.clock,
+                )
+                learner.step(groups.sampled, groups.trained)
+                learner.metrics |= figures
+            yield RLStep(learner.rl_step, learner.metrics, learner.rollouts, policy)
 
 
 def _again(x: Experiment) -> Callable[[], Experiment] | None:

@@ -47,7 +47,7 @@ def experience(
       version: RL steps that the weights have done; None: as many.
       clock: takes the seconds of the parts.
     """
-    clock = clock or Clock()
+    place: Any = {"step": step, "version": version, "clock": clock or Clock()}
     sampled: list[Rollout] = []
     accepted: list[Rollout] = []
     for _ in range(1 + x.algorithm.max_refills):
@@ -56,29 +56,14 @@ def experience(
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
         drawn = copied(drawn)  # what a callback changes in a rollout's task is gone with the step
-        rollouts = scored(
-            x,
-            policy,
-            drawn,
-            step=step,
-            version=version,
-            first=len(sampled) // x.batch.group_size,
-            clock=clock,
-        )
+        first = len(sampled) // x.batch.group_size
+        rollouts = scored(x, policy, drawn, first=first, **place)
         if asks(x.algorithm.advantage, "greedy_rewards"):
             greedy = x._replace(
                 batch=x.batch._replace(group_size=1),
                 generation=x.generation._replace(temperature=0.0),
             )
-            own = scored(
-                greedy,
-                policy,
-                drawn,
-                step=step,
-                version=version,
-                first=rollouts[0].group,
-                clock=clock,
-            )
+            own = scored(greedy, policy, drawn, first=first, **place)
             rewards = {r.group: r.total_reward for r in own}
             rollouts = [
                 r._replace(greedy_reward=rewards[r.group], greedy_played=True) for r in rollouts
@@ -92,22 +77,6 @@ def experience(
 
 
 def scored(
-    x: Experiment, policy: Policy, tasks: Sequence[Task], *, clock: Clock, **place: Any
-) -> list[Rollout]:
-    """Episodes of these tasks with their rewards; arguments as those of `played`."""
-    with clock.sampling(x.generation.engine):
-        rollouts = played(x, policy, tasks, clock=clock, **place)
-    failures(rollouts)
-    if x.algorithm.episodes is not None:
-        return rollouts
-    with (
-        clock.part("reward"),
-        rng.drawn_from(mix(x.seed, place["step"], place["first"], 1 + ranks.rank())),
-    ):
-        return score_spread(rollouts, x.reward)
-
-
-def played(
     x: Experiment,
     policy: Policy,
     tasks: Sequence[Task],
@@ -117,8 +86,8 @@ def played(
     first: int,
     clock: Clock,
 ) -> list[Rollout]:
-    """Episodes sampled from the policy as it is now; `first` is the position of the first task in
-    the step.
+    """Episodes sampled from the current policy, with their rewards. `first`: position of the first
+    task in the step.
 
     Every rank plays the episodes of some of the tasks, and all ranks get all of them.
     """
@@ -139,10 +108,16 @@ def played(
         )
 
     with (
+        clock.sampling(x.generation.engine),
         named("generation", "lower generation.engine.max_cached_tokens or batch.prompts"),
         ranks.whole_weights(policy.model),
     ):
-        return ranks.split_work(tasks, own)
+        rollouts = ranks.split_work(tasks, own)
+    failures(rollouts)
+    if x.algorithm.episodes is not None:
+        return rollouts
+    with clock.part("reward"), rng.drawn_from(mix(x.seed, step, first, 1 + ranks.rank())):
+        return score_spread(rollouts, x.reward)
 
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:

@@ -407,12 +407,6 @@ def staleness_metrics(
                                    effective share and chi-square of rollouts' weights, chi2_token
                                    of tokens' (`effective_sample_size`) staleness/out_of_bounds_frac
                                      share of tokens whose weight is outside 1/2 … 2
-    staleness/in_flight_groups     groups sampled, or being sampled, for later steps
-    staleness/wait_s               asynchrony=overlap, seconds: that the trainer waited for its
-                                   groups; idle_s: that the sampling process waited to be asked for
-                                   them; sampling_s: that it worked on them; handover_s: that
-                                   weights and groups took between the processes. Left out, like
-                                   perf/*, where runs are compared for identity
     mismatch/*                     here of the tokens alone that were sampled by the weights that
                                    are trained; nan without such
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -15,19 +15,17 @@ from rlkit.episodes.samplers import sampler_metrics
 from rlkit.functional import mix
 from rlkit.system import rng
 from rlkit.system.device import precision
+from rlkit.training.ahead.flight import Flight, StepGroups, pack_rollouts
+from rlkit.training.ahead.source import GroupSource, next_groups
 from rlkit.training.experiment import Experiment
-from rlkit.training.flight import Flight, continued, next_groups, packed, restored
 from rlkit.training.learner import Learner
 from rlkit.training.metrics import as_number
 from rlkit.training.resume import trained_state
-from rlkit.training.reuse import Group, packed_groups, restored_groups, with_reused
+from rlkit.training.reuse import Group, unpack_kept, with_reused
 from rlkit.training.update.optimizers import make_optimizers
 from rlkit.training.update.probe import probe_memory
 from rlkit.training.update.record import Host
 from rlkit.types import Policy, Task
-
-if TYPE_CHECKING:
-    from rlkit.training.overlap import SamplingProcess
 
 
 class Steps:
@@ -61,11 +59,13 @@ def _of_learner(name: str) -> Any:
 
 
 class RLModule(L.LightningModule):
-    """Rolls out, scores and lets the learner take a step, one RL step per training_step.
+    """Takes one RL step per training_step.
 
-    It owns the groups in flight and the position in the prompts (`flight`), the generators and the
-    length of the run; all else is the learner's. After each step `metrics` holds the row to log,
-    `rollouts` the scored episodes and `trained` those of them that `batch` was made of.
+    It owns the groups in flight and the position in the prompts (`flight`), the groups to learn
+    from again (`kept`), the generators and the length of the run; all else is the learner's.
+    `source` samples the groups (`rlkit.training.ahead.modes.group_source`). After each step
+    `metrics` holds the row to log, `rollouts` the scored episodes and `trained` those of them that
+    `batch` was made of.
     """
 
     rl_step, x, experiment, metrics, rollouts = map(
@@ -79,8 +79,8 @@ class RLModule(L.LightningModule):
         policy: Policy,
         tasks: Sequence[Task],
         *,
+        source: GroupSource,
         exact: bool = False,
-        process: SamplingProcess | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False
@@ -91,11 +91,12 @@ class RLModule(L.LightningModule):
         self.learner = Learner(experiment, policy, exact=exact, host=host)
         self.policy = policy
         self.tasks = tasks
-        self.process = process
+        self.source = source
         # where Lightning looks for what it moves and saves
         self.model = policy.model
         self.critic = self.learner.critic
-        self.flight, self.started = Flight(), time.perf_counter()
+        self.flight = Flight()
+        self.started = time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups that may be learned from again
         self.droppable = (
             False  # whether nothing is lost that cannot be done again: no update has begun
@@ -108,26 +109,37 @@ class RLModule(L.LightningModule):
         ] = {}  # what callbacks have logged since the last row, by name
 
     def training_step(self, index: int, _: int) -> None:
-        """Rollouts → rewards → the learner's step."""
-        self.learner.begin()
-        self.before = rng.state()
-        self.droppable = True
-        groups, flight = next_groups(self.learner, self.tasks, self.flight, self.process)
-        self.droppable = False
-        self.before = None
-        self.flight = flight
-        x = self.learner.x
+        """Groups → some of them replaced by groups to learn from again → the learner's step."""
+        groups, figures = self.take_groups()
+        x = self.x
         reused = with_reused(x.reuse, self.kept, groups.trained, step=self.rl_step, seed=x.seed)
         self.kept = reused.kept
         self.learner.step(groups.sampled, reused.trained)
-        if x.asynchrony.mode != "none" or x.reuse.active:
-            figures = {f"staleness/{name}": v for name, v in self.learner.in_flight.items()}
-            self.learner.metrics |= figures
-        self.learner.metrics |= {**sampler_metrics(groups.after.sampler), **reused.metrics}
+        self.metrics |= figures | sampler_metrics(groups.after.sampler) | reused.metrics
         self.trainer.should_stop = ranks.any_rank(
             self.rl_step >= self.total_steps or self.out_of_time()
         )
         self.clock.end()
+
+    def take_groups(self) -> tuple[StepGroups, dict[str, float]]:
+        """The groups of the step to come, and what was measured of them. Until they are there,
+        `drop_step` can take the step back: nothing but the generators has moved."""
+        learner = self.learner
+        learner.begin()
+        self.before = rng.state()
+        self.droppable = True
+        groups, flight, figures = next_groups(
+            self.source,
+            self.flight,
+            learner.experiment,
+            self.policy,
+            progress=learner.progress,
+            clock=learner.clock,
+        )
+        self.droppable = False
+        self.before = None
+        self.flight = flight
+        return groups, figures
 
     def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         """A metric of one's own: `module.log("mine/share", 0.5)` in any hook of a callback.
@@ -212,17 +224,16 @@ class RLModule(L.LightningModule):
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out.
         `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = trained_state(checkpoint["state_dict"], self.model)
-        checkpoint["rlkit"] = (
-            self.learner.saved() | packed(self.flight, self.process) | {"generators": generators}
-        )
-        checkpoint["rlkit"]["kept"] = packed_groups(self.kept)
+        own = {
+            "generators": generators,
+            "kept": [pack_rollouts(group) for group in self.kept],
+        }
+        checkpoint["rlkit"] = self.learner.saved() | self.source.state(self.flight) | own
         checkpoint["run"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["rlkit"]
         self.generators = state["generators"]
         self.learner.load(checkpoint)
-        self.kept = restored_groups(state["kept"], self.tasks)
-        self.flight = continued(
-            self.learner, restored(state, self.tasks, seed=self.experiment.seed), self.process
-        )
+        self.kept = unpack_kept(state["kept"], self.tasks)
+        self.flight = self.source.restore(state, self.policy, self.learner.progress)

@@ -4,14 +4,14 @@ bounded in number and in age."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import pstdev
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
-from rlkit.episodes.record import from_bytes, to_bytes
 from rlkit.errors import DataError
+from rlkit.training.ahead.flight import unpack_rollouts
 from rlkit.training.experiment import Reuse
 from rlkit.types import Rollout, Task
 
@@ -23,7 +23,7 @@ class Reused(NamedTuple):
 
     trained: list[Rollout]
     kept: tuple[Group, ...]
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
 
 
 def with_reused(
@@ -53,8 +53,7 @@ def with_reused(
     pool = [g for g in kept if age(g, step) <= reuse.staleness]
     ages = list[int]()
     out = list[Rollout]()
-    source = random.Random()
-    source.seed(f"task reuse/{seed}/{step}")
+    source = random.Random(f"task reuse/{seed}/{step}")
     free = list(pool)
     for number, own in groups.items():
         fitting = [g for g in free if len(g) == len(own)] if score_of(own) == 0 else []
@@ -92,24 +91,18 @@ def age(group: Sequence[Rollout], step: int) -> int:
     )
 
 
-def packed_groups(kept: Sequence[Group]) -> list[torch.Tensor]:
-    """Kept groups for a checkpoint, without their tasks' rows."""
-    plain = [
-        [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in group] for group in kept
-    ]
-    return [torch.frombuffer(bytearray(to_bytes(group)), dtype=torch.uint8) for group in plain]
-
-
-def restored_groups(saved: Sequence[torch.Tensor], tasks: Sequence[Task]) -> tuple[Group, ...]:
-    """The inverse. Raises DataError where a task is gone."""
+def unpack_kept(saved: Sequence[Tensor], tasks: Sequence[Task]) -> tuple[Group, ...]:
+    """Kept groups of a checkpoint, where `pack_rollouts` gave each of them. Raises DataError where
+    a task is gone."""
     rows = {(task.part, task.id): task for task in tasks} if saved else {}
-    groups = [from_bytes(data.numpy().tobytes()) for data in saved]
-    gone = [r.task.id for group in groups for r in group if (r.task.part, r.task.id) not in rows]
-    if gone:
-        raise DataError(
-            f"task.reuse: a kept group is of the problem {gone[0]!r}, which the task no longer has;"
-            " restore task.path and the data"
+    try:
+        return tuple(
+            tuple(r._replace(task=rows[r.task.part, r.task.id]) for r in unpack_rollouts(data))
+            for data in saved
         )
-    return tuple(
-        tuple(r._replace(task=rows[r.task.part, r.task.id]) for r in group) for group in groups
-    )
+    except KeyError as error:
+        _, gone = error.args[0]
+        raise DataError(
+            f"task.reuse: a kept group is of the problem {gone!r}, which the task no longer has;"
+            " restore task.path and the data"
+        ) from None

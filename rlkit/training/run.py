@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
     from rlkit.training.callbacks.faults import Watchdog
     from rlkit.training.module import RLModule
-    from rlkit.training.overlap import SamplingProcess
 
 
 def train_in(
@@ -55,69 +55,67 @@ def train_in(
         asynchrony=overlap.
     Raises: ConfigError where that is needed and None.
     """
-    from rlkit.training.overlap import sampling_process
+    from rlkit.training.ahead.modes import group_source
 
     LOST.clear()
     dogs: list[Watchdog] = []  # one, once there is a trainer
-
-    def place() -> str:
-        return dogs[0].place() if dogs else ""
-
     with (
-        limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, place),
-        sampling_process(x, again, tasks.train, folder=folder) as process,
+        limit_waiting(
+            x.trainer.max_step_time, MAX_STEP_TIME, lambda: dogs[0].place() if dogs else ""
+        ),
+        group_source(x, tasks.train, again, folder=folder) as source,
     ):
-        return _train(
-            x, tasks, folder, process, dogs, started=started, resume=resume, provenance=provenance
-        )
+        policy, device, exact = ready(x, tasks)
+        # brings Lightning, which takes as long as all else: after the first lines
+        from rlkit.episodes.record import FAILED, failed_rollout_kept
+        from rlkit.training.callbacks.faults import Watchdog
+        from rlkit.training.module import RLModule
+
+        module = RLModule(x, policy, tasks.train, source=source, exact=exact)
+        module.provenance = dict(provenance)
+        results: Results = {}
+        with refusing(folder):
+            earlier = folder / FAILED  # of the process that this one continues
+            if ranks.rank() == 0 and earlier.exists():
+                put_aside(earlier, ".earlier")
+        trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
+        dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
+        summary = {"ended": "failed", "seed": x.seed, "name": x.name}
+        processor = time.process_time()
+        # what there is now stays: full collections pass over half a million objects of the
+        # libraries, a tenth of a small step
+        gc.freeze()
+        try:
+            with note_end(summary, module, trainer), failed_rollout_kept(folder):
+                trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+                summary["ended"], summary["why"] = how_it_ended(module, results)
+        finally:
+            gc.unfreeze()
+            if resume is None:  # else what the processes before this one took is not known
+                summary["processor_seconds"] = round(time.process_time() - processor, 2)
+            seconds = time.perf_counter() - started
+            conclude(summary, module, folder, results, seconds=seconds, device=device)
+    return summary, module
 
 
-def _train(
-    x: Experiment,
-    tasks: Splits,
-    folder: Path,
-    process: SamplingProcess | None,
-    dogs: list[Watchdog],
-    *,
-    started: float,
-    resume: Path | None,
-    provenance: Mapping[str, Any],
-) -> tuple[dict[str, Any], RLModule]:
-    policy, device, exact = ready(x, tasks)
-    from rlkit.episodes.record import FAILED, failed_rollout_kept
-    from rlkit.training.callbacks.faults import Watchdog
-    from rlkit.training.callbacks.stopping import (
-        StopOnSignal,
-    )  # brings Lightning, which takes as long as all else: after the first lines
-    from rlkit.training.module import RLModule
+@contextmanager
+def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterator[None]:
+    """A block whose error or signal is noted as the end of the run; a signal ends the block alone.
 
-    module = RLModule(x, policy, tasks.train, exact=exact, process=process)
-    module.provenance = dict(provenance)
-    results: Results = {}
-    with refusing(folder):
-        if (
-            ranks.rank() == 0 and (folder / FAILED).exists()
-        ):  # of the process that this one continues
-            put_aside(folder / FAILED, ".earlier")
-    trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
-    dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
-    summary = {"ended": "failed", "seed": x.seed, "name": x.name}
-    processor = time.process_time()
-    # what there is now stays: full collections pass over half a million objects of the libraries, a
-    # tenth of a small step
-    gc.freeze()
+    Raises: RLKitError where an environment or a reward ended the process.
+    """
+    from rlkit.training.callbacks.stopping import StopOnSignal
+
     try:
-        with failed_rollout_kept(folder):
-            trainer.fit(module, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        summary["ended"], summary["why"] = how_it_ended(module, results)
+        yield
     except Interrupted as signal:
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
     except (KeyboardInterrupt, SystemExit) as error:
         summary["ended"] = "interrupted"
-        if any(
-            isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks
-        ):  # then Ctrl-C is no KeyboardInterrupt
-            summary["ended"] = f"failed: {(what := raised_at(error))}"
+        # a StopOnSignal takes Ctrl-C, which is then no KeyboardInterrupt
+        if any(isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks):
+            what = raised_at(error)
+            summary["ended"] = f"failed: {what}"
             raise RLKitError(
                 f"{what} ended the run in step {module.rl_step + 1}; no environment or reward may"
                 " do that"
@@ -125,14 +123,6 @@ def _train(
     except BaseException as error:
         summary["ended"] = f"failed: {type(error).__name__}: {error}"
         raise
-    finally:
-        gc.unfreeze()
-        if resume is None:  # else what the processes before this one took is not known
-            summary["processor_seconds"] = round(time.process_time() - processor, 2)
-        conclude(
-            summary, module, folder, results, seconds=time.perf_counter() - started, device=device
-        )
-    return summary, module
 
 
 def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:

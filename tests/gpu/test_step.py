@@ -61,6 +61,7 @@ def test_one_training_step_with_lora(random_qwen3):
     from rlkit.models import LoRA
     from rlkit.rewards import Reward, Term, weighted_sum
     from rlkit.tasks import arithmetic
+    from rlkit.training.ahead.here import Here
     from rlkit.training.experiment import BatchSize, Evaluation, Sampling, TrainerSettings
     from rlkit.training.module import RLModule
     from rlkit.training.references import frozen
@@ -92,7 +93,8 @@ def test_one_training_step_with_lora(random_qwen3):
         trainer=TrainerSettings(steps=1),
         evaluation=Evaluation(length, n=0),
     )
-    module = RLModule(x, policy, arithmetic(max_samples=8))
+    tasks = arithmetic(max_samples=8)
+    module = RLModule(x, policy, tasks, source=Here(x, tasks))
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
     trainer = L.Trainer(
         accelerator="gpu",

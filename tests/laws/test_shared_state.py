@@ -44,11 +44,13 @@ from rlkit.system.shared_state import (
     put_back,
     read_state,
 )
+from rlkit.training.ahead.flight import Flight
+from rlkit.training.ahead.here import Here
 from rlkit.training.callbacks.stopping import SIGNALS, StopOnSignal
-from rlkit.training.flight import Flight, next_groups
 from rlkit.training.learner import Learner
 from rlkit.training.schedules import Phase
 from rlkit.types import Environment, Rollout, Task, ToolCall, ToolResult, stateful
+from stepping import take_step
 
 FAST = [
     "trainer.threads=1",
@@ -207,10 +209,10 @@ def trained(x, steps=2, tasks=()):
     rng.seed(x.seed)
     tasks, flight = tasks or load_tasks(plain()).train, Flight()
     learner = Learner(x, x.model(device="cpu"), exact=True)
+    source = Here(x, tasks)
     out, played = [], []
     for _ in range(steps):
-        groups, flight = next_groups(learner, tasks, flight)
-        row = learner.step(groups.sampled, groups.trained)
+        _, flight, row = take_step(source, flight, learner)
         played += learner.rollouts
         out.append(
             {

@@ -34,7 +34,7 @@ DENSE = {"packed": 3.0, "walrus": 1.0, "nested": 0.0}
 # What is about to be rebuilt, with today's numbers: files that are larger, functions that are
 # longer, and dense places of each kind.
 REBUILT = {
-    "training": {"files": 0, "functions": 2, "packed": 14, "walrus": 6, "nested": 5},
+    "training": {"files": 0, "functions": 1, "packed": 12, "walrus": 5, "nested": 4},
     "engines/cached": {"files": 1, "functions": 0, "packed": 13, "walrus": 4, "nested": 0},
     "episodes/_collect.py": {"files": 0, "functions": 2, "packed": 3, "walrus": 0, "nested": 0},
 }

@@ -22,11 +22,13 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import score
 from rlkit.system import rng
 from rlkit.training import schedules
-from rlkit.training.flight import Flight, continued, next_groups, packed, restored, version_of
+from rlkit.training.ahead.flight import Flight, version_of
+from rlkit.training.ahead.modes import group_source
 from rlkit.training.learner import Learner
 from rlkit.training.run import train_in
 from rlkit.training.schedules.progress import foreseen
 from rlkit.types import Environment, Task
+from stepping import sample_step, take_step
 
 COMMON = [
     "trainer.threads=1",
@@ -85,14 +87,19 @@ def begun(*overrides):
     return x, load_tasks(x).train, Learner(x, x.model(device="cpu"), exact=True)
 
 
+def source_of(x, tasks):
+    """What samples the groups of a run in this process."""
+    with group_source(x, tasks) as source:
+        return source
+
+
 @functools.cache
 def trained(*overrides):
     """The learner after four steps, and of each step: its groups, and its row without the clock."""
-    _, tasks, learner = begun(*overrides)
-    flight, out = Flight(), []
+    x, tasks, learner = begun(*overrides)
+    source, flight, out = source_of(x, tasks), Flight(), []
     for _ in range(4):
-        groups, flight = next_groups(learner, tasks, flight)
-        row = learner.step(groups.sampled, groups.trained)
+        groups, flight, row = take_step(source, flight, learner)
         out.append(
             (groups, {k: v for k, v in row.items() if not k.startswith("perf/")}, learner.batch)
         )
@@ -189,15 +196,16 @@ def test_replies_of_an_engine_that_names_no_version_have_that_of_the_weights_it_
 def test_groups_in_flight_survive_a_checkpoint(tmp_path, same):
     """Also what JSON does not know of a task, since the prompts give it again; refills keep which
     groups are trained on."""
-    _, tasks, learner = begun(*REFILLS, *LAG)
+    x, tasks, learner = begun(*REFILLS, *LAG)
     tasks = [task._replace(metadata={**task.metadata, "odd": {1, 2}}) for task in tasks]
-    _, flight = next_groups(learner, tasks, Flight())
-    torch.save(packed(flight), tmp_path / "state")
+    source = source_of(x, tasks)
+    _, flight, _ = sample_step(source, Flight(), learner)
+    torch.save(source.state(flight), tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
-    assert restored(state, tasks, seed=3) == flight and len(flight.ahead) == 2
-    assert continued(learner, flight) == flight
+    assert source.restore(state, learner.policy, learner.progress) == flight
+    assert len(flight.ahead) == 2
     with pytest.raises(DataError, match="no longer has"):
-        restored(state, tasks[::-1], seed=3)
+        source_of(x, tasks[::-1]).restore(state, learner.policy, learner.progress)
 
 
 RESUMED = [
@@ -276,19 +284,19 @@ def test_asynchrony_may_change_where_a_run_is_resumed(
 ):
     """From the next step on. Groups that are too old for it, or sampled otherwise, are sampled
     again; the prompts go on."""
-    _, tasks, learner = begun(*then)
-    flight = Flight()
+    x, tasks, learner = begun(*then)
+    source, flight = source_of(x, tasks), Flight()
     for _ in range(2):
-        groups, flight = next_groups(learner, tasks, flight)
-        learner.step(groups.sampled, groups.trained)
-    state = learner.state_dict()
-    _, _, resumed = begun(*now)
+        _, flight, _ = take_step(source, flight, learner)
+    state, saved = learner.state_dict(), source.state(flight)
+    x, _, resumed = begun(*now)
     resumed.load_state_dict(state)
     capsys.readouterr()
-    flight = continued(resumed, restored(packed(flight), tasks, seed=3))
+    source = source_of(x, tasks)
+    flight = source.restore(saved, resumed.policy, resumed.progress)
     out = capsys.readouterr().out
     assert said in out if said else not out
-    groups, flight = next_groups(resumed, tasks, flight)
+    groups, flight, _ = sample_step(source, flight, resumed)
     assert groups.version == version and groups.step == 2
     assert [r.task.id for r in groups.sampled][::4] == [
         task.id for task in take(tasks, Flight().consumed, 6, seed=3)[0][4:]

@@ -15,12 +15,14 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.errors import ConfigError
 from rlkit.functional import no_correction, token_correction
 from rlkit.system import rng
+from rlkit.training.ahead.flight import Flight
+from rlkit.training.ahead.modes import group_source
 from rlkit.training.experiment import correction_in_words, settle_correction
-from rlkit.training.flight import Flight, next_groups
 from rlkit.training.learner import Learner
 from rlkit.training.update import drift
 from rlkit.training.update import scored as passes
 from rlkit.training.update.step import weighted
+from stepping import sample_step, take_step
 
 COMMON = [
     "trainer.threads=1",
@@ -46,16 +48,13 @@ def stepped(*overrides, steps=2):
     x = experiment(compose([*COMMON, *overrides]))
     torch.set_num_threads(1)
     rng.seed(x.seed)
-    learner, tasks, flight = (
-        Learner(x, x.model(device="cpu"), exact=True),
-        load_tasks(x).train,
-        Flight(),
-    )
+    learner = Learner(x, x.model(device="cpu"), exact=True)
+    flight = Flight()
     row = {}
-    for _ in range(steps):
-        groups, flight = next_groups(learner, tasks, flight)
-        row = learner.step(groups.sampled, groups.trained)
-    return learner, row, lambda: next_groups(learner, tasks, flight)[0]
+    with group_source(x, load_tasks(x).train) as source:
+        for _ in range(steps):
+            _, flight, row = take_step(source, flight, learner)
+    return learner, row, lambda: sample_step(source, flight, learner)[0]
 
 
 def prepared(learner, trained):

@@ -21,12 +21,17 @@ from overlap_parts import CLOCK
 from parametrise import cases
 from rlkit.config.compose import builder, compose, experiment
 from rlkit.config.problems.rows import load_tasks
-from rlkit.errors import ConfigError, EngineError
+from rlkit.errors import ConfigError, EngineError, RLKitError
 from rlkit.system import rng
-from rlkit.training import overlap
-from rlkit.training.flight import Asked, Flight, continued, next_groups, packed, restored
+from rlkit.training.ahead import process as trainers_side
+from rlkit.training.ahead import sampler, weights
+from rlkit.training.ahead.flight import Flight, Request
+from rlkit.training.ahead.here import Here
+from rlkit.training.ahead.modes import group_source
+from rlkit.training.ahead.weights import WeightSlots, shared_memory
 from rlkit.training.learner import Learner
-from rlkit.training.overlap import WeightSlots, sampling_process, serve, shared_memory
+from rlkit.training.metrics import Clock
+from stepping import sample_step, take_step
 from training.test_asynchrony import COMMON, KINDS, LAG, TURNS
 from training.test_asynchrony import trained as trained_in_one
 
@@ -65,7 +70,7 @@ class Thread:
 
         def run():
             with link:
-                serve(lambda: setup, link.recv, link.send_bytes, memory)
+                sampler.serve(lambda: setup, link.recv, link.send_bytes, memory)
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
@@ -82,7 +87,7 @@ class Thread:
 
 @pytest.fixture
 def in_a_thread(monkeypatch):
-    monkeypatch.setattr(overlap.subprocess, "Popen", Thread)
+    monkeypatch.setattr(trainers_side.subprocess, "Popen", Thread)
 
 
 def trained(*overrides, steps=4, between=lambda: None):
@@ -95,11 +100,9 @@ def trained(*overrides, steps=4, between=lambda: None):
     learner = Learner(
         x, x.model(device="cpu"), exact=True
     )  # first: two threads cannot load a model at the same time
-    with sampling_process(x, builder(composed.config), tasks) as process:
+    with group_source(x, tasks, builder(composed.config)) as source:
         for _ in range(steps):
-            groups, flight = next_groups(learner, tasks, flight, process)
-            between()
-            row = learner.step(groups.sampled, groups.trained)
+            groups, flight, row = take_step(source, flight, learner, between)
             row = {
                 k: v
                 for k, v in row.items()
@@ -140,7 +143,7 @@ def test_overlap_is_lag_whoever_is_faster(kind, staleness, same, monkeypatch):
     So nothing is dropped and nothing overtakes, however long some episodes take.
     """
     if kind not in ALONE:
-        monkeypatch.setattr(overlap.subprocess, "Popen", Thread)
+        monkeypatch.setattr(trainers_side.subprocess, "Popen", Thread)
 
     def between():
         time.sleep(0.2 * CLOCK.random())
@@ -168,18 +171,15 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
 
     rng.seed(x.seed)
     learner, other = (Learner(x, x.model(device="cpu"), exact=True) for _ in range(2))
-    with sampling_process(x, builder(composed.config), tasks) as process:
-        groups, flight = next_groups(learner, tasks, Flight(), process)
-        learner.step(groups.sampled, groups.trained)
+    with group_source(x, tasks, builder(composed.config)) as process:
+        _, flight, _ = take_step(process, Flight(), learner)
         while process.answers.empty():
             time.sleep(0.01)
-        assert packed(flight, process)[
-            "flight"
-        ]  # what has arrived is saved, and still there for the next step
-        groups, flight = next_groups(learner, tasks, flight, process)
-        learner.step(groups.sampled, groups.trained)
+        # what has arrived is saved, and still there for the next step
+        assert process.state(flight)["flight"]
+        _, flight, _ = take_step(process, flight, learner)
         process.arrived = lambda ahead: ahead
-        state = learner.state_dict() | {"flight": packed(flight, process)}
+        state = learner.state_dict() | {"flight": process.state(flight)}
         torch.save(state, tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
     assert [r["version"] for r in state["flight"]["requests"]] == [0, 1] and set(
@@ -187,25 +187,46 @@ def test_groups_that_are_being_sampled_are_asked_for_again_after_a_resume(
     ) == {0, 1}
     learner = other
     learner.load_state_dict(state)
-    with sampling_process(x, builder(composed.config), tasks) as process:
-        flight = restored(state["flight"], tasks, seed=3)
-        assert packed(flight) == {**packed(flight), "flight": []} and isinstance(
-            flight.ahead[0], Asked
-        )
-        assert (
-            continued(learner, flight).ahead == ()
-        )  # without a second process they are sampled anew
-        flight = continued(learner, flight, process)
+    given = state["flight"], learner.policy, learner.progress
+    assert Here(x, tasks).restore(*given).ahead == ()  # without a second process they are lost
+    with group_source(x, tasks, builder(composed.config)) as process:
+        flight = process.restore(*given)
         for _ in range(2):
-            groups, flight = next_groups(learner, tasks, flight, process)
-            learner.step(groups.sampled, groups.trained)
+            _, flight, _ = take_step(process, flight, learner)
     assert same(learner.state_dict(), trained_in_one(*LAG)[0].state_dict())
+
+
+DROPPED = [("none", 0), ("lag", 2), ("overlap", 2)]
+
+
+@pytest.mark.parametrize("name, staleness", cases(DROPPED, [("lag", 2)], unpack=True))
+def test_a_step_that_is_dropped_is_sampled_again_alike(
+    name, staleness, in_a_thread, tmp_path, same
+):
+    """Whatever the source has done for it, a later source goes on from the flight before it."""
+    composed = compose([*COMMON, *mode(name, staleness)])
+    x = experiment(composed)
+    given = x, load_tasks(x).train, builder(composed.config)
+    torch.set_num_threads(1)
+    rng.seed(x.seed)
+    learner, other = (Learner(x, x.model(device="cpu"), exact=True) for _ in range(2))
+    with group_source(*given) as source:
+        _, flight, _ = take_step(source, Flight(), learner)
+        dropped, *_ = sample_step(source, flight, learner)
+        torch.save(learner.state_dict() | {"flight": source.state(flight)}, tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    other.load_state_dict(state)
+    with group_source(*given) as source:
+        flight = source.restore(state["flight"], other.policy, other.progress)
+        again, *_ = sample_step(source, flight, other)
+    assert (again.step, again.version) == (dropped.step, dropped.version)
+    assert same(timeless(again.sampled), timeless(dropped.sampled))
 
 
 def test_every_version_has_its_place_in_memory(monkeypatch):
     """Of several types and shapes, also larger than what is copied at a time; a place that holds
     another version is refused."""
-    monkeypatch.setattr(overlap, "PIECE", 5)
+    monkeypatch.setattr(weights, "PIECE", 5)
     torch.manual_seed(0)
     model = torch.nn.ParameterDict(
         {
@@ -271,12 +292,12 @@ def test_python_objects_are_refused():
     x = experiment(compose([*COMMON, "asynchrony=overlap"]))
     with (
         pytest.raises(ConfigError, match="Python objects are not part of"),
-        sampling_process(x, None, []),
+        group_source(x, []),
     ):
         pass
     with (
         pytest.raises(ConfigError, match="tasks cannot be handed"),
-        sampling_process(x, int, [lambda: 0]),
+        group_source(x, [lambda: 0], int),
     ):
         pass
 
@@ -284,9 +305,7 @@ def test_python_objects_are_refused():
 def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
     """As itself, with the sentence that it has in one process; and a full memory and another model
     are said."""
-    with pytest.raises(
-        overlap.RLKitError, match=r"OSError: the door is locked at .*overlap_parts.py"
-    ):
+    with pytest.raises(RLKitError, match=r"OSError: the door is locked at .*overlap_parts.py"):
         trained(*TALKS, "environment.prompt_fn._target_=overlap_parts.locked", *mode("overlap", 1))
 
     class Full(WeightSlots):
@@ -295,21 +314,21 @@ def test_an_error_of_the_other_process_is_raised_here(in_a_thread):
 
     composed = compose([*COMMON, *mode("overlap", 1)])
     x = experiment(composed)
-    model = x.model(device="cpu").model
+    policy = x.model(device="cpu")
     with (
-        sampling_process(x, builder(composed.config), []) as process,
+        group_source(x, [], builder(composed.config)) as process,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(overlap, "WeightSlots", Full)
+        patch.setattr(trainers_side, "WeightSlots", Full)
         with pytest.raises(
             EngineError, match=r"no memory for 2 versions of \d MiB \(No space left"
         ):
-            process.publish(model, 0, 1)
-    model.model.norm.weight.requires_grad = False
-    with sampling_process(x, builder(composed.config), []) as process:
-        process.publish(model, 0, 1)
+            process.publish(policy, 0)
+    policy.model.model.norm.weight.requires_grad = False
+    with group_source(x, [], builder(composed.config)) as process:
+        process.publish(policy, 0)
         with pytest.raises(ConfigError, match="different models"):
-            process.receive(Asked(0, 0, None, None, ""))
+            process.receive(Request(0, 0, None, None, ""), Clock())
 
 
 # ---------------------------------------------------------------------------------- whole processes
@@ -453,6 +472,6 @@ def test_a_message_that_cannot_be_read_ends_the_sampling_process(monkeypatch, ca
     ours, theirs = Pipe()
     ours.send_bytes(b"no pickle")
     ended = []
-    monkeypatch.setattr(overlap, "end_process", ended.append)
-    overlap._listen(theirs, queue.SimpleQueue(), os.getppid())
+    monkeypatch.setattr(sampler, "end_process", ended.append)
+    sampler._listen(theirs, queue.SimpleQueue(), os.getppid())
     assert ended == [0] and "UnpicklingError" in capfd.readouterr().err

@@ -11,8 +11,9 @@ import rlkit
 from rlkit.config.compose import compose, experiment
 from rlkit.episodes.samplers import variance_sampler
 from rlkit.errors import ConfigError, DataError
+from rlkit.training.ahead.flight import pack_rollouts
 from rlkit.training.experiment import Reuse
-from rlkit.training.reuse import age, packed_groups, restored_groups, score_of, with_reused
+from rlkit.training.reuse import age, score_of, unpack_kept, with_reused
 from rlkit.types import Rollout, Step, Task
 
 TASKS = [Task(f"t/{i}", ({"role": "user", "content": "?"},)) for i in range(9)]
@@ -90,10 +91,10 @@ def test_kept_groups_survive_a_checkpoint_without_the_rows_of_their_tasks():
     kept = with_reused(
         Reuse(9, 2), (), [*group(0, 0.0, 1.0), *group(1, 0.5, 1.0)], step=0, seed=0
     ).kept
-    saved = packed_groups(kept)
-    assert restored_groups(saved, TASKS) == kept
+    saved = [pack_rollouts(group) for group in kept]
+    assert unpack_kept(saved, TASKS) == kept
     with pytest.raises(DataError, match=r"'t/0'.*restore task.path"):
-        restored_groups(saved, TASKS[1:])
+        unpack_kept(saved, TASKS[1:])
 
 
 def test_what_has_nothing_to_use_again_is_refused():

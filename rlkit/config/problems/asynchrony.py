@@ -105,7 +105,7 @@ def _stateful(x: Experiment) -> list[str]:
 
 def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[str]:
     """Phases whose end is not known ahead, before one that samples or scores in another way."""
-    from rlkit.training.flight import settings_of
+    from rlkit.training.ahead.flight import settings_of
 
     given = x.schedule.phases
     numbered = any(

@@ -31,7 +31,7 @@ LONGEST = 1 << 17  # bytes of a request: a command line and an environment
 IMPORTS = (
     "rlkit.runs.python",
     "rlkit.training.module",
-    "rlkit.training.overlap",
+    "rlkit.training.ahead.modes",
     "rlkit.training.callbacks",
     "rlkit.training.loggers",
     "rlkit.engines.cached",

@@ -13,9 +13,10 @@ from rlkit import collect
 from rlkit.config.compose import builder, compose, experiment
 from rlkit.config.problems.rows import load_tasks
 from rlkit.system import rng
-from rlkit.training.flight import Flight, continued, next_groups, packed, restored
+from rlkit.training.ahead.flight import Flight
+from rlkit.training.ahead.modes import group_source
 from rlkit.training.learner import Learner
-from rlkit.training.overlap import sampling_process
+from stepping import take_step
 from training.test_asynchrony import COMMON
 from training.test_overlap import in_a_thread, timeless  # noqa: F401 (a fixture)
 
@@ -50,28 +51,24 @@ class Run:
         rng.seed(self.x.seed)
         self.tasks, self.flight, self.groups = load_tasks(self.x).train, Flight(), []
         self.learner = Learner(self.x, self.x.model(device="cpu"), exact=True)
-        self.sampling = sampling_process(
-            self.x, builder(composed.config), self.tasks, folder=folder
-        )
-        self.process = self.sampling.__enter__()
+        self.sampling = group_source(self.x, self.tasks, builder(composed.config), folder=folder)
+        self.source = self.sampling.__enter__()
         if saved is not None:
             self.learner.load_state_dict(saved["learner"])
-            self.flight = continued(
-                self.learner, restored(saved["flight"], self.tasks, seed=self.x.seed), self.process
+            self.flight = self.source.restore(
+                saved["flight"], self.learner.policy, self.learner.progress
             )
 
     def steps(self, count, between=lambda: None):
         for _ in range(count):
-            groups, self.flight = next_groups(self.learner, self.tasks, self.flight, self.process)
-            self.learner.step(groups.sampled, groups.trained)
+            groups, self.flight, _ = take_step(self.source, self.flight, self.learner)
             between()
             self.groups.append((groups.version, timeless(groups.sampled)))
         return self
 
     def state(self, to):
-        torch.save(
-            {"learner": self.learner.state_dict(), "flight": packed(self.flight, self.process)}, to
-        )
+        saved = {"learner": self.learner.state_dict(), "flight": self.source.state(self.flight)}
+        torch.save(saved, to)
         return torch.load(to, weights_only=True)
 
     def ended(self):
@@ -90,7 +87,7 @@ def test_a_journal_repeats_a_run_that_no_server_would_repeat(server, in_a_thread
     """Killed after step 3, with a checkpoint of step 1, of which nothing had arrived: what was
     learned from is learned from again."""
     first = Run(server, tmp_path).steps(1)
-    first.process.arrived = lambda ahead: ahead
+    first.source.arrived = lambda ahead: ahead
     saved = first.state(tmp_path / "state")
     first.steps(2).ended()
     assert sorted(file.stem for file in tmp_path.glob("journal/*.pt")) == [
@@ -101,7 +98,7 @@ def test_a_journal_repeats_a_run_that_no_server_would_repeat(server, in_a_thread
     server.salt += 1
     asked = server.count("/v1/completions")
     again = Run(server, tmp_path, saved=saved).steps(2)
-    again.process.idle()
+    again.source.idle()
     assert again.groups == first.groups[1:] and same(
         again.learner.state_dict(), first.learner.state_dict()
     )

@@ -1,0 +1,211 @@
+"""Records of sampling ahead: a request for the groups of a step, the groups, and what is in flight.
+
+    weights after step v ── sample ──▶ groups of step v + staleness ── in flight ──▶ learner.step
+
+Groups are numbered by their RL step and their position in it. They are requested and consumed in
+that order, and none is dropped: at most (staleness + 1) × batch.prompts are sampled and not yet
+learned from. With a staleness of 0 this is the synchronous run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit.algorithm import asks
+from rlkit.episodes.record import from_bytes, to_bytes
+from rlkit.episodes.stream import StreamState, take_again
+from rlkit.errors import DataError, written
+from rlkit.training.experiment import Experiment
+from rlkit.training.schedules.progress import Progress, foreseen
+from rlkit.types import Rollout, Task
+
+
+class StepGroups(NamedTuple):
+    """The groups of an RL step, sampled and scored."""
+
+    step: int  # RL steps done before the one that learns from them
+    version: int  # RL steps that the weights had done which sampled them
+    sampled: list[Rollout]  # all scored episodes
+    trained: list[Rollout]  # those of them to train on
+    before: StreamState  # the prompts that they were drawn from
+    after: StreamState  # the prompts behind them
+    settings: str  # what else decided them (`settings_of`)
+
+
+class Request(NamedTuple):
+    """What decides the groups of an RL step that are not sampled yet."""
+
+    step: int
+    version: int
+    progress: Progress  # at the time of the request: the step's experiment follows from it
+    before: StreamState | None  # None: the prompts behind the request before this one
+    settings: str
+    weights: str = ""  # fingerprint of the weights due to sample them, where a journal needs it
+
+    @property
+    def after(self) -> None:
+        """The prompts behind the groups are unknown until they are sampled: refills decide them."""
+
+
+InFlight = StepGroups | Request
+
+
+class Flight(NamedTuple):
+    """The groups in flight, in the order of their steps; those that are there already come
+    first."""
+
+    consumed: StreamState = StreamState()  # the prompts behind the last step that is done
+    ahead: tuple[InFlight, ...] = ()
+
+    @property
+    def after(self) -> StreamState | None:
+        """The prompts that the next groups are drawn from; None while they are unknown."""
+        return self.ahead[-1].after if self.ahead else self.consumed
+
+
+def version_of(step: int, staleness: int) -> int:
+    """Which weights sample the groups of an RL step, as the steps that they have done: the only
+    place that decides it.
+
+    If a resumed run no longer has those weights (its staleness is lower, or it has more steps), the
+    current weights sample; they are newer.
+
+    >>> [version_of(step, 2) for step in range(5)]
+    [0, 0, 0, 1, 2]
+    """
+    return max(0, step - staleness)
+
+
+def due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
+    """The steps behind the flight whose groups the weights of version `now` have to sample."""
+    first = flight.ahead[-1].step + 1 if flight.ahead else now
+    steps = range(first, max(x.trainer.steps, now + 1))
+    return [*takewhile(lambda step: version_of(step, x.asynchrony.staleness) <= now, steps)]
+
+
+def settings_of(x: Experiment) -> str:
+    """Digest sampling, environment, reward, batch and refills of a step's experiment. Functions
+    count by name."""
+    own = x.algorithm
+    parts = [
+        x.batch,
+        x.generation.params,
+        x.environment,
+        x.reward,
+        x.sampler,
+        own.max_refills,
+        own.group_filter if own.max_refills else None,
+        own.episodes,
+        asks(own.advantage, "greedy_rewards"),
+    ]
+    return hashlib.sha256(repr(_plain(parts)).encode()).hexdigest()[:16]
+
+
+def _plain(part: Any) -> Any:
+    if isinstance(part, partial):
+        return [written(part), _plain(part.keywords)]
+    if hasattr(part, "_asdict"):
+        part = part._asdict()
+    if isinstance(part, Mapping):
+        return {str(key): _plain(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return [_plain(value) for value in part]
+    return part if isinstance(part, int | float | str | None) else written(part)
+
+
+# ---------------------------------------------------------------------------------- in a checkpoint
+
+
+def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str, Any]:
+    """The flight as plain values and tensors. Tasks are left out: the prompts that groups were
+    drawn from give them again. `weights`: version → bytes of those due to answer the requests."""
+    return {
+        "stream": list(flight.consumed),
+        "flight": [pack_groups(own) for own in flight.ahead if isinstance(own, StepGroups)],
+        "requests": [
+            own._asdict() | {"progress": own.progress._asdict(), "before": None}
+            for own in flight.ahead
+            if isinstance(own, Request)
+        ],
+        "weights": weights,
+    }
+
+
+def unpack_flight(
+    saved: Mapping[str, Any], tasks: Sequence[Task], x: Experiment, progress: Progress, kinds: Any
+) -> Flight:
+    """The inverse of `pack_flight`, cut before the first groups that the config would now sample
+    otherwise, and before the first that are not of these `kinds`. A line names the steps that are
+    cut.
+
+    Raises: DataError where the tasks have changed.
+    """
+
+    def holds(own: InFlight) -> bool:
+        return (
+            isinstance(own, kinds)
+            and own.version >= version_of(own.step, x.asynchrony.staleness)
+            and own.settings == settings_of(foreseen(x, progress, own.step))
+        )
+
+    ahead: list[InFlight] = [unpack_groups(own, tasks, seed=x.seed) for own in saved["flight"]]
+    for own in saved["requests"]:
+        ahead.append(Request(**own | {"progress": Progress(**own["progress"])}))
+    kept = tuple(takewhile(holds, ahead))
+    cut = ahead[len(kept) :]
+    if cut:
+        last = f" to {cut[-1].step + 1}" if len(cut) > 1 else ""
+        print(
+            f"resume: the groups in flight of step {cut[0].step + 1}{last} are sampled again with"
+            " the current weights, because the config changed",
+            flush=True,
+        )
+    return Flight(StreamState(*saved["stream"]), kept)
+
+
+def pack_groups(groups: StepGroups) -> dict[str, Any]:
+    """Groups as plain values and tensors, without their tasks."""
+    kept = {id(r) for r in groups.trained}
+    return groups._asdict() | {
+        "sampled": pack_rollouts(groups.sampled),
+        "trained": [i for i, r in enumerate(groups.sampled) if id(r) in kept],
+        "before": list(groups.before),
+        "after": list(groups.after),
+    }
+
+
+def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> StepGroups:
+    """The inverse of `pack_groups`. Raises DataError where the tasks have changed."""
+    rollouts = unpack_rollouts(saved["sampled"])
+    before = StreamState(*saved["before"])
+    after = StreamState(*saved["after"])
+    drawn = take_again(tasks, before, after, 1 + max(r.group for r in rollouts), seed=seed)
+    if any(r.task.id != drawn[r.group].id for r in rollouts):
+        raise DataError(
+            "the groups in flight are of problems that the task no longer has; restore task.path"
+            " and the data, or start anew"
+        )
+    sampled = [r._replace(task=drawn[r.group]) for r in rollouts]
+    trained = [sampled[i] for i in saved["trained"]]
+    return StepGroups(
+        saved["step"], saved["version"], sampled, trained, before, after, saved["settings"]
+    )
+
+
+def pack_rollouts(rollouts: Sequence[Rollout]) -> Tensor:
+    """Rollouts as bytes in a tensor, of which a save knows the size. Of their tasks only id and
+    part are kept."""
+    plain = [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in rollouts]
+    return torch.frombuffer(bytearray(to_bytes(plain)), dtype=torch.uint8)
+
+
+def unpack_rollouts(data: Tensor) -> list[Rollout]:
+    """The inverse of `pack_rollouts`."""
+    return from_bytes(data.numpy().tobytes())

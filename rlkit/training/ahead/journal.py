@@ -1,0 +1,75 @@
+"""Groups on disk before the trainer learns from them, for engines that would not sample the same
+ones again (`rlkit.types.SharedEngine`).
+
+    groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ requested again ──
+    read from the journal
+
+A record counts only for the same step, version, settings, prompts and bits of the weights that
+sampled it, so a run that is continued with other settings samples again. A checkpoint holds the
+groups that were in flight then, so records older than the checkpoint before it are deleted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from rlkit.errors import DataError
+from rlkit.system.files import atomic, lenient
+from rlkit.training.ahead.flight import Request, StepGroups, pack_groups, unpack_groups
+from rlkit.types import Task
+
+
+class Journal:
+    """Records of groups, one file a step.
+
+    Args:
+      folder: of the records. tasks: the prompts of the run. seed: of the run.
+    """
+
+    def __init__(self, folder: Path, tasks: Sequence[Task], seed: int):
+        self.folder = folder
+        self.tasks = tasks
+        self.seed = seed
+        self.saved = 0  # the oldest step in flight at the last checkpoint
+
+    def keep(self, groups: StepGroups, weights: str) -> None:
+        """Write the groups; they are on disk when this returns. Without room on the disk the run
+        goes on, and says that it could not be repeated."""
+        with (
+            lenient(f"{self.folder}: the groups of step {groups.step + 1}", "journal"),
+            atomic(self._place(groups.step)) as file,
+        ):
+            torch.save(pack_groups(groups) | {"weights": weights}, file)
+
+    def find(self, request: Request) -> StepGroups | None:
+        """The groups of a request. None if they have to be sampled; records of this step and of
+        later ones are then deleted."""
+        place = self._place(request.step)
+        if place.is_file():
+            record = torch.load(place, weights_only=True)
+            asked = request._asdict() | {"before": list(request.before or ())}
+            decide = ("step", "version", "settings", "before", "weights")
+            if all(record[name] == asked[name] for name in decide):
+                with suppress(DataError):  # the problems have changed
+                    return unpack_groups(record, self.tasks, seed=self.seed)
+        self._forget(lambda step: step >= request.step)
+        return None
+
+    def checkpoint(self, step: int) -> None:
+        """Delete what no checkpoint needs. `step`: the oldest in flight at the checkpoint that is
+        being written."""
+        self._forget(lambda own: own < self.saved)
+        self.saved = step
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"{step:06d}.pt"
+
+    def _forget(self, old: Callable[[int], bool]) -> None:
+        for place in self.folder.glob("*.pt"):
+            if old(int(place.stem)):
+                os.unlink(place)

@@ -1,0 +1,269 @@
+"""The trainer's side of asynchrony=overlap: it publishes weights, sends requests, and takes answers
+as they come (`rlkit.training.ahead.sampler` is the other side)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+from rlkit.distributed.launch import ending
+from rlkit.errors import ConfigError, EngineError
+from rlkit.system.fingerprints import fingerprint
+from rlkit.system.shared_state import say_once
+from rlkit.system.waiting import waiting_outside
+from rlkit.training.ahead.flight import (
+    Flight,
+    InFlight,
+    Request,
+    pack_flight,
+    unpack_flight,
+)
+from rlkit.training.ahead.journal import Journal
+from rlkit.training.ahead.sampler import START, Answer, Handshake
+from rlkit.training.ahead.source import Received
+from rlkit.training.ahead.weights import WeightSlots, shared_memory
+from rlkit.training.experiment import Experiment
+from rlkit.training.metrics import Clock
+from rlkit.training.schedules.progress import Progress
+from rlkit.types import Policy, SharedEngine, Task
+
+GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
+
+
+class SamplingProcess:
+    """Samples in a second process. Start it early: it loads while the trainer does.
+
+    Args:
+      x: the whole run. tasks: its prompts.
+      again: builds the experiment in the other process; a function that pickle can name, with its
+        arguments.
+      folder: of the run, for what the process prints and for the journal; None: it prints where the
+        trainer does, and nothing is kept.
+    Raises: ConfigError where the process cannot be made.
+    """
+
+    def __init__(
+        self,
+        x: Experiment,
+        tasks: Sequence[Task],
+        again: Callable[[], Experiment] | None,
+        folder: Path | None = None,
+    ):
+        if again is None:
+            raise ConfigError(
+                "asynchrony=overlap: a second process builds the experiment again from its config,"
+                " which Python objects are not part of; name them by their import path (_target_),"
+                " or choose asynchrony=lag"
+            )
+        self.x = x
+        self.tasks = tasks
+        self.log = folder / "sampler.log" if folder else None
+        self.journal: Journal | None = None
+        engine = x.generation.engine
+        if isinstance(engine, SharedEngine):
+            engine.lent = self.idle
+            self.journal = Journal(folder / "journal", tasks, x.seed) if folder else None
+        self.requests: dict[int, Request] = {}  # step → a request without an answer
+        self.here: dict[int, Answer] = {}  # step → an answer that a checkpoint may need
+        self.failure: BaseException | None = None  # why no more answers come
+        self.slots: WeightSlots | None = None
+        self.weights = ""  # fingerprint of the published ones, for the journal
+        self.publish_s = 0.0  # that publishing took since groups were last received
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        try:
+            data = pickle.dumps((again, tasks))
+        except Exception as error:  # whatever an object of the user's raises
+            raise ConfigError(
+                f"asynchrony=overlap: the tasks cannot be handed to a second process ({error});"
+                " keep plain values in their metadata, or choose asynchrony=lag"
+            ) from error
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.memory = shared_memory()
+        self.connection, theirs = Pipe()
+        handles = (theirs.fileno(), self.memory)
+        with ExitStack() as files, theirs:
+            # however large the setup is, it waits in a file until it is read
+            setup = files.enter_context(tempfile.TemporaryFile())
+            setup.write(data)
+            setup.seek(0)
+            out = files.enter_context(self.log.open("ab")) if self.log else None
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(sys.path), *map(str, handles)],
+                pass_fds=handles,
+                stdin=setup,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # Ctrl-C is the trainer's
+            )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def publish(self, policy: Policy, version: int) -> None:
+        """Copy the trainable weights into the slot of this version."""
+        begun = time.perf_counter()
+        slots = self.slots_of(policy.model)
+        try:
+            slots.write(version)
+        except OSError as error:
+            raise EngineError(
+                f"asynchrony=overlap: no memory for {slots.count} versions of"
+                f" {slots.size / 2**20:,.0f} MiB ({error.strerror}); lower asynchrony.staleness, or"
+                " train adapters (model.lora.rank)"
+            ) from error
+        if self.journal:
+            self.weights = repr(fingerprint([p for _, p in slots.named]))
+        self.publish_s += time.perf_counter() - begun
+
+    def request(self, request: Request, clock: Clock) -> InFlight:
+        """Send the request, unless the journal has its groups."""
+        request = request._replace(weights=request.weights or self.weights)
+        groups = self.journal.find(request) if self.journal else None
+        if groups:
+            return groups
+        self.send(request)
+        self.requests[request.step] = request
+        return request
+
+    def receive(self, groups: InFlight, clock: Clock) -> Received:
+        """Wait for the answer to a request. Raises EngineError if the process is gone."""
+        seconds = {"wait_s": 0.0, "idle_s": 0.0, "sampling_s": 0.0, "handover_s": 0.0}
+        if isinstance(groups, Request):
+            begun = time.perf_counter()
+            with clock.part("generate"):
+                while groups.step not in self.here:
+                    if self.failure:
+                        raise self.failure
+                    self._take()
+            answer = self.here[groups.step]
+            self.here.pop(groups.step - 1, None)  # the step that has received it is done
+            groups = answer.groups
+            clock.sessions += answer.sessions
+            engine = self.x.generation.engine
+            if answer.kernel and hasattr(engine, "elsewhere"):
+                engine.elsewhere = answer.kernel
+            seconds = answer.seconds | {"wait_s": time.perf_counter() - begun}
+        seconds["handover_s"] += self.publish_s
+        self.publish_s = 0.0
+        return groups, seconds
+
+    def state(self, flight: Flight) -> dict[str, Any]:
+        """The groups that are there, whole; the requests without an answer, and the weights due to
+        sample them. Never waits, and takes no answer away."""
+        flight = flight._replace(ahead=self.arrived(flight.ahead))
+        if self.journal and flight.ahead:
+            self.journal.checkpoint(flight.ahead[0].step)
+        versions = {own.version for own in flight.ahead if isinstance(own, Request)}
+        weights = {own: self.slots.saved(own) for own in versions} if self.slots else {}
+        return pack_flight(flight, weights)
+
+    def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
+        """The groups in flight. Requests are made again, of the weights that were due to answer
+        them."""
+        kept = unpack_flight(saved, self.tasks, self.x, progress, InFlight)
+        flight = kept._replace(ahead=())
+        for own in kept.ahead:
+            if isinstance(own, Request):
+                weights = saved["weights"][own.version]
+                self.slots_of(policy.model).restore(own.version, weights)
+                own = self.request(own._replace(before=flight.after), Clock())
+            flight = flight._replace(ahead=(*flight.ahead, own))
+        return flight
+
+    def arrived(self, ahead: Sequence[InFlight]) -> tuple[InFlight, ...]:
+        """What is in flight, with answers in place of their requests."""
+        while not self.answers.empty() and not self.failure:
+            self._take()
+        return tuple(self.here[own.step].groups if own.step in self.here else own for own in ahead)
+
+    def idle(self) -> None:
+        """Wait until nothing is being sampled."""
+        while self.requests and not self.failure:
+            self._take()
+
+    def slots_of(self, model: Any) -> WeightSlots:
+        """The slots for this model's weights. Before anything else the process is told of them, and
+        of the kernel that the trainer has settled on."""
+        if self.slots is None:
+            self.slots = WeightSlots(self.memory, self.x.asynchrony.staleness + 1, model)
+            kernel = getattr(self.x.generation.engine, "kernel", None)
+            self.send(Handshake(self.slots.count, self.slots.layout, kernel))
+        return self.slots
+
+    def send(self, message: Any) -> None:
+        """To the process. Raises EngineError where it is gone."""
+        # `Connection.send` would share the memory of tensors, which needs a common key
+        data = pickle.dumps(message)
+        try:
+            self.connection.send_bytes(data)
+        except OSError:
+            raise self.gone() from None
+
+    def _listen(self) -> None:
+        """Takes answers as they come, so that the process never waits for the trainer to look."""
+        with self.connection, suppress(EOFError, OSError):
+            while True:
+                data = self.connection.recv_bytes()
+                begun = time.perf_counter()
+                answer = pickle.loads(data)
+                if isinstance(answer, str):  # a line of the watcher
+                    if self.log:  # else it has printed it here itself
+                        print(answer, file=sys.stderr, flush=True)
+                    continue
+                if isinstance(answer, Answer):
+                    answer.seconds["handover_s"] += time.perf_counter() - begun
+                self.answers.put(answer)
+        self.answers.put(None)
+
+    def _take(self) -> None:
+        """Waits for the next answer."""
+        with waiting_outside():
+            answer = self.answers.get()
+        if isinstance(answer, Answer):
+            say_once(answer.named)
+            request = self.requests.pop(answer.groups.step)
+            if self.journal:
+                self.journal.keep(answer.groups, request.weights)
+            self.here[request.step] = answer
+        else:
+            self.failure = answer or self.gone()
+
+    def gone(self) -> EngineError:
+        """Why there is no answer."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+        status = self.process.poll()
+        how = "closed its connection" if status is None else "ended"
+        if status:
+            how = ending(status)
+        where = f"; what it printed: {self.log}" if self.log else ""
+        return EngineError(
+            f"asynchrony=overlap: the sampling process {how}{where}. The run can be resumed from"
+            " its last checkpoint"
+        )
+
+    def close(self) -> None:
+        """The process has ended."""
+        with suppress(OSError):
+            self.connection.send(None)
+        if not self.requests:  # it has nothing to do, and ends by itself
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
+        self.process.terminate()
+        try:
+            self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.memory)

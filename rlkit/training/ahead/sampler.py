@@ -1,0 +1,200 @@
+"""The sampling process of asynchrony=overlap: it samples and scores groups while the trainer
+updates.
+
+    trainer ── weights of version v (shared memory) ──▶ sampling process ── groups of step v +
+            staleness ──▶ trainer ── request (step, version, progress) ────▶
+
+The process builds the experiment, the model, the engine and the environments again, and takes each
+version's trainable weights from memory that both map. It answers requests one by one, in their
+order, with the function that asynchrony=lag calls in the trainer (`sample_groups`), so its groups
+are the same, bit for bit, whoever is faster. It ends with the trainer, however that ends: the
+connection between them is closed then.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import zip_longest
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from rlkit.episodes.stream import StreamState
+from rlkit.errors import ConfigError, EngineError, Interrupted, RLKitError
+from rlkit.system import rng
+from rlkit.system.deadline import end_process
+from rlkit.system.device import autocast, pick_device, quiet
+from rlkit.system.shared_state import NAMED
+from rlkit.system.waiting import MAX_STEP_TIME, WATCHER, limit_waiting
+from rlkit.training.ahead.flight import StepGroups
+from rlkit.training.ahead.source import sample_groups
+from rlkit.training.ahead.weights import WeightSlots
+from rlkit.training.experiment import Experiment
+from rlkit.training.metrics import Clock
+from rlkit.types import Policy, SharedEngine
+
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
+    " from rlkit.training.ahead import sampler; sampler.sampling_main()"
+)
+
+
+class Handshake(NamedTuple):
+    """The trainer's message before all requests: what both processes have alike."""
+
+    slots: int  # how many versions of the weights there is room for
+    layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
+    kernel: str | None  # generation.kernel, as the trainer goes on with it
+
+
+class Answer(NamedTuple):
+    """A request is done."""
+
+    groups: StepGroups
+    # idle_s: that the process waited for the request; handover_s: that it took to get its weights;
+    # sampling_s: that it worked on the groups
+    seconds: dict[str, float]
+    sessions: list[float]  # that each episode spent in its session
+    kernel: Any  # that drew the tokens
+    # what functions have changed of that process (rlkit.system.shared_state)
+    named: Mapping[tuple[str, ...], str]
+
+
+def sampling_main() -> None:
+    """The sampling process, with a connection and weights that it has inherited."""
+    connection, memory = map(int, sys.argv[2:])
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    quiet()
+    link = Connection(connection)
+    messages = queue.SimpleQueue[Any]()
+    threading.Thread(target=_listen, args=(link, messages, os.getppid()), daemon=True).start()
+    lock = threading.Lock()
+
+    def send(data: bytes) -> None:
+        with lock:  # the watcher is a thread of its own
+            link.send_bytes(data)
+
+    # the trainer prints lines of the watcher: the output of this process goes into a file
+    WATCHER.tell = lambda line: send(pickle.dumps(line))
+    with suppress(Interrupted, OSError):  # told to end, or no one hears
+        serve(lambda: pickle.load(sys.stdin.buffer), messages.get, send, memory)
+
+
+def _stop(number: int, _: Any) -> None:
+    raise Interrupted(number)
+
+
+def _listen(link: Connection, messages: queue.SimpleQueue[Any], parent: int) -> None:
+    """Takes messages as they come. Ends the process, whatever it does, once the trainer is gone."""
+    try:
+        with suppress(EOFError, OSError):
+            while os.getppid() == parent:
+                if link.poll(1.0):
+                    messages.put(pickle.loads(link.recv_bytes()))
+    except Exception:  # of a message that cannot be read: the log says which
+        traceback.print_exc()
+    finally:
+        end_process(0)
+
+
+def serve(
+    begin: Callable[[], Any],
+    receive: Callable[[], Any],
+    send: Callable[[bytes], Any],
+    memory: int,
+) -> None:
+    """Answers requests until there are no more (None). An error is the last answer: the trainer
+    raises it.
+
+    Args:
+      begin: gives what builds the experiment, and the tasks. receive: gives the next message. send:
+        takes an answer, pickled.
+      memory: the file of the weight slots.
+    """
+    try:
+        again, tasks = begin()
+        x = again()
+        engine = x.generation.engine
+        if isinstance(engine, SharedEngine):
+            engine.lent = lambda: None  # the trainer waits before it uses the servers
+        policy, device = _load_policy(x)
+        loaded = None
+        behind = StreamState()  # the prompts behind the last request
+        while True:
+            begun = time.perf_counter()
+            message = receive()
+            if message is None:
+                return
+            if isinstance(message, Handshake):
+                slots = WeightSlots(memory, message.slots, policy.model)
+                for theirs, own in zip_longest(message.layout, slots.layout):
+                    if theirs != own:
+                        raise ConfigError(
+                            "asynchrony=overlap: the two processes have different models:"
+                            f" {theirs} in the trainer, {own} in the sampler"
+                        )
+                if message.kernel and hasattr(engine, "kernel"):
+                    engine.kernel = message.kernel
+                continue
+            asked = time.perf_counter()
+            if message.version != loaded:
+                slots.read(message.version)
+                loaded = message.version
+            got = time.perf_counter()
+            clock = Clock()
+            hangs = partial("sampling for step {} hangs".format, message.step + 1)
+            with autocast(x, device), limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, hangs):
+                before = message.before or behind
+                groups = sample_groups(x, policy, tasks, message, before, clock)
+            behind = groups.after
+            seconds = {
+                "idle_s": asked - begun,
+                "handover_s": got - asked,
+                "sampling_s": time.perf_counter() - got,
+            }
+            kernel = getattr(engine, "decodes", None)
+            send(pickle.dumps(Answer(groups, seconds, clock.sessions, kernel, dict(NAMED))))
+    except Interrupted:
+        raise
+    except BaseException as error:
+        send(_pickled_error(error))
+
+
+def _load_policy(x: Experiment) -> tuple[Policy, torch.device]:
+    """The policy on the device of the sampling process, with its number of threads; its weights are
+    replaced by the trainer's."""
+    rng.seed(x.seed)
+    device = pick_device(x)
+    own = x.asynchrony.sampler
+    if own.device != "auto":
+        device = torch.device(own.device)
+    elif device.type == "cuda" and torch.cuda.device_count() > 1:
+        device = torch.device("cuda", 1)
+    policy = x.model(device=device)
+    torch.set_num_threads(own.threads)
+    return policy, device
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    """Serialise an error for the trainer, as text if it cannot be pickled."""
+    if not isinstance(error, RLKitError):
+        error.add_note("in the sampling process:\n" + "".join(traceback.format_exception(error)))
+    with suppress(Exception):
+        data = pickle.dumps(error)
+        if type(pickle.loads(data)) is type(error):
+            return data
+    return pickle.dumps(
+        EngineError(f"the sampling process failed: {type(error).__name__}: {error}")
+    )

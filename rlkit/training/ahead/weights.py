@@ -1,0 +1,108 @@
+"""Versions of the trainable weights in memory that the trainer and the sampling process share."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.errors import EngineError
+
+# Bytes that are copied at a time; the system takes a little less than twice as many.
+PIECE = 1 << 30
+
+
+class WeightSlots:
+    """Trainable weights of the last versions in a file that is memory: slot v mod n holds version
+    v, its number in front.
+
+    n = staleness + 1 are enough: when version v is written, the groups of version v - staleness - 1
+    have been consumed.
+    """
+
+    def __init__(self, file: int, count: int, model: Any):
+        self.file = file
+        self.count = count
+        self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.size = sum(p.numel() * p.element_size() for _, p in self.named)
+
+    @property
+    def layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, type and shape of each; two models with the same layout understand one another."""
+        return [(name, str(p.dtype), tuple(p.shape)) for name, p in self.named]
+
+    def place(self, version: int) -> int:
+        """Where a version's number is; its weights stand behind."""
+        return version % self.count * (8 + self.size)
+
+    def write(self, version: int) -> None:
+        """The current weights, as this version. Raises OSError where there is no memory for
+        them."""
+        self._fill(version, (p.detach().cpu() for _, p in self.named))
+
+    def read(self, version: int) -> None:
+        """That version's weights into the model. Raises EngineError where it is not there."""
+        at = self._found(version)
+        for _, p in self.named:
+            own = torch.empty(p.shape, dtype=p.dtype)
+            at = _copy(_read, self.file, own, at)
+            p.data.copy_(own)
+
+    def saved(self, version: int) -> Tensor:
+        """That version's weights as bytes, for a checkpoint. Raises EngineError where it is not
+        there."""
+        out = torch.empty(self.size, dtype=torch.uint8)
+        _copy(_read, self.file, out, self._found(version))
+        return out
+
+    def restore(self, version: int, saved: Tensor) -> None:
+        """The inverse of `saved`."""
+        if len(saved) != self.size:
+            raise EngineError(
+                f"the checkpoint's weights of version {version} have {len(saved)} bytes, and the"
+                f" model's {self.size}"
+            )
+        self._fill(version, [saved])
+
+    def _fill(self, version: int, parts: Iterable[Tensor]) -> None:
+        """Writes the weights of a version, and then its number."""
+        at = self.place(version) + 8
+        for part in parts:
+            at = _copy(os.pwrite, self.file, part.contiguous(), at)
+        os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
+
+    def _found(self, version: int) -> int:
+        """Where the weights of a version are. Raises EngineError where its slot holds another."""
+        found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
+        if found != version:
+            raise EngineError(
+                f"asynchrony=overlap: weights of version {version} are asked for, and their place"
+                f" holds version {found}"
+            )
+        return self.place(version) + 8
+
+
+def _read(file: int, data: memoryview, at: int) -> int:
+    return os.preadv(file, [data], at)
+
+
+def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor, at: int) -> int:
+    """Moves a contiguous tensor between a file and memory; the place in the file behind it."""
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < len(data):
+        done += move(file, data[done : done + PIECE], at + done)
+    return at + done
+
+
+def shared_memory() -> int:
+    """A file in memory without a name, which is gone with the last process that holds it; on other
+    systems than Linux a temporary one."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rlkit-weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
