@@ -1,2 +1,6 @@
 """From options to a checked experiment: composing it, its schema, and everything that finds what
-cannot run."""
+cannot run.
+
+Files in the order of their imports: changes, hints, options, suggestions, schema, problems, trust,
+compose, keys, experiment, origins.
+"""

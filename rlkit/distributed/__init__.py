@@ -1,2 +1,5 @@
 """Several processes that train together: their ranks, how they are started, Lightning's
-strategies."""
+strategies.
+
+Files in the order of their imports: launch, ranks, strategies.
+"""

@@ -1,5 +1,8 @@
 """Engines: services that sample completions of token ids. All of them keep the contract
-`rlkit.types.Engine`."""
+`rlkit.types.Engine`.
+
+Files in the order of their imports: service, transformers, cached.
+"""
 
 from rlkit.engines.cached import Cached
 from rlkit.engines.service import Batched

@@ -1,5 +1,10 @@
 """What a policy talks to: environments, tools, and how calls and thinking are read out of a
-reply."""
+reply.
+
+Files in the order of their imports: _calculator, prompts, python, thinking, tools, weather,
+_by_task, calling, tool_parsers, toolbox, _single_turn, _tool_use, games, session, _dialogue,
+_guess_number, _gymnasium.
+"""
 
 from rlkit.environments._by_task import by_task, environment_of
 from rlkit.environments._calculator import calculator

@@ -1,6 +1,9 @@
 """Episodes: collecting them, turning them into tensors, saving them, and what they say in numbers.
 
 What brings torch is imported when it is asked for: files of rollouts are read without it.
+
+Files in the order of their imports: _assemble, completions, episode, record, samplers, summary,
+demonstrate, replies, stream, _collect, evaluation.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,1 +1,5 @@
-"""What a run leaves behind: its folder, its report, and sweeps over many runs."""
+"""What a run leaves behind: its folder, its report, and sweeps over many runs.
+
+Files in the order of their imports: comparing, folder, kernels, card, python, reading, trends,
+verdicts, sweeps, tables.
+"""

@@ -9,6 +9,8 @@ What does not hold: a program can ask whether a file exists and how large it is 
 without namespaces it can fill the disk with many small files until its time is up; on macOS there
 are limits of time alone (untested). A bug of the kernel is beyond all of it: for code from an
 adversary put a virtual machine around the whole run.
+
+Files in the order of their imports: _child, values, judge, process, asserts, level, interpreter.
 """
 
 from rlkit.sandbox.asserts import Check, Unsplittable, passes, split

@@ -3,6 +3,9 @@ sequence of Task; mixture joins several.
 
 The problems of train, validation and test are disjoint, and neither the order nor the number of
 rows moves a row (tasks/splits.py).
+
+Files in the order of their imports: _mixture, splits, _arithmetic, games, source, _conversations,
+_gsm8k, _jsonl, _mbpp.
 """
 
 from rlkit.tasks._arithmetic import arithmetic

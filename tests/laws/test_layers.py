@@ -6,7 +6,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import yaml
@@ -144,15 +145,62 @@ def test_rooms_know_no_more_than_they_need(name):
     assert used <= ONLY[name]
 
 
-def test_no_import_goes_in_a_circle():
-    """At the level of files, so that none ever sees another half imported."""
-    graph = {m: {n for n in imports(m, lazy=False) if n in MODULES and n != m} for m in MODULES}
-    done: set[str] = set()
-    while len(done) < len(graph):
-        # a package's own __init__ re-exports its files, which do not import it
-        ready = {m for m in graph if m not in done and graph[m] <= done}
-        assert ready, f"a circle among {sorted(set(graph) - done)}"
-        done |= ready
+def names_from(module: str, package: str) -> set[str]:
+    """What a module imports from a package by name; "*" for the package itself."""
+    above, _, last = package.rpartition(".")
+    nodes = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.ImportFrom)]
+    given = {alias.name for node in nodes if node.module == package for alias in node.names}
+    itself = any(a.name == last for node in nodes if node.module == above for a in node.names)
+    return given | ({"*"} if itself else set())
+
+
+def files_of(package: str) -> dict[str, set[str]]:
+    """Files and folders of a package → those of the same package that they import, in functions and
+    for types too."""
+    prefix = f"{package}."
+    every = {m.removeprefix(prefix).split(".")[0] for m in MODULES if m.startswith(prefix)}
+    used: dict[str, set[str]] = {}
+    for module in MODULES:
+        if module.startswith(prefix):
+            own = module.removeprefix(prefix).split(".")[0]
+            found = {
+                name.removeprefix(prefix).split(".")[0]
+                for name in imports(module, lazy=True)
+                if name.startswith(prefix)
+            }
+            # what is no file of it comes from the whole package
+            whole = every if names_from(module, package) - every else set()
+            used.setdefault(own, set()).update(((found & every) | whole) - {own})
+    return used
+
+
+def listed(package: str, names: Collection[str]) -> list[str]:
+    """The files of a package in the order of its docstring: a line each, or one sentence."""
+    text = ast.get_docstring(tree_of(package)) or ""
+    sentence = re.search(r"Files in the order of their imports: ([^.]*)\.", text)
+    if sentence:
+        return [name.strip() for name in sentence[1].split(",")]
+    lines = re.findall(r"^ *(\w+)(?:\.py)? {2,}\S", text, re.M)
+    return [name for name in dict.fromkeys(lines) if name in names]
+
+
+PACKAGES = [m for m, file in MODULES.items() if file.name == "__init__.py" and m != "rlkit"]
+
+
+@each("package", PACKAGES)
+def test_files_import_those_that_their_package_lists_before_them(package):
+    """Imports in functions and for types included: so none goes in a circle, and a reader may begin
+    at the top."""
+    used = files_of(package)
+    order = listed(package, used) if len(used) > 1 else list(used)
+    assert sorted(order) == sorted(used)
+    upward = {
+        f"{name} -> {other}"
+        for place, name in enumerate(order)
+        for other in used[name]
+        if other not in order[:place]
+    }
+    assert upward == set()
 
 
 def test_the_package_itself_imports_nothing():

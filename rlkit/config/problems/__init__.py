@@ -5,6 +5,9 @@ Keys and types are checked against the signatures of functions (rlkit.config.sch
 (numbers.py), combinations of parts (combinations.py, schedules.py, asynchrony.py), what parts
 assume of one another (assumptions.py), their maths on fake data (trial.py) and the rows of the data
 (rows.py). doubts.py has what is legal but probably not meant.
+
+Files in the order of their imports: assumptions, asynchrony, combinations, names, numbers,
+own_score, schedules, trial, doubts, rows.
 """
 
 from __future__ import annotations

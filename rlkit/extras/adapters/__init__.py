@@ -1,5 +1,8 @@
 """Tasks and rewards of other packages and of servers: verifiers, reasoning-gym, math-verify, a
-judge."""
+judge.
+
+Files in the order of their imports: _judge, _math_child, _math_verify, _reasoning_gym, _verifiers.
+"""
 
 from rlkit.extras.adapters._judge import judge
 from rlkit.extras.adapters._math_verify import math_verify

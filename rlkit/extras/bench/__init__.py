@@ -2,4 +2,6 @@
 
 `tasks` has the tasks, `fresh` the small policy that starts them, `matrix` the runs, their rows and
 the page. Nothing is imported before it is asked for.
+
+Files in the order of their imports: fresh, tasks, matrix, commands.
 """

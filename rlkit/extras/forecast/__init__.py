@@ -1,4 +1,7 @@
-"""Seconds and memory of an RL step on a card that is not here, from sizes alone."""
+"""Seconds and memory of an RL step on a card that is not here, from sizes alone.
+
+Files in the order of their imports: roofline, load, commands.
+"""
 
 from rlkit.extras.forecast.load import load_of, shape_of_run
 from rlkit.extras.forecast.roofline import (

@@ -4,6 +4,9 @@
 There is one episode loop and one training loop, the core's; here arguments and hooks become its
 parts, and its episodes rollouts in the document's shape (`rlkit.extras.notebook.views`). Users
 import these names from `rlkit.notebook`. docs/notebooks.md says, name by name, what differs.
+
+Files in the order of their imports: borrowed, data, checkpoints, configs, kl, rewards, views,
+algorithms, generation, chat, hooks, rollouts, manager, training, trainer.
 """
 
 from __future__ import annotations

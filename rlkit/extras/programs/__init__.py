@@ -2,6 +2,9 @@
 come from MCP servers, games have two players or many boards.
 
 What needs aiohttp is imported when it is asked for.
+
+Files in the order of their imports: _guard_child, _gymnasium_vector, _two_players, contract,
+tool_servers, wire, _mcp, conversations, server, _program, serving, commands.
 """
 
 from rlkit.extras.programs._gymnasium_vector import gymnasium_vector

@@ -4,6 +4,8 @@ tables, conversations → page.
 The page loads nothing and runs one script, whose hash its content policy names. Numbers and
 conversations reach it as compressed JSON, which is opened when it is looked at; what a model wrote
 is shown by textContent alone.
+
+Files in the order of their imports: charts, conversations, drawing, page, commands.
 """
 
 from __future__ import annotations

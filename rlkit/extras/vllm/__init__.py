@@ -1,5 +1,8 @@
 """vLLM as an engine, in this process or behind any number of `vllm serve`, and as a teacher behind
-servers."""
+servers.
+
+Files in the order of their imports: request, weights, in_process, server, pool, teacher, engine.
+"""
 
 from rlkit.extras.vllm.engine import VLLM
 from rlkit.extras.vllm.teacher import vllm_teacher

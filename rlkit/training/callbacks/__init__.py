@@ -2,6 +2,9 @@
 Lightning callback.
 
 Lightning is imported only when a part is made, so that a config is checked without it.
+
+Files in the order of their imports: conversations, metrics, pathologies, stopping, terminal,
+_health, checkpoints, evaluation, faults.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Numbers and parts as functions of progress. A schedule never edits an experiment: it gives the
-experiment of a step."""
+experiment of a step.
+
+Files in the order of their imports: controllers, functions, paths, progress.
+"""
 
 from rlkit.training.schedules.controllers import (
     Condition,
