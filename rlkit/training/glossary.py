@@ -66,7 +66,7 @@ def _pattern(name: str) -> re.Pattern[str]:
     """A name with words in capitals as an expression: NAME takes the rest of the name, any other
     word one level of it."""
     parts = (
-        ".+" if p == "NAME" else "[^/]+" if p.isupper() else re.escape(p)
+        {"NAME": ".+"}.get(p, "[^/]+") if p.isupper() else re.escape(p)
         for p in re.split(r"([A-Z]{4,})", name)
     )
     return re.compile("".join(parts))

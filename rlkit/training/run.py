@@ -275,14 +275,9 @@ def make_trainer(
     import lightning as L
 
     from rlkit.distributed.strategies import cluster, make_strategy
-    from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO, RLCheckpoint
-    from rlkit.training.callbacks.evaluation import HeldOut
-    from rlkit.training.callbacks.faults import DebugBundle, Watchdog
-    from rlkit.training.callbacks.metrics import KernelsNoted, MetricsFile, Ownership
-    from rlkit.training.callbacks.stopping import StopOnSignal
+    from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
     from rlkit.training.loggers import tolerant
 
-    metrics = folder / "metrics.jsonl"
     path = None
     step = 0
     if resume is not None:
@@ -301,14 +296,6 @@ def make_trainer(
             if ranks.rank() == 0
             else []
         )
-    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog()]
-    first += [KernelsNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
-    callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
-    # The row is written when every callback has added to it, and a checkpoint says that all that
-    # its step writes is there.
-    callbacks.sort(
-        key=lambda callback: (isinstance(callback, RLCheckpoint), isinstance(callback, MetricsFile))
-    )
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=x.trainer.devices,
@@ -320,7 +307,7 @@ def make_trainer(
         default_root_dir=folder,  # else it would be the working directory of this moment
         log_every_n_steps=1,
         logger=loggers or False,
-        callbacks=callbacks,
+        callbacks=callbacks_of(x, tasks, folder, results),
         plugins=[AtomicCheckpointIO(), *cluster()],
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -329,6 +316,26 @@ def make_trainer(
         inference_mode=False,
     )
     return trainer, path
+
+
+def callbacks_of(
+    x: Experiment, tasks: Splits, folder: Path, results: dict[Split, Any]
+) -> list[Any]:
+    """rlkit's own callbacks and those of the experiment, in their order."""
+    from rlkit.training.callbacks.checkpoints import RLCheckpoint
+    from rlkit.training.callbacks.evaluation import HeldOut
+    from rlkit.training.callbacks.faults import DebugBundle, Watchdog
+    from rlkit.training.callbacks.metrics import KernelsNoted, MetricsFile, Ownership
+    from rlkit.training.callbacks.stopping import StopOnSignal
+
+    metrics = folder / "metrics.jsonl"
+    first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog()]
+    first += [KernelsNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
+    callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
+    # The row is written when every callback has added to it, and a checkpoint says that all that
+    # its step writes is there.
+    callbacks.sort(key=lambda own: (isinstance(own, RLCheckpoint), isinstance(own, MetricsFile)))
+    return callbacks
 
 
 def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:

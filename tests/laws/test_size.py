@@ -27,14 +27,13 @@ TOKENS = {
     "vllm": 9_000,
 }
 FILE_TOKENS = 4_500
-LARGER_FILES = {"algorithm.py": 4_700, "sandbox/_child.py": 5_000}
+LARGER_FILES = {"sandbox/_child.py": 5_000}
 FUNCTION_LINES = 60
 # How often per 1,000 lines several steps may be packed into one expression (`dense_places`).
 DENSE = {"packed": 3.0, "walrus": 1.0, "nested": 0.0}
 # What is about to be rebuilt, with today's numbers: files that are larger, functions that are
 # longer, and dense places of each kind.
 REBUILT = {
-    "training": {"files": 0, "functions": 1, "packed": 12, "walrus": 5, "nested": 4},
     "engines/cached": {"files": 1, "functions": 0, "packed": 13, "walrus": 4, "nested": 0},
     "episodes/_collect.py": {"files": 0, "functions": 2, "packed": 3, "walrus": 0, "nested": 0},
 }

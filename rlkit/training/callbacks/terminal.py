@@ -152,12 +152,13 @@ def step_line(
     scoring = row["perf/reward_s"]
     change = "" if last_reward is None else f" ({reward - last_reward:+.2f})"
     seconds = [row["perf/generate_s"], *([scoring] if scoring >= 0.5 else []), row["perf/update_s"]]
+    digits = 4 if kl < 1 else 1
     line = ""
     for shown, parts in ((change, seconds), ("", seconds), ("", [sum(seconds)])):
         said = [
             f"step {step:>{len(str(total))}}/{total}",
             *([f"reward {reward:.2f}{shown}"] if math.isfinite(reward) else []),
-            *([] if math.isnan(kl) else [f"kl {kl:.4f}" if kl < 1 else f"kl {kl:.1f}"]),
+            *([] if math.isnan(kl) else [f"kl {kl:.{digits}f}"]),
             f"len {row['len/mean']:.0f}",
             *([f"trunc {cut:.0%}"] if cut else []),
             "| "
