@@ -119,6 +119,10 @@ class Service:
         self.version = version
         self.failure = None
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of this engine; see `rlkit.types.MeasuredEngine`."""
+        return {"late_s": self.late_s}
+
     def _in_play(self) -> int:
         return len({*self.running, *self.waiting, *self.answered, *self.due} - self.over)
 
@@ -259,7 +263,12 @@ class Service:
 def out_of_range(params: Any) -> list[str]:
     """What no engine can sample, as sentences. Takes SamplingParams, and what has their fields."""
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
-    values = {name: getattr(params, name) for name in least}
+    values = {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "admission_rounds": params.admission_rounds,
+    }
     problems = [
         f"generation.{name}={value}: must be at least {least[name]}"
         for name, value in values.items()
@@ -329,5 +338,7 @@ class Batches:
                 f"generation.engine ({name}) gave {what} for {len(prompts)} prompts; give one each,"
                 " in their order"
             )
-        self.rounds += max(len(getattr(reply, "token_ids", ())) for reply in replies)
+        self.rounds += max(
+            len(reply.token_ids) if isinstance(reply, Generation) else 0 for reply in replies
+        )
         return list(zip(given, replies, strict=True))

@@ -16,11 +16,11 @@ from torch import Tensor
 import rlkit.functional as F
 from rlkit.algorithm import counted, number, whole
 from rlkit.distributed import ranks
-from rlkit.errors import PartError
+from rlkit.errors import EngineError, PartError
 from rlkit.models.packing import Packed
 from rlkit.system.waiting import working
 from rlkit.training.experiment import Experiment
-from rlkit.types import Batch, Rollout, TokenLogprobs
+from rlkit.types import Batch, MeasuredEngine, Rollout, TokenLogprobs
 
 NAN = float("nan")
 BEFORE = (
@@ -447,7 +447,12 @@ def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
     minibatch where there was no pass before."""
     if batch.logprobs_old is None:
         return terms.first.get("logprobs" if name == "logprobs_old" else name)
-    values = getattr(batch, name)
+    values = {
+        "logprobs_old": batch.logprobs_old,
+        "logprobs_sampler": batch.logprobs_sampler,
+        "logprobs_ref": batch.logprobs_ref,
+        "versions": batch.versions,
+    }[name]
     return None if values is None else values[batch.response_mask].float()
 
 
@@ -526,7 +531,7 @@ class Clock:
         self.ended: float | None = None
         self.current = ""  # the part under way, the innermost
         self.sessions: list[float] = []  # seconds that each episode spent in its session
-        self.captured = NAN  # shapes that the engine has captured as CUDA graphs so far
+        self.engine: dict[str, float] = {}  # figures of the engine after its last sampling
         self.late = (
             0.0  # seconds in which decoding stood still for an answer of a session that was due
         )
@@ -560,13 +565,13 @@ class Clock:
         """Around a collect: what its engine was busy counts as "model", all else as "environment":
         sessions, tools, templates."""
         begun = time.perf_counter()
-        busy = getattr(engine, "busy_s", 0.0)
-        late = getattr(engine, "late_s", 0.0)
+        busy = _busy_seconds(engine)
+        late = _engine_metrics(engine).get("late_s", 0.0)
         with self.part("generate"):
             yield
-        worked = getattr(engine, "busy_s", 0.0) - busy
-        self.late += getattr(engine, "late_s", 0.0) - late
-        self.captured = getattr(engine, "captured_shapes", NAN)
+        worked = _busy_seconds(engine) - busy
+        self.engine = _engine_metrics(engine)
+        self.late += self.engine.get("late_s", 0.0) - late
         self.parts["model"] += worked
         self.parts["environment"] += time.perf_counter() - begun - worked
 
@@ -584,6 +589,27 @@ class Clock:
     def total(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self.started
+
+
+def _busy_seconds(engine: Any) -> float:
+    """Seconds that an engine has sampled so far; 0 of one that does not count them."""
+    return getattr(engine, "busy_s", 0.0)
+
+
+def _engine_metrics(engine: Any) -> dict[str, float]:
+    """The figures of an engine that has some. Raises: EngineError where they are no numbers by
+    name."""
+    if not isinstance(engine, MeasuredEngine):
+        return {}
+    given = engine.metrics()
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, int | float) for name, value in given.items()
+    ):
+        raise EngineError(
+            f"metrics() of generation.engine ({type(engine).__name__}) gave {given!r:.200}; give a"
+            " dict of name → number"
+        )
+    return dict(given)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -626,11 +652,16 @@ def performance(
         "perf/session_s_mean": sum(clock.sessions) / len(clock.sessions) if clock.sessions else NAN,
         "perf/session_s_max": max(clock.sessions, default=NAN),
         "perf/late_s": clock.late,
-        "perf/captured_shapes": clock.captured,
+        "perf/captured_shapes": clock.engine.get("captured_shapes", NAN),
         "perf/update_processor_s": (
             clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN
         ),  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
+        **{
+            f"engine/{name}": value
+            for name, value in clock.engine.items()
+            if name not in ("late_s", "captured_shapes")
+        },
     }
 
 
