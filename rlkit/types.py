@@ -1013,13 +1013,15 @@ class MeasuredEngine(Protocol):
 class KernelEngine(Protocol):
     """An engine that chooses between kernels whose log-probs differ in their last bits.
 
-    A run settles the choice once, notes it, and keeps it when it is resumed. An engine without
-    these has kernels of its own, and the run says nothing of them.
+    A run settles the choice once, notes it, and keeps it when it is resumed. It reads `kernel` (the
+    kernel asked for), `decodes` (the kernel in use, None before the first weights) and `why_eager`
+    (the reason where "auto" is eager). With asynchrony=overlap it sets `elsewhere` to the kernel of
+    the process that samples. An engine that lacks any of these decodes with a kernel of its own,
+    and the run does not name it.
     """
 
-    kernel: Literal["auto", "eager", "fused"]  # asked for; or what "auto" was settled as
-    why_eager: str  # the reason where "auto" is eager
-    # the kernel of another process that samples for this engine, with asynchrony=overlap
+    kernel: Literal["auto", "eager", "fused"]  # or what "auto" was settled as
+    why_eager: str
     elsewhere: Literal["eager", "fused"] | None
 
     @property
@@ -1040,8 +1042,8 @@ class KernelEngine(Protocol):
 
 @runtime_checkable
 class ThreadedEngine(Protocol):
-    """An engine that computes in threads of its own on a CPU. The run sets their number before the
-    first weights."""
+    """An engine that computes in threads of its own on a CPU. The run sets `threads` to their
+    number before the first weights; None means as many as torch has."""
 
     threads: int | None
 

@@ -263,12 +263,7 @@ class Service:
 def out_of_range(params: Any) -> list[str]:
     """What no engine can sample, as sentences. Takes SamplingParams, and what has their fields."""
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
-    values = {
-        "max_new_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "admission_rounds": params.admission_rounds,
-    }
+    values = {name: getattr(params, name) for name in least}
     problems = [
         f"generation.{name}={value}: must be at least {least[name]}"
         for name, value in values.items()

@@ -28,7 +28,7 @@ from rlkit.episodes import assemble, summarize
 from rlkit.errors import ConfigError
 from rlkit.functional import mix
 from rlkit.models.critic import make_critic
-from rlkit.models.fused import kernel_of, update_kernel
+from rlkit.models.fused import kernel_of
 from rlkit.models.head import trunk_and_head
 from rlkit.rewards import Moments, normalise, update_moments
 from rlkit.system import rng
@@ -370,8 +370,8 @@ class Learner:
         """A model to score with, computed as the policy's updates, also after a resume."""
         with given as model:
             if isinstance(model, torch.nn.Module):
-                trunk = trunk_and_head(model)[0]
-                trunk.update_kernel = kernel_of(trunk)._replace(used=update_kernel(self.model))
+                trunk, own = (trunk_and_head(one)[0] for one in (model, self.model))
+                trunk.update_kernel = kernel_of(own)
             yield model
 
     def update_reference(self, terms: UpdateTerms) -> None:

@@ -447,12 +447,7 @@ def _before(batch: Batch, terms: UpdateTerms, name: str) -> Tensor | None:
     minibatch where there was no pass before."""
     if batch.logprobs_old is None:
         return terms.first.get("logprobs" if name == "logprobs_old" else name)
-    values = {
-        "logprobs_old": batch.logprobs_old,
-        "logprobs_sampler": batch.logprobs_sampler,
-        "logprobs_ref": batch.logprobs_ref,
-        "versions": batch.versions,
-    }[name]
+    values = getattr(batch, name)
     return None if values is None else values[batch.response_mask].float()
 
 
@@ -565,13 +560,12 @@ class Clock:
         """Around a collect: what its engine was busy counts as "model", all else as "environment":
         sessions, tools, templates."""
         begun = time.perf_counter()
-        busy = _busy_seconds(engine)
-        late = _engine_metrics(engine).get("late_s", 0.0)
+        before = _figures(engine)
         with self.part("generate"):
             yield
-        worked = _busy_seconds(engine) - busy
-        self.engine = _engine_metrics(engine)
-        self.late += self.engine.get("late_s", 0.0) - late
+        self.engine = _figures(engine)
+        worked = self.engine["busy_s"] - before["busy_s"]
+        self.late += self.engine["late_s"] - before["late_s"]
         self.parts["model"] += worked
         self.parts["environment"] += time.perf_counter() - begun - worked
 
@@ -591,25 +585,22 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-def _busy_seconds(engine: Any) -> float:
-    """Seconds that an engine has sampled so far; 0 of one that does not count them."""
-    return getattr(engine, "busy_s", 0.0)
+ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # figures of an engine with metrics of perf/
 
 
-def _engine_metrics(engine: Any) -> dict[str, float]:
-    """The figures of an engine that has some. Raises: EngineError where they are no numbers by
-    name."""
-    if not isinstance(engine, MeasuredEngine):
-        return {}
-    given = engine.metrics()
-    if not isinstance(given, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, int | float) for name, value in given.items()
-    ):
+def _figures(engine: Any) -> dict[str, float]:
+    """What an engine measures, with `busy_s` and `late_s` in any case. Raises: EngineError if a
+    figure is no number."""
+    figures = {"late_s": 0.0, "busy_s": getattr(engine, "busy_s", 0.0)}
+    given = engine.metrics() if isinstance(engine, MeasuredEngine) else {}
+    try:
+        math.fsum(dict(given).values())
+    except (TypeError, ValueError):
         raise EngineError(
             f"metrics() of generation.engine ({type(engine).__name__}) gave {given!r:.200}; give a"
             " dict of name → number"
-        )
-    return dict(given)
+        ) from None
+    return figures | given
 
 
 def peak_memory(device: torch.device) -> float:
@@ -658,9 +649,7 @@ def performance(
         ),  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
         **{
-            f"engine/{name}": value
-            for name, value in clock.engine.items()
-            if name not in ("late_s", "captured_shapes")
+            f"engine/{name}": value for name, value in clock.engine.items() if name not in ELSEWHERE
         },
     }
 
