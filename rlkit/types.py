@@ -1059,6 +1059,62 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class MeasuredEngine(Protocol):
+    """An engine with figures of its own.
+
+    A step logs each of them as `engine/NAME`, as it is after the step's last sampling. A run on
+    several processes logs those of rank 0. Two names of `rlkit.engines.Cached` are logged
+    elsewhere: `late_s`, seconds so far, as `perf/late_s`, and `captured_shapes` as
+    `perf/captured_shapes`. An engine that wraps another one passes its figures on:
+    `{**self.inner.metrics(), "retries": self.retries}`.
+    """
+
+    def metrics(self) -> dict[str, float]:
+        """Name → figure. It is called before and after the engine samples, so it must be quick and
+        reset nothing."""
+        ...
+
+
+@runtime_checkable
+class KernelEngine(Protocol):
+    """An engine that chooses between kernels whose log-probs differ in their last bits.
+
+    A run settles the choice once, notes it, and keeps it when it is resumed. It reads `kernel` (the
+    kernel asked for), `decodes` (the kernel in use, None before the first weights) and `why_eager`
+    (the reason where "auto" is eager). With asynchrony=overlap it sets `elsewhere` to the kernel of
+    the process that samples. An engine that lacks any of these decodes with a kernel of its own,
+    and the run does not name it.
+    """
+
+    kernel: Literal["auto", "eager", "fused"]  # or what "auto" was settled as
+    why_eager: str
+    elsewhere: Literal["eager", "fused"] | None
+
+    @property
+    def decodes(self) -> Literal["eager", "fused"] | None:
+        """The kernel in use, or `elsewhere`; None before the first weights."""
+        ...
+
+    def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
+        """From now on "auto" is this kernel, whatever weights are loaded. If the config named a
+        kernel, change nothing."""
+        ...
+
+    def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
+        """Resume a run that used this kernel: "auto" becomes it. Return a sentence if the engine
+        cannot keep it, else an empty text."""
+        ...
+
+
+@runtime_checkable
+class ThreadedEngine(Protocol):
+    """An engine that computes in threads of its own on a CPU. The run sets `threads` to their
+    number before the first weights; None means as many as torch has."""
+
+    threads: int | None
+
+
+@runtime_checkable
 class SharedEngine(Protocol):
     """An engine behind servers that hold one version of the weights at a time.
 

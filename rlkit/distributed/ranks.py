@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.system.adapters import base_model
 from rlkit.system.waiting import waiting_outside
 
 T = TypeVar("T")
@@ -259,7 +260,7 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
         param_dtype=gathered, reduce_dtype=gathered and torch.float32, cast_forward_inputs=False
     )
 
-    model = _root(model)
+    model = base_model(model)
     model.unsharded = (
         copy.deepcopy(
             model,
@@ -287,28 +288,26 @@ def unsharded_copy(model: Any) -> Any:
     """
     if not sharded(model):
         return copy.deepcopy(model).requires_grad_(False).eval()
-    (empty,) = _root(model).unsharded
+    (empty,) = base_model(model).unsharded
     reshard(model)
-    weights = full_tensors(dict(_root(model).named_parameters()))
+    weights = full_tensors(dict(base_model(model).named_parameters()))
     return copy.deepcopy(
         empty,
         {id(p): nn.Parameter(weights[name].clone(), False) for name, p in empty.named_parameters()},
     ).eval()
 
 
-def _root(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "disable_adapter") else model
-
-
 def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
     """Call function(model, …) as the forward pass of a sharded model, which gathers weights and
     reduces gradients."""
-    call = getattr(_root(model), "call_inside", None)
-    return (
-        function(model, *arguments, **settings)
-        if call is None
-        else call(function, model, *arguments, **settings)
-    )
+    root = base_model(model)
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(root, FSDPModule):
+            inside: Any = root
+            return inside.call_inside(function, model, *arguments, **settings)
+    return function(model, *arguments, **settings)
 
 
 def sharded(*models: Any) -> list[Any]:
@@ -344,7 +343,7 @@ def whole_weights(model: Any) -> Iterator[None]:
         yield
     finally:
         for part in parts:
-            part.set_reshard_after_forward(part is not _root(model), recurse=False)
+            part.set_reshard_after_forward(part is not base_model(model), recurse=False)
             part.reshard()
 
 
@@ -355,12 +354,21 @@ def full_tensors(value: Any) -> Any:
         return {key: full_tensors(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [full_tensors(one) for one in value]
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if is_sharded(value) else value
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a tensor that lies in shards, a DTensor of torch."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
 
 
 def shard_like(value: Tensor, live: Tensor) -> Tensor:
     """Shard a whole tensor, which is the same on every rank, in the same way as `live`."""
-    if not hasattr(live, "full_tensor"):
+    if not is_sharded(live):
         return value
     from torch.distributed.tensor import distribute_tensor
 

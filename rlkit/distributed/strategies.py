@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -75,7 +76,7 @@ class Sharded(ModelParallelStrategy):
                 i: {
                     name: (
                         ranks.shard_like(value, parameters[i])
-                        if getattr(value, "ndim", 0)
+                        if isinstance(value, torch.Tensor) and value.ndim
                         else value
                     )
                     for name, value in own.items()

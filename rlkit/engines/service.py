@@ -119,6 +119,10 @@ class Service:
         self.version = version
         self.failure = None
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of this engine; see `rlkit.types.MeasuredEngine`."""
+        return {"late_s": self.late_s}
+
     def _in_play(self) -> int:
         return len({*self.running, *self.waiting, *self.answered, *self.due} - self.over)
 
@@ -329,5 +333,7 @@ class Batches:
                 f"generation.engine ({name}) gave {what} for {len(prompts)} prompts; give one each,"
                 " in their order"
             )
-        self.rounds += max(len(getattr(reply, "token_ids", ())) for reply in replies)
+        self.rounds += max(
+            len(reply.token_ids) if isinstance(reply, Generation) else 0 for reply in replies
+        )
         return list(zip(given, replies, strict=True))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlkit.engines.service import Batched
 from rlkit.functional import cut_distribution, gumbel_choice
+from rlkit.system.adapters import base_model
 from rlkit.types import THINK_TAGS, Generation, Policy, SamplingParams, Thinking
 
 
@@ -68,7 +69,7 @@ def complete(
     by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
     replies: dict[int, Generation] = {}
     model: Any = policy.model
-    causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
+    causal = base_model(model)
     with sampling_mode(causal), torch.inference_mode():
         for start in range(0, len(by_length), max_rows):
             rows = by_length[start : start + max_rows]

@@ -117,9 +117,8 @@ async def other_player(path: str, policy: Policy, params: SamplingParams) -> Spe
     never waits for an answer that is due: the policy's engine may be waiting for this one."""
     weights = next(policy.model.parameters())
     rival, engine = _loaded(path, str(weights.device))
-    if (
-        getattr(engine, "decoder", None) is None
-    ):  # once: its weights stay, and episodes of other calls may be in play
+    # once: its weights stay, and episodes of other calls may be in play
+    if not isinstance(engine, Cached) or engine.decoder is None:
         await awaited(engine.load(rival, 0))
     return Speaker(rival, engine, params._replace(admission="free"), encoder(rival))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlkit.models.head import trunk_and_head
 from rlkit.models.log_probs import states
 from rlkit.models.packing import Packed
+from rlkit.system.adapters import base_model
 
 
 class ValueHead(nn.Module):
@@ -50,7 +51,7 @@ class SeparateCritic(nn.Module):
 
     def __init__(self, policy: nn.Module):
         super().__init__()
-        causal: Any = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy  # type: ignore[operator]
+        causal: Any = base_model(policy)
         self.model = copy.deepcopy(causal).float().requires_grad_(True)
         # its logits are never asked for
         self.model.get_output_embeddings().requires_grad_(self.model.config.tie_word_embeddings)

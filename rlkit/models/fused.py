@@ -12,7 +12,7 @@ import ctypes
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from rlkit.errors import EngineError
 from rlkit.models.compiled import library, load_or_reason
 from rlkit.models.head import PLAIN, trunk_and_head
+from rlkit.models.shape import model_shape
 
 SOURCE = Path(__file__).with_name("_update.c")
 FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -29,6 +30,20 @@ INTEGER = ctypes.c_int64
 FLOAT = ctypes.c_double
 ADDRESS = ctypes.c_void_p
 Kernel = Literal["auto", "eager", "fused"]
+
+
+class UpdateKernel(NamedTuple):
+    """What a trunk's updates are computed with. It stays on the trunk as `update_kernel`, so that
+    copies of the model have it too."""
+
+    used: Literal["eager", "fused"] = "eager"
+    asked: Kernel | None = None  # model.kernel; None: nothing was chosen
+    reason: str = ""  # why "auto" is eager
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the config leaves the choice open."""
+        return self.asked in (None, "auto")
 
 
 @cache
@@ -52,35 +67,36 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
     what "auto" is.
     """
     trunk = trunk_and_head(model)[0]
-    trunk.update_kernel = "eager"
-    trunk.asked_kernel = kernel
-    trunk.update_reason = ""
+    trunk.update_kernel = UpdateKernel(asked=kernel)
     if kernel == "eager":
         return
     if serves(trunk):
-        _, trunk.update_reason = load_or_reason(kernel, "model.kernel", operations)
+        _, reason = load_or_reason(kernel, "model.kernel", operations)
     else:
-        trunk.update_reason = (
+        reason = (
             "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU, without checkpointing"
         )
         if kernel == "fused":
-            raise EngineError(f"model.kernel=fused: {trunk.update_reason}; use auto or eager")
-    if not trunk.update_reason:
-        trunk.update_kernel = "fused"
+            raise EngineError(f"model.kernel=fused: {reason}; use auto or eager")
+    trunk.update_kernel = UpdateKernel("eager" if reason else "fused", kernel, reason)
+
+
+def kernel_of(trunk: Any) -> UpdateKernel:
+    """What a trunk's updates are computed with; a trunk that no kernel was chosen for is eager."""
+    return getattr(trunk, "update_kernel", UpdateKernel())
 
 
 def update_kernel(model: Any) -> Literal["eager", "fused"]:
     """The kernel of a model's updates."""
-    return getattr(trunk_and_head(model)[0], "update_kernel", "eager")
+    return kernel_of(trunk_and_head(model)[0]).used
 
 
 def use_update_kernel(model: Any, kernel: Literal["eager", "fused"], reason: str = "") -> None:
     """The updates of a model, and of the critic that is a copy of one, use this kernel from now
     on."""
     for module in model.modules():
-        if hasattr(module, "update_kernel"):
-            module.update_kernel = kernel
-            module.update_reason = reason
+        if kernel_of(module).asked:
+            module.update_kernel = kernel_of(module)._replace(used=kernel, reason=reason)
 
 
 def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
@@ -89,7 +105,7 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
     if update_kernel(model) == kernel:
         return ""
     trunk = trunk_and_head(model)[0]
-    if kernel == "eager" and getattr(trunk, "asked_kernel", "auto") == "auto":
+    if kernel == "eager" and kernel_of(trunk).automatic:
         use_update_kernel(model, "eager", "as the run did so far")
         return ""
     return (
@@ -101,11 +117,7 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
 def serves(trunk: Any) -> bool:
     """Whether the forward here is that of the trunk as it is now: a known family, float32 on a CPU,
     nothing that hangs on its parts."""
-    if (
-        not standard(trunk)
-        or getattr(trunk, "gradient_checkpointing", False)
-        or torch.is_autocast_enabled("cpu")
-    ):
+    if not standard(trunk) or trunk.gradient_checkpointing or torch.is_autocast_enabled("cpu"):
         return False
     weight = trunk.norm.weight
     parts = [layer.mlp.act_fn for layer in trunk.layers]
@@ -126,7 +138,7 @@ def serves(trunk: Any) -> bool:
 def standard(trunk: Any) -> bool:
     """Whether a trunk's layers are as Hugging Face wrote them for a known family, adapters in their
     projections or not."""
-    family = getattr(trunk.config, "model_type", "")
+    family = model_shape(trunk.config).family
     home = (
         sys.modules.get(f"transformers.models.{family}.modeling_{family}")
         if family in PLAIN
@@ -134,20 +146,9 @@ def standard(trunk: Any) -> bool:
     )
     if home is None:
         return False
-    layers = list(getattr(trunk, "layers", ()))
-    norms = [getattr(trunk, "norm", None)] + [
-        norm
-        for layer in layers
-        for norm in (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-            *(
-                getattr(layer.self_attn, name)
-                for name in ("q_norm", "k_norm")
-                if hasattr(layer.self_attn, name)
-            ),
-        )
-    ]
+    if not {"layers", "norm"} <= {name for name, _ in trunk.named_children()}:
+        return False
+    layers = list(trunk.layers)
     return (
         bool(layers)
         and all(
@@ -159,7 +160,7 @@ def standard(trunk: Any) -> bool:
         )
         and all(
             type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm")
-            for norm in norms
+            for norm in norms_of(trunk)
         )
         # What hangs on a module's call, such as a shard that is fetched, would be passed by.
         and not any(
@@ -167,6 +168,21 @@ def standard(trunk: Any) -> bool:
             for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
         )
     )
+
+
+def head_norms(attn: Any) -> tuple[Any | None, Any | None]:
+    """The norms of queries and of keys, as Qwen3 has them; None where a family has none."""
+    parts = dict(attn.named_children())
+    return parts.get("q_norm"), parts.get("k_norm")
+
+
+def norms_of(trunk: Any) -> list[Any]:
+    """The norms of a standard trunk and its layers, those of queries and keys among them."""
+    norms = [trunk.norm]
+    for layer in trunk.layers:
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [norm for norm in head_norms(layer.self_attn) if norm is not None]
+    return norms
 
 
 def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
@@ -181,10 +197,9 @@ def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Ten
         q, k, v = (
             m(y).view(len(ids), -1, attn.head_dim) for m in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
-        q, k = (
-            normed(part, getattr(attn, name, None), cosine, sine)
-            for part, name in ((q, "q_norm"), (k, "k_norm"))
-        )
+        q_norm, k_norm = head_norms(attn)
+        q = normed(q, q_norm, cosine, sine)
+        k = normed(k, k_norm, cosine, sine)
         x = x + attn.o_proj(attend(attn, q, k, v).flatten(1))
         y = normed(x, layer.post_attention_layernorm)
         x = x + mlp.down_proj(Gate.apply(mlp.gate_proj(y), mlp.up_proj(y)))

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
+from rlkit.models.shape import model_shape
+from rlkit.system.adapters import base_model
+
 # Families whose forward, as Hugging Face wrote it, is the trunk and the head and nothing behind it.
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -16,7 +19,7 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 def trunk_and_head(model: Any) -> tuple[Any, Head]:
     """The transformer of a Hugging Face causal LM and what makes logits of its last hidden states,
     also under PEFT."""
-    causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
+    causal = base_model(model)
     return causal.base_model, Head(causal)
 
 
@@ -37,9 +40,9 @@ class Head:
     def __init__(self, causal: Any):
         self.causal = causal
         self.module = causal.get_output_embeddings()
-        family = getattr(causal.config, "model_type", None)
+        family = model_shape(causal.config).family
         # a subclass with a forward of its own has another
-        written = getattr(type(causal).forward, "__module__", None)
+        written = type(causal).forward.__module__
         plain = (
             family in PLAIN
             and written == f"transformers.models.{family}.modeling_{family}"

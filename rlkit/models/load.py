@@ -18,6 +18,8 @@ from rlkit.models.chat import make_renderer
 from rlkit.models.fused import Kernel, choose_kernel
 from rlkit.models.head import Float32Head
 from rlkit.models.packing import allow_packing
+from rlkit.models.shape import model_shape
+from rlkit.system.adapters import lora_layers
 from rlkit.system.digest import SUMS, folder_damage
 from rlkit.types import Policy, ranges, reaches, safe
 
@@ -205,11 +207,8 @@ def check_vocabulary(
     tokenizer = pretrained_tokenizer(path, **hub)
     try:
         other = pretrained_tokenizer(teacher, revision=teacher_revision)
-        size = getattr(
-            pretrained_config(teacher, revision=teacher_revision).get_text_config(),
-            "vocab_size",
-            None,
-        )
+        theirs_config = pretrained_config(teacher, revision=teacher_revision)
+        size = model_shape(theirs_config.get_text_config()).vocab
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=", 1)) from error
     own = tokenizer.get_vocab()
@@ -348,7 +347,8 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
       template: enable_thinking, interruption and render, of `make_renderer`.
     Raises: TemplateError.
     """
-    context = int(getattr(model.config, "max_position_embeddings", 1 << 20))
+    context = model_shape(model.config).context
+    context = 1 << 20 if context is None else int(context)
     allow_packing(model)
     end_ids = end_token_ids(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
@@ -358,8 +358,8 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
 def without_dropout(config: Any) -> Any:
     """The config with every dropout 0: sampler and trainer must see the same policy, or ratios are
     not 1 on the first pass."""
-    for name in vars(config):
-        if "dropout" in name and isinstance(getattr(config, name), float):
+    for name, value in vars(config).items():
+        if "dropout" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
 
@@ -390,12 +390,8 @@ def add_lora(model: Any, lora: LoRA) -> Any:
 def compute_as_base(adapted: Any) -> Any:
     """A model under PEFT whose plain adapters are computed in the precision of their input, those
     that were added later too."""
-    for layer in adapted.modules():
-        if (
-            hasattr(layer, "lora_A")
-            and isinstance(layer.base_layer, nn.Linear)
-            and not layer.lora_variant
-        ):
+    for layer in lora_layers(adapted):
+        if isinstance(layer.base_layer, nn.Linear) and not layer.lora_variant:
             layer.cast_input_dtype_enabled = False  # PEFT's cast to float32
             for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
                 factor.__class__ = Adapter

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
-from rlkit.models.fused import fused_states, serves
+from rlkit.models.fused import fused_states, kernel_of, serves
+from rlkit.models.shape import model_shape
 
 ATTENTION = "rlkit_packed"
 # new tokens of a row, at most, that attend through a mask: masks then grow linearly with the tokens
@@ -271,7 +272,7 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
     if trunk.config._attn_implementation == ATTENTION:
-        if getattr(trunk, "update_kernel", "eager") == "fused" and serves(trunk):
+        if kernel_of(trunk).used == "fused" and serves(trunk):
             return fused_states(trunk, packed.ids, packed.positions, partial(_attend_all, packed))
         # given, so that no mask of all pairs is built
         unused = packed.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -302,19 +303,18 @@ def allow_packing(model: nn.Module) -> None:
     For any other call nothing changes. The choice stays on the model, since gradient checkpointing
     attends again in backward.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
 
     config: Any = model.config
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    able = getattr(model, "_supports_attention_backend", False) and not getattr(
-        config, "is_encoder_decoder", False
-    )
+    shape = model_shape(config)
     if (
-        able
-        and layers == {"full_attention"}
+        isinstance(model, PreTrainedModel)
+        and model._supports_attention_backend
+        and not shape.encoder
+        and shape.layer_types <= {"full_attention"}
         and config._attn_implementation == "sdpa"
-        and not getattr(config, "sliding_window", None)
+        and not shape.window
     ):
         AttentionInterface.register(ATTENTION, attend_packed)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)

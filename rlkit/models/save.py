@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlkit.system.adapters import has_adapters
 from rlkit.system.digest import only_listed, write_sums
 from rlkit.system.files import as_oserror, put_aside, sync
 from rlkit.types import Policy
@@ -41,7 +42,7 @@ def save_policy(
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = (
-        {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+        {"save_embedding_layers": False} if has_adapters(model) else {}
     )  # "auto" asks the hub
     if state is not None:
         settings["state_dict"] = dict(state)

@@ -9,12 +9,14 @@ import os
 import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rlkit.errors import ConfigError, distribution
 from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, threads_for
 from rlkit.system.shared_state import FOLDER, guard_state
+from rlkit.types import ThreadedEngine
 
 PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
@@ -50,7 +52,7 @@ def on_device(x: Any) -> tuple[Any, Any]:
         policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
     # of the cached engine's compiled step: its threads do not spin, and every core helps
-    if hasattr(x.generation.engine, "threads"):
+    if isinstance(x.generation.engine, ThreadedEngine):
         available = max(1, cores() // x.trainer.devices)
         x.generation.engine.threads = x.trainer.threads or threads_for(
             available * PARAMETERS_PER_THREAD, available
@@ -94,7 +96,7 @@ def precision(x: Any, device: Any) -> str:
     base is bfloat16 already)."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
-    lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
+    lora = x.model.keywords.get("lora") if isinstance(x.model, partial) else None
     return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
 
 

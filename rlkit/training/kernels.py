@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.distributed import ranks
-from rlkit.models.fused import go_on_with, update_kernel, use_update_kernel
+from rlkit.models.fused import go_on_with, kernel_of, update_kernel, use_update_kernel
 from rlkit.models.head import trunk_and_head
 from rlkit.system.files import lenient, write_atomic
+from rlkit.types import KernelEngine
 
 OTHER_RANK = "as another process of the run"
 SHARDS = "the weights lie in shards"
@@ -20,10 +21,12 @@ SHARDS = "the weights lie in shards"
 def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
     """`decoding` and `updates` → eager or fused. An engine with kernels of its own has no word for
     its decoding."""
-    decoding = getattr(engine, "decodes", None)
-    if getattr(engine, "kernel", None) == "eager":  # the decoder may be that of before
-        decoding = "eager"
-    return ({"decoding": decoding} if decoding else {}) | {"updates": update_kernel(model)}
+    updates: dict[str, str] = {"updates": update_kernel(model)}
+    if not isinstance(engine, KernelEngine):
+        return updates
+    # the decoder may be that of before
+    decoding = "eager" if engine.kernel == "eager" else engine.decodes
+    return ({"decoding": decoding} if decoding else {}) | updates
 
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
@@ -33,14 +36,13 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
     Call it when the engine has been given weights. `sharded`: they will lie in shards, which
     compiled code cannot read.
     """
-    trunk = trunk_and_head(model)[0]
-    decodes = getattr(engine, "decodes", None)
+    own = engine if isinstance(engine, KernelEngine) else None
+    decodes = own.decodes if own else None
     why = SHARDS if sharded else OTHER_RANK
-    if ranks.any_rank(sharded or decodes == "eager") and decodes == "fused":
-        engine.settle("eager", why)
-    elif decodes and hasattr(engine, "settle"):
-        engine.settle(decodes, engine.why_eager)
-    automatic = getattr(trunk, "asked_kernel", "auto") == "auto"
+    demoted = ranks.any_rank(sharded or decodes == "eager") and decodes == "fused"
+    if own and decodes:
+        own.settle("eager" if demoted else decodes, why if demoted else own.why_eager)
+    automatic = kernel_of(trunk_and_head(model)[0]).automatic
     if (
         ranks.any_rank(sharded or update_kernel(model) == "eager")
         and update_kernel(model) == "fused"
@@ -53,8 +55,8 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
 def kernels_line(engine: Any, model: Any) -> str:
     """`kernels: decoding fused, updates eager (there is no C compiler …)`."""
     reasons = {
-        "decoding": getattr(engine, "why_eager", ""),
-        "updates": getattr(trunk_and_head(model)[0], "update_reason", ""),
+        "decoding": engine.why_eager if isinstance(engine, KernelEngine) else "",
+        "updates": kernel_of(trunk_and_head(model)[0]).reason,
     }
     words = []
     for what, kernel in kernels_in_use(engine, model).items():
@@ -71,7 +73,7 @@ def keep_kernels(
     before = kernels_in_use(engine, model)
     said = []
     kernel = state["kernel"]  # None of an engine with kernels of its own
-    if kernel and hasattr(engine, "go_on_with"):
+    if kernel and isinstance(engine, KernelEngine):
         said.append(engine.go_on_with(kernel))
         if (
             before.get("decoding") == "fused"

@@ -16,11 +16,18 @@ from torch import Tensor
 import rlkit.functional as F
 from rlkit.algorithm import number
 from rlkit.distributed import ranks
-from rlkit.errors import PartError
+from rlkit.errors import EngineError, PartError
 from rlkit.models.packing import Packed
 from rlkit.system.waiting import working
 from rlkit.training.experiment import Experiment
-from rlkit.types import Batch, Minibatch, Rollout, TokenLogprobs, Weighted
+from rlkit.types import (
+    Batch,
+    MeasuredEngine,
+    Minibatch,
+    Rollout,
+    TokenLogprobs,
+    Weighted,
+)
 
 NAN = float("nan")
 BEFORE = (
@@ -531,7 +538,7 @@ class Clock:
         self.ended: float | None = None
         self.current = ""  # the part under way, the innermost
         self.sessions: list[float] = []  # seconds that each episode spent in its session
-        self.captured = NAN  # shapes that the engine has captured as CUDA graphs so far
+        self.engine: dict[str, float] = {}  # figures of the engine after its last sampling
         self.late = (
             0.0  # seconds in which decoding stood still for an answer of a session that was due
         )
@@ -565,13 +572,12 @@ class Clock:
         """Around a collect: what its engine was busy counts as "model", all else as "environment":
         sessions, tools, templates."""
         begun = time.perf_counter()
-        busy = getattr(engine, "busy_s", 0.0)
-        late = getattr(engine, "late_s", 0.0)
+        before = _figures(engine)
         with self.part("generate"):
             yield
-        worked = getattr(engine, "busy_s", 0.0) - busy
-        self.late += getattr(engine, "late_s", 0.0) - late
-        self.captured = getattr(engine, "captured_shapes", NAN)
+        self.engine = _figures(engine)
+        worked = self.engine["busy_s"] - before["busy_s"]
+        self.late += self.engine["late_s"] - before["late_s"]
         self.parts["model"] += worked
         self.parts["environment"] += time.perf_counter() - begun - worked
 
@@ -589,6 +595,24 @@ class Clock:
     def total(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self.started
+
+
+ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # figures of an engine with metrics of perf/
+
+
+def _figures(engine: Any) -> dict[str, float]:
+    """What an engine measures, with `busy_s` and `late_s` in any case. Raises: EngineError if a
+    figure is no number."""
+    figures = {"late_s": 0.0, "busy_s": getattr(engine, "busy_s", 0.0)}
+    given = engine.metrics() if isinstance(engine, MeasuredEngine) else {}
+    try:
+        math.fsum(dict(given).values())
+    except (TypeError, ValueError):
+        raise EngineError(
+            f"metrics() of generation.engine ({type(engine).__name__}) gave {given!r:.200}; give a"
+            " dict of name → number"
+        ) from None
+    return figures | given
 
 
 def peak_memory(device: torch.device) -> float:
@@ -631,11 +655,14 @@ def performance(
         "perf/session_s_mean": sum(clock.sessions) / len(clock.sessions) if clock.sessions else NAN,
         "perf/session_s_max": max(clock.sessions, default=NAN),
         "perf/late_s": clock.late,
-        "perf/captured_shapes": clock.captured,
+        "perf/captured_shapes": clock.engine.get("captured_shapes", NAN),
         "perf/update_processor_s": (
             clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN
         ),  # else it waits for others
         "perf/peak_mem_gb": peak_memory(device),
+        **{
+            f"engine/{name}": value for name, value in clock.engine.items() if name not in ELSEWHERE
+        },
     }
 
 

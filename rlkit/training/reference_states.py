@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlkit.distributed import ranks
-from rlkit.models.fused import update_kernel
+from rlkit.models.fused import kernel_of
 from rlkit.models.head import trunk_and_head
 from rlkit.training import schedules
 from rlkit.training.experiment import Experiment
@@ -99,7 +99,8 @@ class ReferenceStates:
         """A model to score with, computed as the policy's updates, also after a resume."""
         with given as model:
             if isinstance(model, nn.Module):
-                trunk_and_head(model)[0].update_kernel = update_kernel(self.model)
+                trunk, own = (trunk_and_head(one)[0] for one in (model, self.model))
+                trunk.update_kernel = kernel_of(own)
             yield model
 
     def is_policy(self, reference: Reference) -> bool:

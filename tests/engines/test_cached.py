@@ -771,7 +771,7 @@ def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, 
         assert equal(
             found, reference(policy, contexts, SEEDS, max_new_tokens=16, temperature=temperature)
         )
-        counts.append(engine.captured_shapes)
+        counts.append(engine.metrics()["captured_shapes"])
         places.append([tensor.data_ptr() for tensor in engine.decoder.cache.keys])
     assert counts[0] == counts[1] > 0 and counts[2] == counts[3] and places[0] == places[3]
 

@@ -53,7 +53,7 @@ ONLY: dict[str, set[str]] = {
     "errors": set(),
     "display": {"errors"},
     "types": set(),
-    "system": {"errors"},
+    "system": {"types", "errors"},
     "distributed": {"errors", "system"},  # a rank that waits for the others says so
     "statistics": set(),
     "functional": {"types"},  # for what an advantage with a critic gives

@@ -170,7 +170,7 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
     # A capture waits once until the device is idle. Each shape runs kernel by kernel, is captured,
     # and is replayed from then on.
-    assert sum(asked) == gpu.captures == engine.captured_shapes > 0, gpu.report()
+    assert sum(asked) == gpu.captures == engine.metrics()["captured_shapes"] > 0, gpu.report()
     assert (
         sum(map(bool, kernels)) == 2 * gpu.captures
         and gpu.replays == len(asked) - gpu.captures > 12

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import rlkit
 from rlkit.training import metrics as monitor
 
 
@@ -24,11 +25,12 @@ def passing(monkeypatch):
 def test_what_sessions_do_between_replies_is_not_the_models(passing):
     """The engine says how long it was busy, and how long it stood still for an answer; the rest of
     a collect is the environment's."""
-    engine, clock = SimpleNamespace(busy_s=10.0, late_s=1.0), monitor.Clock()
+    figures = {"late_s": 1.0}
+    engine, clock = SimpleNamespace(busy_s=10.0, metrics=lambda: figures), monitor.Clock()
     with clock.sampling(engine):
         passing(6)
         engine.busy_s += 4.5
-        engine.late_s += 0.5
+        figures["late_s"] += 0.5
     assert (
         clock.parts
         == {
@@ -49,3 +51,53 @@ def test_the_time_between_steps_is_that_of_callbacks_without_evaluations(passing
     clock.end()
     passing(3)
     assert clock.following(evaluated=2.0).between == 1.0
+
+
+class Counting:
+    """An engine that wraps another one, with the methods of the contract and a figure of its
+    own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.asked = 0
+
+    async def generate(self, key, prompt_ids, seed, params):
+        self.asked += 1
+        return await self.inner.generate(key, prompt_ids, seed, params)
+
+    def release(self, key):
+        self.inner.release(key)
+
+    async def load(self, weights, version):
+        await self.inner.load(weights, version)
+
+    def metrics(self):
+        return {**self.inner.metrics(), "asked": self.asked}
+
+
+def test_an_engine_that_wraps_another_logs_figures_of_its_own():
+    """A step's row has the engine's own figures, and those of perf/ under their names alone."""
+    x = rlkit.experiment(
+        generation__engine=Counting(rlkit.engines.Cached()),
+        generation__max_new_tokens=4,
+        batch__prompts=2,
+        batch__group_size=2,
+        trainer__steps=2,
+        trainer__threads=1,
+        evaluation__n=0,
+        logger="none",
+    )
+    rows = rlkit.train(x).metrics
+    assert rows[1]["engine/asked"] - rows[0]["engine/asked"] == 4
+    assert [name for name in rows[-1] if name.startswith("engine/")] == ["engine/asked"]
+    assert rows[-1]["perf/captured_shapes"] == 0 and rows[-1]["perf/late_s"] >= 0
+
+
+@pytest.mark.parametrize("given", [None, {"asked": "four"}, [1]])
+def test_figures_of_an_engine_that_are_no_numbers_are_refused(given):
+    engine = SimpleNamespace(metrics=lambda: given)
+    with (
+        pytest.raises(rlkit.errors.EngineError, match=r"metrics\(\) of generation\.engine"),
+        monitor.Clock().sampling(engine),
+    ):
+        pass

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
+from rlkit.models.shape import model_shape
+
 ATTENTION = "rlkit_cached"
 SIDE_BY_SIDE = 8  # slots whose longest is looked for together
 CALL = 8192  # positions that are read in the time of one more call of attention, on a CPU
@@ -20,13 +22,12 @@ CALL = 8192  # positions that are read in the time of one more call of attention
 def full_attention(config: Any, length: int) -> bool:
     """Whether every layer sees the whole context, of at most `length` tokens: then keys and values
     of a position are all that is kept."""
-    if getattr(config, "is_encoder_decoder", False):
+    shape = model_shape(config)
+    if shape.encoder:
         return False
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return set(kinds) == {"full_attention"}
-    window = getattr(config, "sliding_window", None)  # of all layers, as in Mistral
-    return not window or length <= window
+    if shape.layer_types:
+        return shape.layer_types == {"full_attention"}
+    return shape.window is None or length <= shape.window
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.models.shape import model_shape
+
 BLOCK = 16  # tokens of which a slot gets more at once
 SHARE = 8  # slots of a room
 LONGEST = (
@@ -265,9 +267,9 @@ def fitting(causal: Any, device: torch.device) -> int:
     """Tokens whose keys and values a CUDA device holds, for good: half of its free memory, and no
     more than training has left so far."""
     config = causal.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * heads * size * causal.dtype.itemsize
+    shape = model_shape(config)
+    size = shape.kv_heads * shape.head_dim
+    token = 2 * config.num_hidden_layers * size * causal.dtype.itemsize
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
     update = (

@@ -16,6 +16,7 @@ from rlkit.engines.service import Decoder, Service
 from rlkit.engines.transformers import Transformers, sampling_mode
 from rlkit.errors import EngineError
 from rlkit.models.compiled import NoKernel
+from rlkit.system.adapters import base_model
 from rlkit.types import Policy
 
 
@@ -82,7 +83,7 @@ class Cached(Service):
 
     def make_decoder(self, policy: Policy) -> Decoder:
         model: Any = policy.model
-        causal = model.get_base_model() if hasattr(model, "disable_adapter") else model
+        causal = base_model(model)
         if not full_attention(causal.config, policy.context_length):
             if self.kernel == "fused":
                 raise EngineError(
@@ -119,10 +120,10 @@ class Cached(Service):
             before.clear()
         return decoder
 
-    @property
-    def captured_shapes(self) -> int:
-        """Shapes captured as CUDA graphs so far, at most `graphs.MOST_SHAPES`."""
-        return self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
+    def metrics(self) -> dict[str, float]:
+        """captured_shapes: shapes captured as CUDA graphs so far, at most `graphs.MOST_SHAPES`."""
+        captured = self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
+        return {**super().metrics(), "captured_shapes": captured}
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
@@ -130,7 +131,8 @@ class Cached(Service):
         first weights."""
         if self.decoder is None:
             return self.elsewhere
-        return "fused" if getattr(self.decoder, "kernel", None) else "eager"
+        fused = isinstance(self.decoder, Scheduler) and self.decoder.kernel is not None
+        return "fused" if fused else "eager"
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
         """`auto` is this kernel from now on, and decides nothing again: neither later nor in

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
-from rlkit.models.fused import standard
+from rlkit.models.fused import head_norms, standard
 
 Attention = Callable[
     [Tensor, Tensor, Tensor, int], Tensor
@@ -96,7 +96,7 @@ def _layer(module: Any, derive: Derive) -> Layer:
     attn = module.self_attn
     mlp = module.mlp
     scale = None
-    if hasattr(attn, "q_norm"):
+    if head_norms(attn) != (None, None):
         heads = attn.config.num_attention_heads
         groups = attn.config.num_attention_heads // attn.config.num_key_value_heads
         scale = derive(

@@ -22,7 +22,9 @@ from rlkit.engines.cached.forward import Trunk
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.errors import EngineError
 from rlkit.models.compiled import library, load_or_reason
+from rlkit.models.fused import norms_of
 from rlkit.models.head import Head
+from rlkit.models.shape import model_shape
 
 SOURCE = Path(__file__).with_name("_step.c")
 TILE = 32  # columns of a packed matrix that lie together, as in the C file
@@ -170,8 +172,7 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
     """Why the kernel cannot decode this model; empty where it can."""
     if trunk is None:
         return (
-            f"a model of type {getattr(head.causal.config, 'model_type', '')!r} has a forward of"
-            " its own"
+            f"a model of type {model_shape(head.causal.config).family!r} has a forward of its own"
         )
     causal = head.causal
     config = trunk.trunk.config
@@ -189,7 +190,6 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
         *(a.o_proj for a in attns),
         *(part for m in mlps for part in (m.gate_proj, m.up_proj, m.down_proj)),
     ]
-    norms = [m for m in trunk.trunk.modules() if hasattr(m, "variance_epsilon")]
     rotary = trunk.trunk.rotary_emb
     reasons = {
         "it needs float32 weights on a CPU": any(
@@ -206,7 +206,7 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
             part.bias is not None for part in unbiased if type(part) is nn.Linear
         ),
         "the gate is not silu": config.hidden_act not in ("silu", "swish"),
-        "norms differ in eps": len({m.variance_epsilon for m in norms}) > 1,
+        "norms differ in eps": len({m.variance_epsilon for m in norms_of(trunk.trunk)}) > 1,
         "the angles depend on the length": rotary.rope_type in ("dynamic", "longrope"),
         "head size and hidden size must be multiples of 32, the intermediate size of 16": (
             first.self_attn.head_dim % 32 != 0

@@ -30,6 +30,7 @@ from rlkit.engines.cached.graphs import Graphs, can_capture
 from rlkit.engines.cached.kernel import kernel_of
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.models.head import trunk_and_head
+from rlkit.system.adapters import lora_layers
 from rlkit.types import Generation, Policy, SamplingParams, agreement
 
 FILL = 0.55  # of the mean completion, for which a room keeps positions when an episode enters it
@@ -686,9 +687,7 @@ def weights_place(causal: Any) -> tuple[Any, ...]:
     of the latter."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [
-        (m.merged, m.disable_adapters, tuple(m.active_adapters))
-        for m in causal.modules()
-        if hasattr(m, "lora_A")
+        (m.merged, m.disable_adapters, tuple(m.active_adapters)) for m in lora_layers(causal)
     ]
     return (
         *weights,

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rlkit.models.shape import model_shape
+
 # What the decode engine does.
 # moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V
 # numbers a row
@@ -177,22 +179,20 @@ KNOWN = {
 
 def shape_of(config: Any) -> Shape:
     """The sizes in a Hugging Face config of a Llama-like model."""
-    c = config
-    heads = config.num_attention_heads
-    experts = getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None) or 1
-    mlp = getattr(c, "moe_intermediate_size", None) if experts > 1 else None
+    own = model_shape(config)
+    mlp = own.expert_width if own.experts > 1 else None
     return Shape(
-        c.num_hidden_layers,
-        c.hidden_size,
-        heads,
-        getattr(c, "num_key_value_heads", None) or heads,
-        getattr(c, "head_dim", None) or c.hidden_size // heads,
-        mlp or c.intermediate_size,
-        c.vocab_size,
-        bool(c.tie_word_embeddings),
-        experts,
-        getattr(c, "num_experts_per_tok", None) or 1,
-        c.model_type.startswith("qwen3"),
+        config.num_hidden_layers,
+        config.hidden_size,
+        own.heads,
+        own.kv_heads,
+        own.head_dim,
+        mlp or config.intermediate_size,
+        config.vocab_size,
+        bool(config.tie_word_embeddings),
+        own.experts,
+        own.active,
+        own.family.startswith("qwen3"),
     )
 
 

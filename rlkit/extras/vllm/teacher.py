@@ -24,6 +24,7 @@ from rlkit.errors import ConfigError, EngineError, written
 from rlkit.extras.vllm.server import Lost, Server
 from rlkit.functional import sampled_divergence, top_k_divergence
 from rlkit.models.load import pretrained_tokenizer
+from rlkit.system.adapters import base_model
 from rlkit.system.loops import run, together
 from rlkit.training.teachers import Teacher
 from rlkit.types import Reference, reaches, safe
@@ -37,8 +38,9 @@ TINY = 1e-12  # probability that is left for the tokens without a name, at least
 def named_tokens(loss: Any) -> int | None:
     """How many of the teacher's likeliest tokens a divergence reads beside the sampled one; None if
     it reads the whole distribution."""
-    function = getattr(loss, "func", loss)
-    given = getattr(loss, "keywords", {})
+    function, given = loss, {}
+    if isinstance(loss, functools.partial):
+        function, given = loss.func, loss.keywords
     if function is top_k_divergence and given.get("chosen_by") == "teacher":
         return int(given.get("k", 32))
     return 0 if function is sampled_divergence else None
@@ -274,7 +276,7 @@ def served(
 
 
 def _meet(policy: Any, *, served: ServedTeacher, **_: Any) -> None:
-    own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
+    own = base_model(policy)
     served.check(own.name_or_path or "tiny")
 
 

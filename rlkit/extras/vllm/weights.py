@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.system.adapters import base_model, has_adapters
 from rlkit.system.fingerprints import fingerprint
 from rlkit.types import Policy
 
@@ -52,8 +53,8 @@ def all_weights(model: Any, *, merge: bool) -> Iterator[tuple[str, Tensor]]:
 
     A head that shares the embedding is there too: vLLM may keep a copy of it in another layout.
     """
-    lora = hasattr(model, "disable_adapter")
-    base = model.get_base_model() if lora else model
+    lora = has_adapters(model)
+    base = base_model(model)
     layers = (
         {name: m for name, m in base.named_modules() if hasattr(m, "get_delta_weight")}
         if lora and merge
@@ -79,7 +80,7 @@ def adapter_name(model: Any) -> str:
 
 def lora_rank(model: Any) -> int | None:
     """The rank of the adapter; None for a model without."""
-    return model.peft_config[adapter_name(model)].r if hasattr(model, "disable_adapter") else None
+    return model.peft_config[adapter_name(model)].r if has_adapters(model) else None
 
 
 def save_adapter(model: Any, folder: Path) -> None:
@@ -122,7 +123,7 @@ def save_weights(model: Any, folder: Path, *, merge: bool) -> None:
 
 def save_config(model: Any, folder: Path) -> None:
     """The model's config.json, as vLLM reads it."""
-    base = model.get_base_model() if hasattr(model, "disable_adapter") else model
+    base = base_model(model)
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
     config.save_pretrained(folder)

@@ -1,0 +1,45 @@
+"""What rlkit reads in the config of a Hugging Face model, with one meaning for every family."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class ModelShape(NamedTuple):
+    """Sizes and kinds of layers."""
+
+    family: str  # model_type; "" where the config names none
+    context: int | None  # most positions; None: the config has no limit
+    vocab: int | None  # None: the config does not say
+    heads: int  # 0: the config does not say
+    kv_heads: int  # as many as heads where the config does not say
+    head_dim: int
+    experts: int  # of a layer; 1: none to choose from
+    active: int  # experts that a token passes through
+    expert_width: int | None  # intermediate size of one expert
+    layer_types: frozenset[str]  # empty where the config does not say
+    window: int | None  # positions that every layer sees, as in Mistral; None: all
+    encoder: bool  # an encoder stands before the decoder
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Read a config. Families leave out what they do not have, so every field may be missing."""
+
+    def field(name: str) -> Any:
+        return getattr(config, name, None)
+
+    heads = field("num_attention_heads") or 0
+    return ModelShape(
+        family=field("model_type") or "",
+        context=field("max_position_embeddings"),
+        vocab=field("vocab_size"),
+        heads=heads,
+        kv_heads=field("num_key_value_heads") or heads,
+        head_dim=field("head_dim") or (field("hidden_size") // heads if heads else 0),
+        experts=field("num_experts") or field("num_local_experts") or 1,
+        active=field("num_experts_per_tok") or 1,
+        expert_width=field("moe_intermediate_size"),
+        layer_types=frozenset(field("layer_types") or ()),
+        window=field("sliding_window") or None,
+        encoder=bool(field("is_encoder_decoder")),
+    )
