@@ -64,6 +64,17 @@ CASES = {
         ),
         *("reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.uneven"),
     ],
+    "reuse": [
+        *("task/reuse=replay", "task.reuse.staleness=4", "batch.prompts=4"),
+        *("reward=numeric", "reward.terms.numeric.fn._target_=drawing_reward.uneven"),
+    ],
+    "prioritised problems": ["task/sampler=prioritised", *DRAWS],
+    "variance of problems": ["task/sampler=variance", *DRAWS],
+    "a teacher that moves": [
+        *("algorithm=opd", "teacher=ema", "teacher.decay=0.5", *DRAWS),
+        "+algorithm.streams.reward={_target_: rlkit.algorithm.Stream, coef: 1.0}",
+    ],
+    "what tools answered": ["algorithm=echo", *DRAWS],
     "phases": [
         "schedule=reinforce_to_ppo",
         "schedule.phases.explore.until=2",

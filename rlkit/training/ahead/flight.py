@@ -24,7 +24,7 @@ from rlkit.episodes.stream import StreamState, take_again
 from rlkit.errors import DataError, written
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules.progress import Progress, foreseen
-from rlkit.types import Rollout, Task
+from rlkit.types import Rollout, Task, is_record
 
 
 class StepGroups(NamedTuple):
@@ -111,7 +111,7 @@ def settings_of(x: Experiment) -> str:
 def _plain(part: Any) -> Any:
     if isinstance(part, partial):
         return [written(part), _plain(part.keywords)]
-    if hasattr(part, "_asdict"):
+    if is_record(part):
         part = part._asdict()
     if isinstance(part, Mapping):
         return {str(key): _plain(value) for key, value in part.items()}

@@ -37,7 +37,7 @@ from rlkit.training.ahead.weights import WeightSlots, shared_memory
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
 from rlkit.training.schedules.progress import Progress
-from rlkit.types import Policy, SharedEngine, Task
+from rlkit.types import KernelEngine, Policy, SharedEngine, Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
 
@@ -151,7 +151,7 @@ class SamplingProcess:
             groups = answer.groups
             clock.sessions += answer.sessions
             engine = self.x.generation.engine
-            if answer.kernel and hasattr(engine, "elsewhere"):
+            if answer.kernel and isinstance(engine, KernelEngine):
                 engine.elsewhere = answer.kernel
             seconds = answer.seconds | {"wait_s": time.perf_counter() - begun}
         seconds["handover_s"] += self.publish_s
@@ -197,7 +197,8 @@ class SamplingProcess:
         of the kernel that the trainer has settled on."""
         if self.slots is None:
             self.slots = WeightSlots(self.memory, self.x.asynchrony.staleness + 1, model)
-            kernel = getattr(self.x.generation.engine, "kernel", None)
+            engine = self.x.generation.engine
+            kernel = engine.kernel if isinstance(engine, KernelEngine) else None
             self.send(Handshake(self.slots.count, self.slots.layout, kernel))
         return self.slots
 

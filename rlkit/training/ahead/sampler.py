@@ -42,7 +42,7 @@ from rlkit.training.ahead.source import sample_groups
 from rlkit.training.ahead.weights import WeightSlots
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
-from rlkit.types import Policy, SharedEngine
+from rlkit.types import KernelEngine, Policy, SharedEngine
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -145,7 +145,7 @@ def serve(
                             "asynchrony=overlap: the two processes have different models:"
                             f" {theirs} in the trainer, {own} in the sampler"
                         )
-                if message.kernel and hasattr(engine, "kernel"):
+                if message.kernel and isinstance(engine, KernelEngine):
                     engine.kernel = message.kernel
                 continue
             asked = time.perf_counter()
@@ -164,7 +164,7 @@ def serve(
                 "handover_s": got - asked,
                 "sampling_s": time.perf_counter() - got,
             }
-            kernel = getattr(engine, "decodes", None)
+            kernel = engine.decodes if isinstance(engine, KernelEngine) else None
             send(pickle.dumps(Answer(groups, seconds, clock.sessions, kernel, dict(NAMED))))
     except Interrupted:
         raise
