@@ -16,8 +16,8 @@ from rlkit.config.problems.schedules import phase_problems
 from rlkit.config.schema import BESIDE, build
 from rlkit.errors import ConfigError, nearest, written
 from rlkit.rewards import Reward, Term
-from rlkit.training.experiment import Experiment
-from rlkit.types import Policy, Splits, Task
+from rlkit.training.experiment import Experiment, ModelSpec, TaskSource, model_spec
+from rlkit.types import Policy, Splits, Task, is_record
 
 PLAIN = (str, int, float, bool, type(None), Path)
 
@@ -60,20 +60,20 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
         raise ConfigError("\n".join(problems))
     x = build(composed.config)
     config = composed.config
-    suggested = getattr(x.model, "suggests", {})
-    beside = {key: parts.get(f"task.{key}", getattr(x, key)) for key in BESIDE["task"]}
+    suggested = x.model.suggests
+    beside = {
+        "sampler": parts.get("task.sampler", x.sampler),
+        "reuse": parts.get("task.reuse", x.reuse),
+    }
+    x = x._replace(task=x.task.load, model=x.model.load)
     for path, part in parts.items():
         if path.partition(".")[2] in BESIDE.get(path.partition(".")[0], ()):
             config = with_value(config, path, described(part))
             continue
         x = placed(x, path, part, Experiment, path)
         config = with_value(config, path, described(reduce(inside, path.split("."), x)))
-    if hasattr(x.model, "__dict__"):
-        # the other numbers are those of the option that the object replaces
-        vars(x.model)["suggests"] = suggested
-    # a user's own function stays as it is
-    x = x if isinstance(x.task, partial) else x._replace(task=partial(x.task))
-    vars(x.task).update(beside)  # they are the run's, whatever gives the tasks
+    # whatever gives tasks and model, their other numbers are those of the options it replaces
+    x = x._replace(task=TaskSource(x.task, **beside), model=model_spec(x.model, suggested))
     configured = Configured(*checked(x))
     configured.config = config
     configured.overrides = () if parts else tuple(composed.overrides)
@@ -139,7 +139,7 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
                 else lifted(part, within, where)
             ),
         }
-    if hasattr(owner, "_fields"):
+    if is_record(owner):
         known = _hints(type(owner))
     elif isinstance(owner, partial):
         known = dict.fromkeys(inspect.signature(owner).parameters, Any) | _hints(owner.func)
@@ -194,7 +194,7 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
         takes = (
             ", or replace one of its parts:"
             f" {', '.join(f'{prefix}__{name}' for name in hint._fields)}"
-            if hasattr(hint, "_fields")
+            if is_record(hint)
             else ""
         )
         raise ConfigError(
@@ -268,16 +268,15 @@ def task_function(part: Any, where: str) -> Callable[..., Sequence[Task]]:
     return lambda *, split: getattr(splits, split)
 
 
-def the_policy(policy: Policy) -> Callable[..., Policy]:
-    """A policy that is loaded already, as the function that a run loads it with; it is moved to the
-    run's device."""
+def the_policy(policy: Policy) -> ModelSpec:
+    """A policy that is loaded already, as a run loads it; it is moved to the run's device."""
 
     def model(*, device: Any) -> Policy:
         policy.model.to(device)
         return policy
 
-    vars(model)["path"] = getattr(policy.model.config, "_name_or_path", None)
-    return model
+    config: Any = policy.model.config
+    return ModelSpec(model, origin=config.name_or_path)
 
 
 # ------------------------------------------------------------------------------------- written down
@@ -290,7 +289,9 @@ def described(part: Any) -> Any:
         return str(part) if isinstance(part, Path) else part
     if isinstance(part, Mapping):
         return {str(key): described(value) for key, value in part.items()}
-    if hasattr(part, "_asdict"):
+    if isinstance(part, ModelSpec | TaskSource):
+        return described(part.load)
+    if is_record(part):
         return {"_target_": written(type(part)), **described(part._asdict())}
     if isinstance(part, list | tuple):
         return [described(value) for value in part[:8]]  # of a long list of tasks the first ones

@@ -47,7 +47,6 @@ SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }
 # Parts that stand under another one in a config and are no arguments of its function: path → keys.
-# The built part has them as attributes.
 BESIDE = {"task": ("sampler", "reuse")}
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
@@ -386,19 +385,21 @@ def build(node: Any, path: str = "") -> Any:
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
     beside = {
         key: values.pop(key)
-        for key in _beside(path)
+        for key in BESIDE.get(path, ())
         if key in values and key not in inspect.signature(target).parameters
     }
     if node.get("_partial_"):
-        part = functools.partial(target, *arguments, **values)
-        # for problems/doubts.py; no call sees them
-        vars(part).update(beside, suggests=node.get("suggests", {}))
+        part: Any = functools.partial(target, *arguments, **values)
+    else:
+        try:
+            with guard_state(target, kinds=[FOLDER]):
+                part = target(*arguments, **values)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path or node['_target_']}: {error}") from error
+    if path not in ("task", "model"):
         return part
-    try:
-        with guard_state(target, kinds=[FOLDER]):
-            built = target(*arguments, **values)
-        if beside:
-            vars(built).update(beside)
-        return built
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path or node['_target_']}: {error}") from error
+    from rlkit.training.experiment import TaskSource, model_spec
+
+    if path == "task":
+        return TaskSource(part, **beside)
+    return model_spec(part, node.get("suggests", {}))

@@ -75,17 +75,16 @@ def rank_problems(x: Experiment) -> list[str]:
             " ranks need at least as many prompts; raise it, or lower trainer.devices"
         )
     if t.strategy == "fsdp" and count > 1:
-        lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
         own = [
             name
             for name, phase in x.schedule.phases.items()
             if phase.reference is not None or "reference" in phase.reset
         ]
-        if lora and lora.rank and own:
+        if x.model.rank and own:
             problems.append(
-                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot"
-                " add a reference of its own to sharded adapters; choose trainer=ddp, or let the"
-                " phases share the reference of the run"
+                f"trainer=fsdp model.lora.rank={x.model.rank} schedule.phases.{own[0]}: a"
+                " phase cannot add a reference of its own to sharded adapters; choose trainer=ddp,"
+                " or let the phases share the reference of the run"
             )
     return problems
 
@@ -312,7 +311,6 @@ def _check_streams(x: Experiment) -> list[str]:
             f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the"
             " streams beside the reward; set it to 0"
         )
-    lora = getattr(x.model, "keywords", {}).get("lora")
     moving = [
         name
         for name, model in (("teacher", m) for m in x.teacher.models.values())
@@ -321,8 +319,7 @@ def _check_streams(x: Experiment) -> list[str]:
     if (
         "teacher" in a.streams
         and moving
-        and lora
-        and lora.rank
+        and x.model.rank
         and x.needs_reference
         and x.reference.name != "frozen"
     ):

@@ -41,7 +41,9 @@ def number_problems(x: Experiment) -> list[str]:
     a = x.algorithm
     sampling = x.generation
     rollouts = x.batch.prompts * x.batch.group_size
-    problems = range_problems(x._replace(schedule=Schedule())) + thinking_problems(sampling)
+    loaders = {"task": x.task.load, "model": x.model.load}
+    parts = x._asdict() | loaders | {"schedule": Schedule()}
+    problems = range_problems(parts) + thinking_problems(sampling)
     if a.target_kl is not None and not a.target_kl > 0:
         problems.append(
             f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never"

@@ -34,7 +34,7 @@ def load_tasks(x: Experiment) -> Splits:
     """
     # Rewards and environments are called.
     with (
-        guard_state(x.task, kinds=[FOLDER]),
+        guard_state(x.task.load, kinds=[FOLDER]),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""),
     ):
         return _checked_tasks(x)
@@ -62,7 +62,7 @@ def _checked_tasks(x: Experiment) -> Splits:
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
     """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises
     DataError, ConfigError."""
-    with guard_state(x.task, kinds=[FOLDER]):
+    with guard_state(x.task.load, kinds=[FOLDER]):
         tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
         instead = {
