@@ -13,10 +13,11 @@ from typing import Any
 
 from rlkit.config.compose import checked, compose, conf_dir
 from rlkit.config.problems.schedules import phase_problems
-from rlkit.config.schema import BESIDE, build
+from rlkit.config.schema import BESIDE, build, is_protocol
 from rlkit.errors import ConfigError, nearest, written
 from rlkit.rewards import Reward, Term
 from rlkit.training.experiment import Experiment, ModelSpec, TaskSource, model_spec
+from rlkit.training.schedules.paths import fields
 from rlkit.types import Policy, Splits, Task, is_record
 
 PLAIN = (str, int, float, bool, type(None), Path)
@@ -166,11 +167,7 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
 def inside(owner: Any, name: str) -> Any:
     """What stands under a name: a field, an entry or a keyword argument; None where nothing
     does."""
-    if isinstance(owner, partial):
-        return owner.keywords.get(name)
-    if isinstance(owner, Mapping):
-        return owner.get(name)
-    return getattr(owner, name, None)
+    return fields(owner).get(name)
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -213,7 +210,7 @@ def stands(part: Any, hint: Any) -> bool:
         return True
     if base is Callable or "__call__" in vars(base):
         return callable(part)
-    if getattr(base, "_is_protocol", False):
+    if is_protocol(base):
         return all(hasattr(part, name) for name in vars(base) if not name.startswith("_"))
     return isinstance(base, type) and isinstance(part, base)
 
@@ -226,7 +223,7 @@ def in_words(hint: Any) -> str:
     return (
         "a function"
         if base is Callable or "__call__" in vars(base)
-        else f"a value of the type {getattr(base, '__name__', base)}"
+        else f"a value of the type {base.__name__}"
     )
 
 
@@ -265,7 +262,7 @@ def task_function(part: Any, where: str) -> Callable[..., Sequence[Task]]:
             f"{where}: {part!r:.100} are no tasks; give a list of Task, a Splits, or a function"
             " (split=…) → tasks"
         )
-    return lambda *, split: getattr(splits, split)
+    return lambda *, split: splits._asdict()[split]
 
 
 def the_policy(policy: Policy) -> ModelSpec:

@@ -14,5 +14,5 @@ adversary put a virtual machine around the whole run.
 from rlkit.sandbox.asserts import Check, Unsplittable, passes, split
 from rlkit.sandbox.interpreter import Interpreter
 from rlkit.sandbox.level import Level, probe, require, run, run_many, seen
-from rlkit.sandbox.process import Job, Outcome, Result, Sandbox, SandboxError
+from rlkit.sandbox.process import Job, Outcome, Result, Sandbox, Sandboxed, SandboxError
 from rlkit.sandbox.values import Opaque, same

@@ -64,7 +64,8 @@ class Sampling(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         """The fields of SamplingParams: all but the engine and its kernel."""
-        return {name: getattr(self, name) for name in SamplingParams._fields}
+        own = self._asdict()
+        return {name: own[name] for name in SamplingParams._fields}
 
 
 @safe("k")

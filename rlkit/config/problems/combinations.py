@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import nearest
+from rlkit.types import bound, plain
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.algorithm import Algorithm, Stream
@@ -43,7 +44,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
             " evaluation.every and evaluation.n"
         )
     for name, callback in x.callbacks.items():
-        best = getattr(callback, "keywords", {}).get("best")
+        best = bound(callback).get("best")
         if isinstance(best, str) and best.startswith("test/"):
             problems.append(
                 f"callbacks.{name}.best={best}: test problems must not decide which checkpoint is"
@@ -115,10 +116,7 @@ def _check_groups(x: Experiment) -> list[str]:
             " subset of that many samples and nothing to compare it with, so every advantage is 0;"
             " lower it, or raise batch.group_size"
         )
-    if (
-        x.algorithm.max_refills > 0
-        and getattr(x.algorithm.group_filter, "func", x.algorithm.group_filter) is keep_all
-    ):
+    if x.algorithm.max_refills > 0 and plain(x.algorithm.group_filter) is keep_all:
         problems.append(
             f"algorithm.max_refills={x.algorithm.max_refills}: the group filter accepts every"
             " prompt, so none is ever replaced; choose algorithm/group_filter=mixed, or set it"
@@ -202,7 +200,7 @@ def corrections_of(algorithm: Algorithm) -> list[tuple[Any, dict[str, Any]]]:
     from rlkit.algorithm import hyperparameters
 
     parts = hyperparameters(algorithm.correction).get("parts", {"": algorithm.correction})
-    return [(getattr(part, "func", part), hyperparameters(part)) for part in parts.values()]
+    return [(plain(part), hyperparameters(part)) for part in parts.values()]
 
 
 def _check_corrections(x: Experiment) -> list[str]:
@@ -247,7 +245,7 @@ def _check_old(x: Experiment) -> list[str]:
             " step; choose another correction"
         )
     before = ("advantage", "normalization", "overlong", "token_filter")
-    asking = [f"algorithm.{slot}" for slot in before if asks(getattr(a, slot), "logprobs_old")]
+    asking = [f"algorithm.{slot}" for slot in before if asks(a.parts[slot], "logprobs_old")]
     asking += ["algorithm.policy_loss"] if asks(a.policy_loss, "covariance_rank") else []
     asking += ["algorithm.target_kl"] if a.target_kl is not None else []
     asking += [f"kl.placement={x.kl.placement}"] if x.kl.in_reward else []

@@ -13,6 +13,7 @@ from rlkit.config.problems.combinations import corrections_of
 from rlkit.config.problems.schedules import schedule_warnings
 from rlkit.errors import written
 from rlkit.training.schedules import phases
+from rlkit.types import bound, plain
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment, RolloutRun
@@ -70,7 +71,7 @@ def warnings(x: Experiment) -> list[str]:
             "batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the"
             " gradient will be noisy"
         )
-    if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
+    if x.kl.in_reward and plain(x.kl.estimator) not in (k1, forward):
         out.append(
             f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls"
             " towards the reference, or pushes away (table in rlkit/functional/kl.py); kl=k1 does"
@@ -183,7 +184,7 @@ def _is_embedded(path: str | None) -> bool:
 
 def _rate(x: Experiment | RolloutRun) -> float | None:
     """The learning rate at the beginning of a run; None where nothing is trained."""
-    return getattr(getattr(x, "optimizer", None), "keywords", {}).get("lr")
+    return bound(x._asdict().get("optimizer")).get("lr")
 
 
 def _adapter_rate(x: Experiment) -> list[str]:
@@ -205,7 +206,7 @@ def _too_late(x: Experiment) -> list[tuple[str, int, str]]:
     """(path, RL steps, what does not happen in a run that is no longer): numbers of steps that a
     short run never reaches."""
     out = []
-    every = getattr(x.reference.update, "keywords", {}).get("every")
+    every = bound(x.reference.update).get("every")
     if x.needs_reference and isinstance(every, int):
         out.append(
             (

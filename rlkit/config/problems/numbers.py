@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.config.schema import resolve
 from rlkit.training.schedules import Schedule
 from rlkit.training.schedules.paths import fields
+from rlkit.types import plain
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment, Sampling
@@ -17,7 +18,7 @@ def range_problems(node: Any, path: str = "") -> list[str]:
     """Numbers out of the range that their part declares (`rlkit.types.ranges`), in a config or in
     what was built from it."""
     named = isinstance(node, Mapping) and "_target_" in node
-    part = resolve(node["_target_"]) if named else getattr(node, "func", type(node))
+    part = resolve(node["_target_"]) if named else plain(node)
     limits = getattr(part, "__ranges__", {})
     problems = []
     for key, value in enumerate(node) if isinstance(node, list) else fields(node).items():
