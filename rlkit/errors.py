@@ -16,7 +16,7 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
@@ -240,6 +240,11 @@ def announce(error: BaseException) -> None:
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.announced = lines  # type: ignore[attr-defined]
     print(visible("\n".join(lines), kept="\n"), file=sys.stderr, flush=True)
+
+
+def notes_of(error: BaseException) -> Sequence[str]:
+    """What `add_note` has added to an error."""
+    return getattr(error, "__notes__", ())
 
 
 def say(error: BaseException, lines: Iterable[str]) -> None:

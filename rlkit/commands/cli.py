@@ -10,7 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rlkit.commands.arguments import Arguments, drop, is_trusted, parse
-from rlkit.errors import TRACEBACK, ConfigError, Refusal, RLKitError, raised_at, say, visible
+from rlkit.errors import (
+    TRACEBACK,
+    ConfigError,
+    Refusal,
+    RLKitError,
+    notes_of,
+    raised_at,
+    say,
+    visible,
+)
 from rlkit.system import extras
 from rlkit.system.leaving import leave_process
 from rlkit.system.parent import end_with_parent
@@ -141,7 +150,7 @@ def run_command(argv: Sequence[str]) -> int:
         say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
         return 2
     except RLKitError as error:
-        say(error, [f"rlkit: {error}", *getattr(error, "__notes__", ())])
+        say(error, [f"rlkit: {error}", *notes_of(error)])
         return 1
     except KeyboardInterrupt as error:
         print(visible(f"rlkit: interrupted: {raised_at(error)}"), file=sys.stderr)

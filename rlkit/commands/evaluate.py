@@ -60,7 +60,7 @@ def evaluate_run(
     level = seen()
     result = {
         "checkpoint": str(path) if path else None,
-        "model": x.model.keywords.get("path") if hasattr(x.model, "keywords") else None,
+        "model": x.model.path,
         "step": step,
         "split": split,
         "n": len(tasks),

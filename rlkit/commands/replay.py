@@ -63,6 +63,8 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
 
 def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     """A line for each micro-batch; where one is not finite, a line for each of its rows."""
+    import torch
+
     from rlkit.training.update.split import micro_batches
 
     lines = [
@@ -73,7 +75,8 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     mask = batch.response_mask
     for name, value in vars(batch).items():
         if (
-            getattr(value, "shape", None) == mask.shape
+            isinstance(value, torch.Tensor)
+            and value.shape == mask.shape
             and value.is_floating_point()
             and not value[mask].isfinite().all()
         ):

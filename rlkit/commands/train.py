@@ -16,7 +16,7 @@ from rlkit.commands.arguments import STARTED, Arguments, added, drop, is_trusted
 from rlkit.commands.trust import asker
 from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
-from rlkit.errors import ConfigError, Refusal, RLKitError, say
+from rlkit.errors import ConfigError, Refusal, RLKitError, notes_of, say
 from rlkit.runs import folder as runs
 from rlkit.system import extras, owner
 from rlkit.system.contents import clear_places, set_aside
@@ -307,7 +307,7 @@ def run_in_folder(
             [
                 f"rlkit: {error}",
                 f"run folder: {runs.shown(folder)}",
-                *getattr(error, "__notes__", ()),
+                *notes_of(error),
             ],
         )
         return 1

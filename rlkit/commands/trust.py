@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,11 @@ def with_limits(x: Any, arguments: Arguments) -> Any:
     from rlkit.models.load import EMBEDDED
 
     named = option(arguments.overrides, "run")
-    path = getattr(x.model, "keywords", {}).get("path")
     if (
         not named
-        or path in (None, *EMBEDDED)
+        or x.model.path in (None, *EMBEDDED)
         or is_trusted(arguments.overrides)
         or is_noted(runs.find_run(named, "run"))
     ):
         return x
-    return x._replace(model=confined(x.model))
+    return x._replace(model=replace(x.model, load=confined(x.model.load)))

@@ -13,11 +13,12 @@ from typing import Any
 
 from rlkit.config.compose import checked, compose, conf_dir
 from rlkit.config.problems.schedules import phase_problems
-from rlkit.config.schema import BESIDE, build
+from rlkit.config.schema import BESIDE, build, is_protocol
 from rlkit.errors import ConfigError, nearest, written
 from rlkit.rewards import Reward, Term
-from rlkit.training.experiment import Experiment
-from rlkit.types import Policy, Splits, Task
+from rlkit.training.experiment import Experiment, ModelSpec, TaskSource, model_spec
+from rlkit.training.schedules.paths import fields
+from rlkit.types import Policy, Splits, Task, is_record
 
 PLAIN = (str, int, float, bool, type(None), Path)
 
@@ -60,20 +61,20 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
         raise ConfigError("\n".join(problems))
     x = build(composed.config)
     config = composed.config
-    suggested = getattr(x.model, "suggests", {})
-    beside = {key: parts.get(f"task.{key}", getattr(x, key)) for key in BESIDE["task"]}
+    suggested = x.model.suggests
+    beside = {
+        "sampler": parts.get("task.sampler", x.sampler),
+        "reuse": parts.get("task.reuse", x.reuse),
+    }
+    x = x._replace(task=x.task.load, model=x.model.load)
     for path, part in parts.items():
         if path.partition(".")[2] in BESIDE.get(path.partition(".")[0], ()):
             config = with_value(config, path, described(part))
             continue
         x = placed(x, path, part, Experiment, path)
         config = with_value(config, path, described(reduce(inside, path.split("."), x)))
-    if hasattr(x.model, "__dict__"):
-        # the other numbers are those of the option that the object replaces
-        vars(x.model)["suggests"] = suggested
-    # a user's own function stays as it is
-    x = x if isinstance(x.task, partial) else x._replace(task=partial(x.task))
-    vars(x.task).update(beside)  # they are the run's, whatever gives the tasks
+    # whatever gives tasks and model, their other numbers are those of the options it replaces
+    x = x._replace(task=TaskSource(x.task, **beside), model=model_spec(x.model, suggested))
     configured = Configured(*checked(x))
     configured.config = config
     configured.overrides = () if parts else tuple(composed.overrides)
@@ -139,7 +140,7 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
                 else lifted(part, within, where)
             ),
         }
-    if hasattr(owner, "_fields"):
+    if is_record(owner):
         known = _hints(type(owner))
     elif isinstance(owner, partial):
         known = dict.fromkeys(inspect.signature(owner).parameters, Any) | _hints(owner.func)
@@ -166,11 +167,7 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
 def inside(owner: Any, name: str) -> Any:
     """What stands under a name: a field, an entry or a keyword argument; None where nothing
     does."""
-    if isinstance(owner, partial):
-        return owner.keywords.get(name)
-    if isinstance(owner, Mapping):
-        return owner.get(name)
-    return getattr(owner, name, None)
+    return fields(owner).get(name)
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -194,7 +191,7 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
         takes = (
             ", or replace one of its parts:"
             f" {', '.join(f'{prefix}__{name}' for name in hint._fields)}"
-            if hasattr(hint, "_fields")
+            if is_record(hint)
             else ""
         )
         raise ConfigError(
@@ -213,7 +210,7 @@ def stands(part: Any, hint: Any) -> bool:
         return True
     if base is Callable or "__call__" in vars(base):
         return callable(part)
-    if getattr(base, "_is_protocol", False):
+    if is_protocol(base):
         return all(hasattr(part, name) for name in vars(base) if not name.startswith("_"))
     return isinstance(base, type) and isinstance(part, base)
 
@@ -226,7 +223,7 @@ def in_words(hint: Any) -> str:
     return (
         "a function"
         if base is Callable or "__call__" in vars(base)
-        else f"a value of the type {getattr(base, '__name__', base)}"
+        else f"a value of the type {base.__name__}"
     )
 
 
@@ -265,19 +262,18 @@ def task_function(part: Any, where: str) -> Callable[..., Sequence[Task]]:
             f"{where}: {part!r:.100} are no tasks; give a list of Task, a Splits, or a function"
             " (split=…) → tasks"
         )
-    return lambda *, split: getattr(splits, split)
+    return lambda *, split: splits._asdict()[split]
 
 
-def the_policy(policy: Policy) -> Callable[..., Policy]:
-    """A policy that is loaded already, as the function that a run loads it with; it is moved to the
-    run's device."""
+def the_policy(policy: Policy) -> ModelSpec:
+    """A policy that is loaded already, as a run loads it; it is moved to the run's device."""
 
     def model(*, device: Any) -> Policy:
         policy.model.to(device)
         return policy
 
-    vars(model)["path"] = getattr(policy.model.config, "_name_or_path", None)
-    return model
+    config: Any = policy.model.config
+    return ModelSpec(model, origin=config.name_or_path)
 
 
 # ------------------------------------------------------------------------------------- written down
@@ -290,7 +286,9 @@ def described(part: Any) -> Any:
         return str(part) if isinstance(part, Path) else part
     if isinstance(part, Mapping):
         return {str(key): described(value) for key, value in part.items()}
-    if hasattr(part, "_asdict"):
+    if isinstance(part, ModelSpec | TaskSource):
+        return described(part.load)
+    if is_record(part):
         return {"_target_": written(type(part)), **described(part._asdict())}
     if isinstance(part, list | tuple):
         return [described(value) for value in part[:8]]  # of a long list of tasks the first ones

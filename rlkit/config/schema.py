@@ -17,12 +17,13 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rlkit.config.hints import leaves_of, meant
 from rlkit.errors import ConfigError, nearest, place
 from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
+from rlkit.types import is_record
 
 # `suggests` holds what an option advises other groups: they interpolate it as their default, and
 # its own function never sees it.
@@ -47,7 +48,6 @@ SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }
 # Parts that stand under another one in a config and are no arguments of its function: path → keys.
-# The built part has them as attributes.
 BESIDE = {"task": ("sampler", "reuse")}
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
@@ -187,7 +187,7 @@ def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
     holding = [option for option in _alternatives(hint) if _holds(option, type(value))]
     if not holding:
         part = next(
-            (_public_name(option) for option in _alternatives(hint) if hasattr(option, "_fields")),
+            (_public_name(option) for option in _alternatives(hint) if is_record(option)),
             "",
         )
         if part and isinstance(value, dict):
@@ -216,11 +216,7 @@ def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
     """A function where a part that holds one is wanted, such as a reward function in place of a
     term."""
     wanted = [option for option in _alternatives(hint) if option is not type(None)]
-    if (
-        not node.get("_partial_")
-        or not wanted
-        or not all(hasattr(option, "_fields") for option in wanted)
-    ):
+    if not node.get("_partial_") or not wanted or not all(map(is_record, wanted)):
         return []
     part = _public_name(wanted[0])
     held = next(
@@ -254,11 +250,12 @@ def _holds(hint: Any, kind: type) -> bool:
         return True
     if base is tuple or not inspect.isclass(base):
         return base is tuple and kind is list
-    return (
-        base not in (Callable, Hashable)
-        and not getattr(base, "_is_protocol", False)
-        and issubclass(kind, base)
-    )
+    return base not in (Callable, Hashable) and not is_protocol(base) and issubclass(kind, base)
+
+
+def is_protocol(hint: Any) -> bool:
+    """Whether a class says by its methods and attributes what may stand in its place."""
+    return isinstance(hint, type) and Protocol in hint.__bases__
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -298,7 +295,7 @@ def describe(hint: Any) -> str:
             inspect.isclass(base)
             and base is not str
             and issubclass(base, Mapping | Sequence)
-            and not hasattr(base, "_fields")
+            and not is_record(base)
         ):
             words.append(
                 "a mapping, {name: value}" if issubclass(base, Mapping) else "a list, [value, …]"
@@ -352,10 +349,10 @@ def resolve(name: Any) -> Callable[..., Any]:
         raise ConfigError(
             f"'{name}' cannot be imported: {place(error)}: {type(error).__name__}: {error}"
         ) from error
-    if not hasattr(module, attribute):
+    target = getattr(module, attribute, MISSING)
+    if target is MISSING:
         public = [n for n in dir(module) if not n.startswith("_")]
         raise ConfigError(f"'{module_name}' has no '{attribute}'.{nearest(attribute, public)}")
-    target = getattr(module, attribute)
     if not callable(target):
         raise ConfigError(f"'{name}' is not a function")
     return target
@@ -386,19 +383,21 @@ def build(node: Any, path: str = "") -> Any:
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
     beside = {
         key: values.pop(key)
-        for key in _beside(path)
+        for key in BESIDE.get(path, ())
         if key in values and key not in inspect.signature(target).parameters
     }
     if node.get("_partial_"):
-        part = functools.partial(target, *arguments, **values)
-        # for problems/doubts.py; no call sees them
-        vars(part).update(beside, suggests=node.get("suggests", {}))
+        part: Any = functools.partial(target, *arguments, **values)
+    else:
+        try:
+            with guard_state(target, kinds=[FOLDER]):
+                part = target(*arguments, **values)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path or node['_target_']}: {error}") from error
+    if path not in ("task", "model"):
         return part
-    try:
-        with guard_state(target, kinds=[FOLDER]):
-            built = target(*arguments, **values)
-        if beside:
-            vars(built).update(beside)
-        return built
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path or node['_target_']}: {error}") from error
+    from rlkit.training.experiment import TaskSource, model_spec
+
+    if path == "task":
+        return TaskSource(part, **beside)
+    return model_spec(part, node.get("suggests", {}))

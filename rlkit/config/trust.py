@@ -25,7 +25,7 @@ from rlkit.config.schema import resolve, signature_hints
 from rlkit.errors import ConfigError, DataError, visible
 from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import FROM_ENVIRONMENT
-from rlkit.types import REACHES
+from rlkit.types import REACHES, is_record
 
 LARGEST = 4 << 20  # bytes of a YAML file that is read
 SHOWN = 12
@@ -106,10 +106,8 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     files = [
         file for file in sorted(conf.rglob("*.yaml")) if file.relative_to(conf).parts[0] != "hydra"
     ]
-    options = {
-        file: yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        for file in files
-    }
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    options = {file: yaml.load(file.read_text(), Loader=loader) for file in files}
     for option in options.values():
         option.pop("shelf", None)  # which no function is given
         collect(option)
@@ -174,7 +172,7 @@ def safe_by_type(hint: Any) -> bool:
         return True
     if not inspect.isclass(hint) or typing.get_origin(hint) is not None or hint in (Any, object):
         return False
-    return hasattr(hint, "_fields") or not issubclass(hint, str | bytes | Sequence | Mapping)
+    return is_record(hint) or not issubclass(hint, str | bytes | Sequence | Mapping)
 
 
 # ------------------------------------------------------------------------------------------ looking

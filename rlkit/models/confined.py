@@ -34,9 +34,7 @@ def confined(model: partial[Policy]) -> partial[Policy]:
     keywords stay as they are."""
     if not isinstance(model, partial):
         return model
-    guarded = partial(_loaded, model.func, *model.args, **model.keywords)
-    vars(guarded).update(vars(model))
-    return guarded
+    return partial(_loaded, model.func, *model.args, **model.keywords)
 
 
 def _loaded(load: Any, *given: Any, **settings: Any) -> Policy:

@@ -9,7 +9,7 @@ from rlkit.errors import ConfigError
 from rlkit.rewards.calls import call_each
 from rlkit.rewards.declarations import batched, reads_truths, truth_problems
 from rlkit.rewards.terms import Term
-from rlkit.types import Rollout, Task, safe
+from rlkit.types import Rollout, Task, bound, plain, safe
 
 
 def _truth_problems(
@@ -62,6 +62,4 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
 
 def named_rewards(fn: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
     """Return the rewards by name of a configured `by_task`; none of any other function."""
-    if getattr(fn, "func", fn) is not by_task:
-        return {}
-    return getattr(fn, "keywords", {}).get("rewards", {})
+    return bound(fn).get("rewards", {}) if plain(fn) is by_task else {}

@@ -16,5 +16,5 @@ Files in the order of their imports: _child, values, judge, process, asserts, le
 from rlkit.sandbox.asserts import Check, Unsplittable, passes, split
 from rlkit.sandbox.interpreter import Interpreter
 from rlkit.sandbox.level import Level, probe, require, run, run_many, seen
-from rlkit.sandbox.process import Job, Outcome, Result, Sandbox, SandboxError
+from rlkit.sandbox.process import Job, Outcome, Result, Sandbox, Sandboxed, SandboxError
 from rlkit.sandbox.values import Opaque, same

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from rlkit.errors import ConfigError, RLKitError
 from rlkit.sandbox.values import Malformed, decode_value, records
@@ -74,6 +74,14 @@ class Sandbox(NamedTuple):
     min_level: Literal["basic", "kernel", "kernel+ns"] = "kernel"
     allow_weak: bool = False  # run where min_level cannot be reached
     workers: int | None = None  # programs at once; None: one a core, at most 8
+
+
+@runtime_checkable
+class Sandboxed(Protocol):
+    """A tool, or the owner of a method that is one, which runs programs. The isolation that it asks
+    for is looked for before a run begins."""
+
+    sandbox: Sandbox
 
 
 class Job(NamedTuple):

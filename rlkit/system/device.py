@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -48,7 +47,7 @@ def on_device(x: Any) -> tuple[Any, Any]:
     device = pick_device(x)
     if device.type == "cpu":
         keep_freed_memory()
-    with guard_state(x.model, kinds=[FOLDER]):
+    with guard_state(x.model.load, kinds=[FOLDER]):
         policy = x.model(device=device)
     use_threads(x.trainer, policy.model, device)
     # of the cached engine's compiled step: its threads do not spin, and every core helps
@@ -96,8 +95,7 @@ def precision(x: Any, device: Any) -> str:
     base is bfloat16 already)."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
-    lora = x.model.keywords.get("lora") if isinstance(x.model, partial) else None
-    return "bf16-mixed" if device.type == "cuda" and not (lora and lora.rank) else "32-true"
+    return "bf16-mixed" if device.type == "cuda" and not x.model.rank else "32-true"
 
 
 def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextManager[Any]:

@@ -4,12 +4,14 @@ hand."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from rlkit.algorithm import KL, Algorithm, asks
 from rlkit.episodes.samplers import TaskSampler
 from rlkit.episodes.stream import UNIFORM
 from rlkit.functional import automatic_correction, no_correction, token_correction
+from rlkit.models import LoRA
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
 from rlkit.training.schedules import Schedule, phases
@@ -24,6 +26,8 @@ from rlkit.types import (
     Split,
     Task,
     ToolParser,
+    bound,
+    plain,
     ranges,
     reaches,
     safe,
@@ -60,7 +64,8 @@ class Sampling(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         """The fields of SamplingParams: all but the engine and its kernel."""
-        return {name: getattr(self, name) for name in SamplingParams._fields}
+        own = self._asdict()
+        return {name: own[name] for name in SamplingParams._fields}
 
 
 @safe("k")
@@ -173,6 +178,61 @@ class Reuse(NamedTuple):
         return self.groups > 0 and self.staleness > 0
 
 
+@dataclass(frozen=True)
+class ModelSpec:
+    """How a policy is loaded, and what is known of it before. None: not known."""
+
+    load: Callable[..., Policy]  # (device=…) → policy
+    path: str | None = None  # folder or hub id that `load` reads
+    revision: str | None = None
+    trust_remote_code: bool | None = None
+    lora: LoRA | None = None
+    interruption: str | None = None
+    gradient_checkpointing: bool | None = None
+    origin: str | None = None  # of a policy that is loaded already: where its weights are from
+    suggests: Mapping[str, Any] = field(default_factory=dict)  # numbers for the other groups
+
+    def __call__(self, **settings: Any) -> Policy:
+        """The policy; `device` says where its weights go."""
+        return self.load(**settings)
+
+    @property
+    def rank(self) -> int:
+        """Of the adapters; 0 trains all weights."""
+        return self.lora.rank if self.lora else 0
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """What a download needs beside the path."""
+        return {"revision": self.revision, "trust_remote_code": bool(self.trust_remote_code)}
+
+
+# Keywords of a function that loads a policy which other parts of a run read too.
+READ = ("path", "revision", "trust_remote_code", "lora", "interruption", "gradient_checkpointing")
+
+
+def model_spec(load: Callable[..., Policy], suggests: Mapping[str, Any] = {}) -> ModelSpec:
+    """The spec of a function that loads a policy, from the keywords that a config has bound."""
+    if isinstance(load, ModelSpec):
+        return replace(load, suggests=suggests)
+    known = {name: value for name, value in bound(load).items() if name in READ}
+    return ModelSpec(load, suggests=suggests, **known)
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Where a run's tasks come from, and in which order and how often they are played."""
+
+    # (split=train, validation or test) → its tasks; no problem is in two splits
+    load: Callable[..., Sequence[Task]]
+    sampler: TaskSampler = UNIFORM  # which problem is asked next
+    reuse: Reuse = Reuse()  # noqa: RUF009  (a NamedTuple: immutable); which groups are learned from again
+
+    def __call__(self, *, split: Split) -> Sequence[Task]:
+        """The tasks of a split."""
+        return self.load(split=split)
+
+
 @safe("name", "task", "environment", "model")
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
 class RolloutRun(NamedTuple):
@@ -181,10 +241,9 @@ class RolloutRun(NamedTuple):
     name: str
     seed: int
     n: int
-    # (split=train, validation or test) → its tasks; no problem is in two splits
-    task: Callable[..., Sequence[Task]]
+    task: TaskSource
     environment: Environment | Callable[[Task], Environment]
-    model: Callable[..., Policy]  # (device=…) → policy
+    model: ModelSpec
     generation: Sampling
     reward: Reward
     trainer: TrainerSettings
@@ -202,7 +261,7 @@ class AgentRun(NamedTuple):
     """A question answered with tools: who answers, and within which limits."""
 
     tools: Sequence[str]  # names of shipped tools, or module.function
-    model: Callable[..., Policy]  # (device=…) → policy
+    model: ModelSpec
     generation: Sampling
     parse_calls: ToolParser
     trainer: TrainerSettings
@@ -223,10 +282,9 @@ class Experiment(NamedTuple):
     name: str
     seed: int
     batch: BatchSize
-    # (split=train, validation or test) → its tasks; no problem is in two splits
-    task: Callable[..., Sequence[Task]]
+    task: TaskSource
     environment: Environment | Callable[[Task], Environment]
-    model: Callable[..., Policy]  # (device=…) → policy
+    model: ModelSpec
     generation: Sampling
     reward: Reward
     algorithm: Algorithm
@@ -259,12 +317,12 @@ class Experiment(NamedTuple):
     @property
     def sampler(self) -> TaskSampler:
         """Which problem is asked next (task.sampler)."""
-        return getattr(self.task, "sampler", UNIFORM)
+        return self.task.sampler
 
     @property
     def reuse(self) -> Reuse:
         """Which groups are learned from again (task.reuse)."""
-        return getattr(self.task, "reuse", Reuse())
+        return self.task.reuse
 
     @property
     def staleness(self) -> int:
@@ -361,4 +419,4 @@ def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any,
 
 
 def _automatic(algorithm: Algorithm) -> bool:
-    return getattr(algorithm.correction, "func", algorithm.correction) is automatic_correction
+    return plain(algorithm.correction) is automatic_correction

@@ -397,7 +397,7 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
 
     named = phases(x)
     x = next(iter(named.values()))  # what the run begins with
-    path = getattr(x.model, "keywords", {}).get("path", "a function")
+    path = x.model.path or "a function"
     total = sum(p.numel() for p in policy.model.parameters())
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     rollouts = x.batch.prompts * x.batch.group_size

@@ -19,7 +19,7 @@ from rlkit.functional import token_log_probs
 from rlkit.models import check_template, check_vocabulary, encode_prompt, forward_logprobs, pack
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
-from rlkit.types import Environment, Policy, Task, Tool, declarations
+from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
 BF16_WARNING = 0.05  # mean |Δ log-prob| in half precision: more than its rounding
@@ -32,19 +32,19 @@ LONGEST = 4  # rows by characters whose prompts are measured in tokens
 def check_teacher(x: Experiment) -> None:
     """A reference that is another model, here or served, has the policy's vocabulary; before
     weights are loaded. Raises: ConfigError."""
-    own = getattr(x.model, "keywords", {})
-    if "path" not in own:
+    path = x.model.path
+    if path is None:
         return
-    hub = {key: own[key] for key in ("revision", "trust_remote_code") if key in own}
+    hub = x.model.hub
     asked = [phase.reference for phase in phases(x).values() if phase.needs_reference]
     asked += x.teacher.models.values() if x.needs_teacher else ()
     for reference in asked:
         if reference.check is not None:
-            reference.check(own["path"], **hub)
+            reference.check(path, **hub)
         if "same_vocabulary" in (declarations(reference.init, "assumes") or ()):
-            given = getattr(reference.init, "keywords", {})
+            given = bound(reference.init)
             check_vocabulary(
-                own["path"],
+                path,
                 given["path"],
                 teacher_revision=given["revision"],
                 key=given["key"],

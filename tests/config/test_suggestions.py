@@ -194,14 +194,12 @@ def test_every_advertised_command_for_a_real_model_can_learn(command):
     x = experiment(compose(words))
     own = x.model.suggests
     assert (
-        x.model.keywords["path"].startswith("Qwen/")
+        x.model.path.startswith("Qwen/")
         and x.generation.max_new_tokens >= 512  # of the embedded task; gsm8k and mbpp suggest 1,024
         and x.trainer.steps >= 100
     )
     if not any("=recipe/" in word for word in words):  # those have the paper's rate
-        assert (
-            x.optimizer.keywords["lr"] == own["lora_lr" if x.model.keywords["lora"].rank else "lr"]
-        )
+        assert x.optimizer.keywords["lr"] == own["lora_lr" if x.model.rank else "lr"]
     assert [w for w in warnings(x) if "tiny model" in w or "LoRA" in w] == []
     assert shlex.split(command)[:2] == ["rlkit", "train"]
 

@@ -62,7 +62,14 @@ def test_one_training_step_with_lora(random_qwen3):
     from rlkit.rewards import Reward, Term, weighted_sum
     from rlkit.tasks import arithmetic
     from rlkit.training.ahead.here import Here
-    from rlkit.training.experiment import BatchSize, Evaluation, Sampling, TrainerSettings
+    from rlkit.training.experiment import (
+        BatchSize,
+        Evaluation,
+        ModelSpec,
+        Sampling,
+        TaskSource,
+        TrainerSettings,
+    )
     from rlkit.training.module import RLModule
     from rlkit.training.references import frozen
 
@@ -79,9 +86,9 @@ def test_one_training_step_with_lora(random_qwen3):
         name="gpu",
         seed=0,
         batch=BatchSize(2, 4),
-        task=arithmetic,
+        task=TaskSource(arithmetic),
         environment=tool_use(tools={"calculator": calculator}),
-        model=load_policy,
+        model=ModelSpec(load_policy),
         generation=Sampling(Transformers(), max_new_tokens=16),
         reward=length,
         algorithm=Algorithm(

@@ -22,6 +22,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.system import shards
 from rlkit.training.callbacks.checkpoints import load_checkpoint
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
+from rlkit.training.experiment import TaskSource
 from rlkit.training.run import how_it_ended
 from rlkit.training.schedules import Schedule, adaptive
 from rlkit.types import SPLITS, Splits, Task
@@ -131,7 +132,9 @@ def test_an_empty_validation_split_is_refused_with_what_to_set(tmp_path):
     ):
         load_tasks(experiment(compose([*words, "evaluation.every=5"])))
     x = experiment(compose(["evaluation.every=5"]))
-    own = x._replace(task=lambda *, split: [] if split == "validation" else x.task(split=split))
+    own = x._replace(
+        task=TaskSource(lambda *, split: [] if split == "validation" else x.task(split=split))
+    )
     with pytest.raises(
         ConfigError, match=r"no validation problems.*task\.validation.*evaluation\.every=0"
     ):

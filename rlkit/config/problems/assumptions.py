@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.errors import written
-from rlkit.types import ASSUMPTIONS, GUARANTEES, Environment, Task, declarations
+from rlkit.types import ASSUMPTIONS, GUARANTEES, Environment, Task, bound, declarations, plain
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment
@@ -100,7 +100,7 @@ def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Word
             ["binary", "non_negative"], "kl.in_baseline takes the KL off them; set it to false"
         )
     seen = {"group_filter": given, "overlong": given, "advantage": shaped, "normalization": shaped}
-    return [(f"algorithm.{slot}", getattr(a, slot), words) for slot, words in seen.items()]
+    return [(f"algorithm.{slot}", a.parts[slot], words) for slot, words in seen.items()]
 
 
 def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
@@ -150,7 +150,7 @@ def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
     those that the rows name."""
     from rlkit.rewards import by_task, named_rewards
 
-    if getattr(fn, "func", fn) is not by_task:
+    if plain(fn) is not by_task:
         return [fn]
     known = named_rewards(fn)
     return [known[name] for name in dict.fromkeys(task.reward for task in tasks) if name in known]
@@ -161,7 +161,7 @@ def _reply_budgets(x: Experiment) -> list[str]:
     longest = x.generation.max_new_tokens
     out = []
     for name, part in x.algorithm.parts.items():
-        numbers = getattr(part, "keywords", {})
+        numbers = bound(part)
         begins = numbers.get("limit", 0) * (1 - numbers.get("buffer", 0))
         if "reply_budget" in (declarations(part, "assumes") or ()) and begins >= longest:
             out.append(
@@ -178,7 +178,7 @@ def _episode_budgets(x: Experiment) -> list[str]:
     turns = x.environment.max_steps if isinstance(x.environment, Environment) else 1
     out = []
     for name, term in x.reward.terms.items():
-        limit = getattr(term.fn, "keywords", {}).get("limit")
+        limit = bound(term.fn).get("limit")
         if (
             turns == 1
             or limit is None

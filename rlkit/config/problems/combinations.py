@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import nearest
+from rlkit.types import bound, plain
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.algorithm import Algorithm, Stream
@@ -43,7 +44,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
             " evaluation.every and evaluation.n"
         )
     for name, callback in x.callbacks.items():
-        best = getattr(callback, "keywords", {}).get("best")
+        best = bound(callback).get("best")
         if isinstance(best, str) and best.startswith("test/"):
             problems.append(
                 f"callbacks.{name}.best={best}: test problems must not decide which checkpoint is"
@@ -75,17 +76,16 @@ def rank_problems(x: Experiment) -> list[str]:
             " ranks need at least as many prompts; raise it, or lower trainer.devices"
         )
     if t.strategy == "fsdp" and count > 1:
-        lora = x.model.keywords.get("lora") if hasattr(x.model, "keywords") else None
         own = [
             name
             for name, phase in x.schedule.phases.items()
             if phase.reference is not None or "reference" in phase.reset
         ]
-        if lora and lora.rank and own:
+        if x.model.rank and own:
             problems.append(
-                f"trainer=fsdp model.lora.rank={lora.rank} schedule.phases.{own[0]}: a phase cannot"
-                " add a reference of its own to sharded adapters; choose trainer=ddp, or let the"
-                " phases share the reference of the run"
+                f"trainer=fsdp model.lora.rank={x.model.rank} schedule.phases.{own[0]}: a"
+                " phase cannot add a reference of its own to sharded adapters; choose trainer=ddp,"
+                " or let the phases share the reference of the run"
             )
     return problems
 
@@ -116,10 +116,7 @@ def _check_groups(x: Experiment) -> list[str]:
             " subset of that many samples and nothing to compare it with, so every advantage is 0;"
             " lower it, or raise batch.group_size"
         )
-    if (
-        x.algorithm.max_refills > 0
-        and getattr(x.algorithm.group_filter, "func", x.algorithm.group_filter) is keep_all
-    ):
+    if x.algorithm.max_refills > 0 and plain(x.algorithm.group_filter) is keep_all:
         problems.append(
             f"algorithm.max_refills={x.algorithm.max_refills}: the group filter accepts every"
             " prompt, so none is ever replaced; choose algorithm/group_filter=mixed, or set it"
@@ -203,7 +200,7 @@ def corrections_of(algorithm: Algorithm) -> list[tuple[Any, dict[str, Any]]]:
     from rlkit.algorithm import hyperparameters
 
     parts = hyperparameters(algorithm.correction).get("parts", {"": algorithm.correction})
-    return [(getattr(part, "func", part), hyperparameters(part)) for part in parts.values()]
+    return [(plain(part), hyperparameters(part)) for part in parts.values()]
 
 
 def _check_corrections(x: Experiment) -> list[str]:
@@ -248,7 +245,7 @@ def _check_old(x: Experiment) -> list[str]:
             " step; choose another correction"
         )
     before = ("advantage", "normalization", "overlong", "token_filter")
-    asking = [f"algorithm.{slot}" for slot in before if asks(getattr(a, slot), "logprobs_old")]
+    asking = [f"algorithm.{slot}" for slot in before if asks(a.parts[slot], "logprobs_old")]
     asking += ["algorithm.policy_loss"] if asks(a.policy_loss, "covariance_rank") else []
     asking += ["algorithm.target_kl"] if a.target_kl is not None else []
     asking += [f"kl.placement={x.kl.placement}"] if x.kl.in_reward else []
@@ -312,7 +309,6 @@ def _check_streams(x: Experiment) -> list[str]:
             f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the"
             " streams beside the reward; set it to 0"
         )
-    lora = getattr(x.model, "keywords", {}).get("lora")
     moving = [
         name
         for name, model in (("teacher", m) for m in x.teacher.models.values())
@@ -321,8 +317,7 @@ def _check_streams(x: Experiment) -> list[str]:
     if (
         "teacher" in a.streams
         and moving
-        and lora
-        and lora.rank
+        and x.model.rank
         and x.needs_reference
         and x.reference.name != "frozen"
     ):

@@ -13,6 +13,7 @@ from rlkit.config.problems.combinations import corrections_of
 from rlkit.config.problems.schedules import schedule_warnings
 from rlkit.errors import written
 from rlkit.training.schedules import phases
+from rlkit.types import bound, plain
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment, RolloutRun
@@ -29,10 +30,7 @@ def _list_unused(x: Experiment) -> list[str]:
             f"reference={x.reference.name} is not built: no KL uses it (kl={x.kl.name},"
             f" kl.coef={x.kl.coef})"
         )
-    if (
-        getattr(x.model, "keywords", {}).get("interruption")
-        and x.generation.max_thinking_tokens is None
-    ):
+    if x.model.interruption and x.generation.max_thinking_tokens is None:
         out.append(
             "model.interruption does nothing: no thinking is interrupted; set"
             " generation.max_thinking_tokens"
@@ -58,15 +56,13 @@ def warnings(x: Experiment) -> list[str]:
         x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
     ) + _adapter_rate(x)
     out += _list_unused(x)
-    lora = getattr(x.model, "keywords", {}).get("lora")
     if (
         x.needs_reference
-        and lora
-        and lora.rank
+        and x.model.rank
         and any(phase.reference.name == "ema" for phase in phases(x).values())
     ):
         out.append(
-            f"reference=ema model.lora.rank={lora.rank} averages the adapter's factors and not"
+            f"reference=ema model.lora.rank={x.model.rank} averages the adapter's factors and not"
             " their product, so the reference is not quite the average of the policy's weights"
             " (rlkit.training.references.ema says by how much); reference=periodic copies exactly"
         )
@@ -75,7 +71,7 @@ def warnings(x: Experiment) -> list[str]:
             "batch.group_size=1: nothing to compare a rollout with but the rest of the batch; the"
             " gradient will be noisy"
         )
-    if x.kl.in_reward and getattr(x.kl.estimator, "func", x.kl.estimator) not in (k1, forward):
+    if x.kl.in_reward and plain(x.kl.estimator) not in (k1, forward):
         out.append(
             f"kl={x.kl.name} kl.placement={x.kl.placement}: as a reward this estimator hardly pulls"
             " towards the reference, or pushes away (table in rlkit/functional/kl.py); kl=k1 does"
@@ -151,8 +147,8 @@ def embedded_numbers(
 ) -> list[str]:
     """Numbers for the model that ships with rlkit, among these keys, where another model runs with
     them."""
-    own = getattr(x.model, "suggests", {})
-    path = getattr(x.model, "keywords", getattr(x.model, "__dict__", {})).get("path")
+    own = x.model.suggests
+    path = x.model.path or x.model.origin
     if own.get("max_new_tokens") is None or _is_embedded(path):
         return []
     used = {
@@ -188,20 +184,18 @@ def _is_embedded(path: str | None) -> bool:
 
 def _rate(x: Experiment | RolloutRun) -> float | None:
     """The learning rate at the beginning of a run; None where nothing is trained."""
-    return getattr(getattr(x, "optimizer", None), "keywords", {}).get("lr")
+    return bound(x._asdict().get("optimizer")).get("lr")
 
 
 def _adapter_rate(x: Experiment) -> list[str]:
     """Adapters that are trained with the learning rate of all weights."""
-    own = getattr(x.model, "suggests", {})
-    lora = getattr(x.model, "keywords", {}).get("lora")
+    own = x.model.suggests
+    rank = x.model.rank
     rate = _rate(x)
-    if not (
-        lora and lora.rank and rate is not None and rate == own.get("lr") != own.get("lora_lr")
-    ):
+    if not (rank and rate is not None and rate == own.get("lr") != own.get("lora_lr")):
         return []
     return [
-        f"model.lora.rank={lora.rank} optimizer.lr={rate:g}: is the rate for all weights of this"
+        f"model.lora.rank={rank} optimizer.lr={rate:g}: is the rate for all weights of this"
         " model, and adapters need about ten times "
         'more (Schulman et al. 2025, "LoRA Without Regret"); try'
         f" optimizer.lr={own.get('lora_lr') or 10 * rate:g}"
@@ -212,7 +206,7 @@ def _too_late(x: Experiment) -> list[tuple[str, int, str]]:
     """(path, RL steps, what does not happen in a run that is no longer): numbers of steps that a
     short run never reaches."""
     out = []
-    every = getattr(x.reference.update, "keywords", {}).get("every")
+    every = bound(x.reference.update).get("every")
     if x.needs_reference and isinstance(every, int):
         out.append(
             (

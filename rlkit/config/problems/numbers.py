@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.config.schema import resolve
 from rlkit.training.schedules import Schedule
 from rlkit.training.schedules.paths import fields
+from rlkit.types import plain
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from rlkit.training.experiment import Experiment, Sampling
@@ -17,7 +18,7 @@ def range_problems(node: Any, path: str = "") -> list[str]:
     """Numbers out of the range that their part declares (`rlkit.types.ranges`), in a config or in
     what was built from it."""
     named = isinstance(node, Mapping) and "_target_" in node
-    part = resolve(node["_target_"]) if named else getattr(node, "func", type(node))
+    part = resolve(node["_target_"]) if named else plain(node)
     limits = getattr(part, "__ranges__", {})
     problems = []
     for key, value in enumerate(node) if isinstance(node, list) else fields(node).items():
@@ -41,7 +42,9 @@ def number_problems(x: Experiment) -> list[str]:
     a = x.algorithm
     sampling = x.generation
     rollouts = x.batch.prompts * x.batch.group_size
-    problems = range_problems(x._replace(schedule=Schedule())) + thinking_problems(sampling)
+    loaders = {"task": x.task.load, "model": x.model.load}
+    parts = x._asdict() | loaders | {"schedule": Schedule()}
+    problems = range_problems(parts) + thinking_problems(sampling)
     if a.target_kl is not None and not a.target_kl > 0:
         problems.append(
             f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never"

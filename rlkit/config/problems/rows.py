@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
 
 from rlkit.algorithm import Stream
 from rlkit.config.problems.assumptions import assumption_problems
@@ -13,7 +15,7 @@ from rlkit.errors import ConfigError, DataError
 from rlkit.rewards import Reward, RewardError, declared, named_rewards, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards.declarations import truth_problems
-from rlkit.sandbox import Sandbox, require
+from rlkit.sandbox import Sandboxed, require
 from rlkit.system.copies import copied
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
@@ -34,7 +36,7 @@ def load_tasks(x: Experiment) -> Splits:
     """
     # Rewards and environments are called.
     with (
-        guard_state(x.task, kinds=[FOLDER]),
+        guard_state(x.task.load, kinds=[FOLDER]),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: ""),
     ):
         return _checked_tasks(x)
@@ -62,7 +64,7 @@ def _checked_tasks(x: Experiment) -> Splits:
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
     """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises
     DataError, ConfigError."""
-    with guard_state(x.task, kinds=[FOLDER]):
+    with guard_state(x.task.load, kinds=[FOLDER]):
         tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
         instead = {
@@ -176,9 +178,8 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
             f" {', '.join(teacher.models)}, so set"
             f" {teacher.word.replace('PART', task.part or 'PART')}"
         )
-    reads = {demonstration.__name__: "a conversation", answer.__name__: "an answer"}.get(
-        getattr(teacher.show, "__name__", "")
-    )
+    shown: dict[Any, str] = {demonstration: "a conversation", answer: "an answer"}
+    reads = shown.get(teacher.show)
     if (
         reads
         and teacher.show
@@ -238,11 +239,9 @@ def check_tools(
     """
     for task in {task.environment: task for task in tasks}.values():
         for tool in opening(task, environment_of(environment, task)).tools.values():
-            sandbox = getattr(
-                tool, "sandbox", getattr(getattr(tool, "__self__", None), "sandbox", None)
-            )
-            if isinstance(sandbox, Sandbox):
-                require(sandbox)
+            owner = tool.__self__ if isinstance(tool, MethodType) else tool
+            if isinstance(owner, Sandboxed):
+                require(owner.sandbox)
 
 
 def _answered(task: Task, text: str) -> Rollout:

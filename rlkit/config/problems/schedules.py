@@ -9,7 +9,6 @@ from rlkit.errors import ConfigError
 from rlkit.training.schedules.controllers import condition
 from rlkit.training.schedules.paths import flat
 from rlkit.training.schedules.progress import (
-    PHASED,
     Phase,
     Progress,
     at,
@@ -71,8 +70,8 @@ def _check_whole(given: Mapping[str, Any]) -> list[str]:
         problems += [
             f"{where}.{group}: must be whole, since a phase shares no part of a group; choose"
             f" +{group}@{where}.{group}=OPTION first"
-            for group in PHASED
-            if isinstance(getattr(phase, group), Mapping)
+            for group, part in phase.groups.items()
+            if isinstance(part, Mapping)
         ]
     return problems
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.errors import ConfigError, place, written
 from rlkit.training.schedules import phases
+from rlkit.types import bound
 
 if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
     from torch import Tensor
@@ -194,6 +195,6 @@ def optimizer_problems(x: Experiment) -> list[str]:
         except (TypeError, ValueError, RuntimeError) as error:
             problems.append(
                 f"{path}: {error}; its numbers are"
-                f" {', '.join(f'{k}={v}' for k, v in getattr(make, 'keywords', {}).items())}"
+                f" {', '.join(f'{k}={v}' for k, v in bound(make).items())}"
             )
     return problems

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
+from ssl import SSLError
 from typing import Any, NamedTuple
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -284,7 +285,9 @@ async def _verdict(body: Mapping[str, Any], settings: _Settings) -> dict[str, An
                 error = _Unreachable(f"no whole answer within {settings.timeout:g} s")
             if attempt == settings.retries or isinstance(error, ConfigError):
                 raise error
-            pause = getattr(error, "pause", 0.0) or settings.backoff * 2**attempt
+            pause = (
+                isinstance(error, _Unreachable) and error.pause
+            ) or settings.backoff * 2**attempt
             await asyncio.sleep(min(pause, LONGEST_PAUSE))
     raise AssertionError("the last attempt returns or raises")
 
@@ -311,7 +314,8 @@ def _post(settings: _Settings, body: Mapping[str, Any]) -> str:
             " or api_key"
         ) from error
     except (OSError, HTTPException) as error:  # refused, reset, too slow, or closed in the middle
-        raise _Unreachable(str(getattr(error, "reason", error)) or type(error).__name__) from error
+        reason = error.reason if isinstance(error, URLError | SSLError) else error
+        raise _Unreachable(str(reason) or type(error).__name__) from error
     try:
         return json.loads(data)["choices"][0]["message"]["content"] or ""
     except (KeyError, IndexError, TypeError) as error:

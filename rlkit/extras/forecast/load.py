@@ -21,21 +21,17 @@ def shape_of_run(x: Experiment) -> Shape:
     a model without a path."""
     from rlkit.models.load import pretrained_config
 
-    own = getattr(x.model, "keywords", {})
-    if "path" not in own:
+    path = x.model.path
+    if path is None:
         raise ConfigError("check.device needs the sizes of the model: name one by model.path")
-    hub = {name: own[name] for name in ("revision", "trust_remote_code") if own.get(name)}
-    return KNOWN.get(own["path"]) or shape_of(
-        pretrained_config(own["path"], **hub).get_text_config()
-    )
+    return KNOWN.get(path) or shape_of(pretrained_config(path, **x.model.hub).get_text_config())
 
 
 def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Load, str]:
     """What a step of the run asks for, and its lengths in words."""
-    own: Any = getattr(x.model, "keywords", {})
     a = x.algorithm
     limit = x.generation.max_new_tokens
-    rank = own["lora"].rank if own.get("lora") else 0
+    rank = x.model.rank
     share = float(given.get("reply_share", SHARE))
     counted = None if "prompt_tokens" in given else prompt_tokens(x)
     prompt = int(given.get("prompt_tokens", counted or PROMPT))
@@ -51,7 +47,7 @@ def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) 
         limit,
         int(given.get("turns", 2 if several else 1)),
         rank,
-        bool(own.get("gradient_checkpointing")),
+        bool(x.model.gradient_checkpointing),
         x.trainer.micro_batch_tokens,
         engine.get("max_rows") or 256,
         engine.get("max_cached_tokens") or 1 << 20,
@@ -76,10 +72,11 @@ def prompt_tokens(x: Experiment) -> int | None:
     from rlkit.models.chat import encode_prompt, make_renderer
     from rlkit.models.load import pretrained_tokenizer
 
+    if x.model.path is None:
+        return None
     os.environ["HF_DATASETS_OFFLINE"] = "1"  # nothing is fetched for an estimate
     try:
-        path = x.model.keywords["path"]  # type: ignore[attr-defined]
-        renderer = make_renderer(pretrained_tokenizer(path, local_files_only=True))
+        renderer = make_renderer(pretrained_tokenizer(x.model.path, local_files_only=True))
         openings = [
             opening(task, environment_of(x.environment, task))
             for task in x.task(split="train")[:32]

@@ -12,7 +12,7 @@ from torch import nn
 
 from rlkit.algorithm import KL, Algorithm
 from rlkit.rewards import Reward
-from rlkit.training.experiment import BatchSize, Evaluation, Experiment
+from rlkit.training.experiment import BatchSize, Evaluation, Experiment, ModelSpec, TaskSource
 from rlkit.training.references import none
 from rlkit.types import Environment, Policy, Reference
 
@@ -61,8 +61,8 @@ def experiment(policy: Policy, algorithm: Algorithm, **parts: Any) -> Experiment
     }
     some |= {
         "reward": Reward("given", {}),
-        "task": lambda split: (),
-        "model": lambda device: policy,
+        "task": TaskSource(lambda split: ()),
+        "model": ModelSpec(lambda device: policy),
     } | parts
     algorithm = algorithm._replace(critic=algorithm.critic._replace(optimizer=no_optimizer))
     evaluation = Evaluation(some["reward"], n=0)

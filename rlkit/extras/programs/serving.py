@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
 from rlkit.errors import ConfigError
 from rlkit.extras.programs.conversations import Conversations
-from rlkit.training.experiment import Sampling, TrainerSettings
+from rlkit.training.experiment import ModelSpec, Sampling, TrainerSettings
 from rlkit.types import (
     Environment,
     Messages,
@@ -30,7 +30,7 @@ REMEMBERED = 256  # replies that a later conversation may continue by token ids
 class ServeRun(NamedTuple):
     """An endpoint: who answers, and on which port of loopback."""
 
-    model: Callable[..., Policy]  # (device=…) → policy
+    model: ModelSpec
     generation: Sampling
     parse_calls: ToolParser
     trainer: TrainerSettings

@@ -51,7 +51,7 @@ def read_jobs(jobs: Path) -> list[RunJob]:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             known = json.loads(path.read_text())
             job = RunJob(**known | {"folder": Path(known["folder"])})
-            if all(isinstance(getattr(job, key), kind) for key, kind in TYPES.items()):
+            if all(isinstance(job._asdict()[key], kind) for key, kind in TYPES.items()):
                 found.append(job)
     return sorted(found, key=lambda job: job.number)
 

@@ -26,7 +26,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -55,7 +55,8 @@ class Handshake(NamedTuple):
 
     slots: int  # how many versions of the weights there is room for
     layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
-    kernel: str | None  # generation.kernel, as the trainer goes on with it
+    # generation.kernel, as the trainer goes on with it
+    kernel: Literal["auto", "eager", "fused"] | None
 
 
 class Answer(NamedTuple):

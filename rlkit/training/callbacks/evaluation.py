@@ -68,7 +68,8 @@ class HeldOut(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(dict(row), step=module.rl_step)
         temperature = module.experiment.evaluation.curve_temperature
-        played = {split: own for split in PREFIXES if (own := getattr(self.tasks, split))}
+        tasks = self.tasks._asdict()
+        played = {split: tasks[split] for split in PREFIXES if tasks[split]}
         counts = " and ".join(
             f"{count_in_words(len(own), count_distinct(own))} {split}"
             for split, own in played.items()
@@ -90,7 +91,7 @@ class HeldOut(L.Callback):
     def evaluate(self, trainer: L.Trainer, module: Any, split: Split) -> dict[str, float]:
         """One pass over the tasks of a split; nothing where there are none."""
         started = time.perf_counter()
-        tasks = getattr(self.tasks, split)
+        tasks = self.tasks._asdict()[split]
         x = module.experiment
         if not tasks:
             return {}

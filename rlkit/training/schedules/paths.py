@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ForwardRef
 
-from rlkit.types import Controller
+from rlkit.types import Controller, is_record
 
 
 def flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -27,7 +27,7 @@ def fields(node: Any) -> Mapping[str, Any]:
     """What a nested NamedTuple, mapping or partial function holds."""
     if isinstance(node, functools.partial):
         return node.keywords
-    if hasattr(node, "_asdict"):
+    if is_record(node):
         return node._asdict()
     return node if isinstance(node, Mapping) else {}
 
@@ -73,7 +73,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
         )
     if isinstance(node, functools.partial):
         return functools.partial(node.func, *node.args, **{**node.keywords, key: new})
-    return node._replace(**{key: new}) if hasattr(node, "_replace") else {**node, key: new}
+    return node._replace(**{key: new}) if is_record(node) else {**node, key: new}
 
 
 def _whole(node: Any, key: str) -> bool:
@@ -84,4 +84,6 @@ def _whole(node: Any, key: str) -> bool:
         node.func if isinstance(node, functools.partial) else type(node)
     ).parameters
     declared = parameters[key].annotation if key in parameters else None
-    return getattr(declared, "__forward_arg__", declared) in (int, "int")
+    if isinstance(declared, ForwardRef):
+        declared = declared.__forward_arg__
+    return declared in (int, "int")

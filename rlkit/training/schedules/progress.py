@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from rlkit.errors import ConfigError, nearest
 from rlkit.training.schedules.controllers import condition, streak
 from rlkit.training.schedules.paths import fields, flat, replace, settable
-from rlkit.types import Controller, safe
+from rlkit.types import Controller, bound, safe
 
 PHASED = ("algorithm", "kl", "reference", "reward")  # the groups that a phase may replace
 
@@ -44,6 +44,12 @@ class Phase(NamedTuple):
     reset: Sequence[
         Literal["optimizer", "reference"]
     ] = ()  # what starts anew when the phase begins, beside what it replaces
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """The groups that the phase replaces."""
+        own = self._asdict()
+        return {name: own[name] for name in PHASED if own[name] is not None}
 
 
 @safe("numbers", "phases", "name")
@@ -97,11 +103,7 @@ def phases(experiment: Any) -> dict[str, Any]:
         return {"": experiment}
     return {
         name: experiment._replace(
-            **{
-                group: getattr(phase, group)
-                for group in PHASED
-                if getattr(phase, group) is not None
-            },
+            **phase.groups,
             schedule=Schedule(schedule.paths | flat(phase.numbers)),
         )
         for name, phase in schedule.phases.items()
@@ -203,9 +205,8 @@ def _spanning(function: Callable[..., Any], steps: int) -> Callable[..., Any]:
 def _brought(phase: Phase | None, path: str) -> bool:
     """Whether the phase brings the number at a path: by its own numbers, or by a group that it
     replaces."""
-    group = path.partition(".")[0]
     return phase is not None and (
-        path in flat(phase.numbers) or (group in PHASED and getattr(phase, group) is not None)
+        path in flat(phase.numbers) or path.partition(".")[0] in phase.groups
     )
 
 
@@ -311,7 +312,7 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
     phase, x = _current(experiment, progress)
     out = {}
     for path, controller in controllers_of(x).items():
-        metric = getattr(controller.update, "keywords", {}).get("metric")
+        metric = bound(controller.update).get("metric")
         if isinstance(metric, str):
             out[path] = metric
     if phase is not None and isinstance(phase.until, str):
