@@ -1059,6 +1059,14 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class TimedEngine(Protocol):
+    """An engine that counts its seconds, which every Engine should; without it none of a step's
+    seconds are the model's."""
+
+    busy_s: float
+
+
+@runtime_checkable
 class MeasuredEngine(Protocol):
     """An engine with figures of its own.
 

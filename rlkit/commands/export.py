@@ -42,6 +42,7 @@ def export(
     from rlkit.config.schema import build, check
     from rlkit.models.load import EMBEDDED
     from rlkit.models.save import save_policy
+    from rlkit.system.adapters import has_adapters
     from rlkit.system.device import quiet
 
     problems = check(dict(model), "model")
@@ -52,7 +53,7 @@ def export(
     quiet()
     # the caller has looked at what it calls: rlkit.config.trust
     policy = build(dict(model))(device="cpu")
-    adapters = hasattr(policy.model, "merge_and_unload")
+    adapters = has_adapters(policy.model)
     if adapters and not merge and EMBEDDED.get(model["path"]):
         raise ConfigError(
             f"model.path={model['path']}: no other program can load adapters on this embedded"

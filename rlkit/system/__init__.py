@@ -1,7 +1,7 @@
 """What rlkit asks of the machine: files, processors, devices, deadlines, random numbers, who owns a
 folder.
 
-Files in the order of their imports: copies, extras, files, fingerprints, leaving, parent,
-plain_files, processors, redaction, shared_state, device, digest, identity, noted, output, owner,
-rng, rows, shards, waiting, contents, loops, deadline.
+Files in the order of their imports: adapters, copies, extras, files, fingerprints, leaving,
+parent, plain_files, processors, redaction, shared_state, device, digest, identity, noted, output,
+owner, rng, rows, shards, waiting, contents, loops, deadline.
 """

@@ -25,6 +25,7 @@ from rlkit.types import (
     MeasuredEngine,
     Minibatch,
     Rollout,
+    TimedEngine,
     TokenLogprobs,
     Weighted,
 )
@@ -603,7 +604,7 @@ ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # figures of an engine with
 def _figures(engine: Any) -> dict[str, float]:
     """What an engine measures, with `busy_s` and `late_s` in any case. Raises: EngineError if a
     figure is no number."""
-    figures = {"late_s": 0.0, "busy_s": getattr(engine, "busy_s", 0.0)}
+    figures = {"late_s": 0.0, "busy_s": engine.busy_s if isinstance(engine, TimedEngine) else 0.0}
     given = engine.metrics() if isinstance(engine, MeasuredEngine) else {}
     try:
         math.fsum(dict(given).values())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rlkit.distributed import ranks
 from rlkit.errors import PartError, written
+from rlkit.system.adapters import base_model, has_adapters
 from rlkit.types import Measured, Reference, assumes, reaches, safe
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
@@ -136,9 +137,9 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Any) -> Tensor:
     """This rank's part of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if ranks.is_sharded(tensor) else tensor
 
 
 def ema(*, decay: float) -> Reference:
@@ -274,7 +275,7 @@ def _moving(name: str, update: Callable[..., Moving]) -> Reference:
 
 def _start(policy: nn.Module, **_: Any) -> Moving:
     """The reference equal to the policy as it is now."""
-    if hasattr(policy, "disable_adapter"):
+    if has_adapters(policy):
         scored = _second_adapter(policy)
         return Moving(_averaged(scored), scored, {}, None)
     return track(ranks.unsharded_copy(policy))
@@ -439,7 +440,7 @@ def _made_again(name: str, init: Callable[..., Any], model: Callable[..., Any]) 
 def _freeze(policy: nn.Module, *, step: int = 0) -> nn.Module | Moving | None:
     if step > 0:
         return _start(policy)
-    return None if hasattr(policy, "disable_adapter") else ranks.unsharded_copy(policy)
+    return None if has_adapters(policy) else ranks.unsharded_copy(policy)
 
 
 @assumes("same_vocabulary")
@@ -449,7 +450,7 @@ def _load_teacher(policy: Any, *, path: str, revision: str | None, key: str, **_
     from rlkit.models import check_vocabulary, pretrained_model
     from rlkit.models.load import check_weights, take_rows
 
-    own = policy.get_base_model() if hasattr(policy, "disable_adapter") else policy
+    own = base_model(policy)
     weight = own.get_output_embeddings().weight
     rows = None
     if own.name_or_path:

@@ -17,6 +17,7 @@ from rlkit.episodes.episode import opening
 from rlkit.errors import DataError, SelfCheckError
 from rlkit.functional import token_log_probs
 from rlkit.models import check_template, check_vocabulary, encode_prompt, forward_logprobs, pack
+from rlkit.system.adapters import base_model
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
 from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
@@ -167,9 +168,7 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
     Logits are asked for from the first of these tokens on, where the model can leave the others
     out.
     """
-    options = inspect.signature(
-        getattr(model, "get_base_model", lambda: model)().forward
-    ).parameters
+    options = inspect.signature(base_model(model).forward).parameters
     parts = []
     for row, marks in zip(ids, mask, strict=True):
         positions = marks.nonzero()[:, 0]

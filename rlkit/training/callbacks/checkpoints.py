@@ -22,6 +22,7 @@ from rlkit.distributed import ranks
 from rlkit.errors import DataError, Interrupted
 from rlkit.models.save import save_policy
 from rlkit.system import owner
+from rlkit.system.adapters import has_adapters
 from rlkit.system.contents import APPENDED, METRICS, Hashed, list_files, measure_files, set_aside
 from rlkit.system.digest import damage, only_listed, seal
 from rlkit.system.files import (
@@ -212,12 +213,12 @@ class RLCheckpoint(L.Callback):
                 file for pattern in (METRICS, *APPENDED) for file in self.run.glob(pattern)
             ):
                 sync(file)
-            if hasattr(module.model, "peft_config"):
+            if has_adapters(module.model):
                 save_policy(
                     path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False
                 )
 
-        adapters = gathered(module.model) if hasattr(module.model, "peft_config") else None
+        adapters = gathered(module.model) if has_adapters(module.model) else None
         done = self.saved(f"checkpoint {path.name}", write)
         if done and trainer.is_global_zero:
             self.prune()
@@ -261,7 +262,7 @@ def gathered(model: Any) -> dict[str, Any] | None:
     if not ranks.sharded(model):
         return None
     ranks.reshard(model)
-    lora = hasattr(model, "peft_config")
+    lora = has_adapters(model)
     return ranks.full_tensors(
         {name: value for name, value in model.state_dict().items() if not lora or "lora_" in name}
     )
