@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rlkit.errors import ConfigError, install
 from rlkit.system.contents import set_aside
 from rlkit.system.files import LOST, lose, read_regular, reason, unwritable, write_atomic
 from rlkit.system.identity import read_identity
-from rlkit.types import reaches, safe
+from rlkit.types import plain, reaches, safe
 
 # -------------------------------------------------------------------------------------- conf/logger
 
@@ -209,7 +209,7 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
     """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded
     already."""
     for make in loggers.values():
-        function = getattr(make, "func", make)
+        function = plain(make)
         if function in (wandb, mlflow, trackio):
             _installed(function.__name__)
 
@@ -233,19 +233,16 @@ CALLS = (
     "save",
     "finalize",
     "after_save_checkpoint",
-)  # made by Lightning or by rlkit
+)  # of every Lightning logger
 
 
 def tolerant(logger: Any) -> Any:
     """The same logger, whose calls report a failure instead of raising it: a full disk, a server
     that is away, a package's own error."""
     for name in CALLS:
-        if hasattr(logger, name):
-            setattr(logger, name, missed(logger)(getattr(logger, name)))
-    if not hasattr(threading.excepthook, "before"):
-        hook = partial(_thread_failed, threading.excepthook)
-        hook.before = threading.excepthook  # type: ignore[attr-defined]
-        threading.excepthook = hook
+        setattr(logger, name, missed(logger)(getattr(logger, name)))
+    if plain(threading.excepthook) is not _thread_failed:
+        threading.excepthook = partial(_thread_failed, threading.excepthook)
     return logger
 
 
@@ -260,6 +257,8 @@ def _thread_failed(before: Callable[..., Any], args: Any) -> None:
 def missed(logger: Any) -> Iterator[None]:
     """Run a block in which a logger is given something. A failure is reported once for each logger;
     metrics.jsonl holds the numbers."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+
     try:
         yield
     except Exception as error:
@@ -270,24 +269,50 @@ def missed(logger: Any) -> Iterator[None]:
                 unwritable(error) or f"{type(error).__name__}: {reason(error)}",
                 name,
             )
-        if hasattr(logger, "_experiment") and hasattr(logger, "log_dir"):
-            # TensorBoard's writer ends with its first failure; the next call opens another file
+        if isinstance(logger, TensorBoardLogger):
+            # its writer ends with its first failure; the next call opens another file
             logger._experiment = None
 
 
 # ------------------------------------------------------------------------- what is no single number
 
 
+@runtime_checkable
+class Writer(Protocol):
+    """TensorBoard's, which its logger has as `experiment`."""
+
+    add_text: Callable[..., Any]
+    add_histogram: Callable[..., Any]
+    add_hparams: Callable[..., Any]
+
+
+@runtime_checkable
+class LogsTables(Protocol):
+    """A logger with a place for tables, as those of W&B and Trackio."""
+
+    log_table: Callable[..., Any]
+    log_text: Callable[..., Any]
+
+
+@runtime_checkable
+class LogsHistograms(Protocol):
+    """A logger that makes a histogram of values, as Trackio's."""
+
+    histogram: Callable[..., Any]
+
+
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
     """A text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other loggers
     have no place for it."""
+    from lightning.pytorch.loggers import MLFlowLogger
+
     with missed(logger):
         experiment = logger.experiment
-        if hasattr(experiment, "add_text"):
+        if isinstance(experiment, Writer):
             experiment.add_text(name, text, global_step=step)
-        elif hasattr(logger, "log_text"):
+        elif isinstance(logger, LogsTables):
             logger.log_text(key=name, columns=["step", "text"], data=[[step, text]], step=step)
-        elif hasattr(experiment, "log_text"):
+        elif isinstance(logger, MLFlowLogger):
             experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
 
 
@@ -296,7 +321,7 @@ def log_table(
 ) -> None:
     """Rows of a step as a table whose columns sort and filter: W&B and Trackio. Other loggers have
     no place for it."""
-    if hasattr(logger, "log_table"):
+    if isinstance(logger, LogsTables):
         with missed(logger):
             logger.log_table(name, columns=list(columns), data=list(rows), step=step)
 
@@ -308,23 +333,24 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
         return
     with missed(logger):
         experiment = logger.experiment
-        if hasattr(experiment, "add_histogram"):
+        log = logger.log_metrics
+        if isinstance(experiment, Writer):
             import numpy as np
 
             experiment.add_histogram(name, np.asarray(values), global_step=step)
-        elif hasattr(logger, "histogram"):  # Trackio
-            logger.log_metrics({name: logger.histogram(list(values))}, step=step)
-        elif hasattr(logger, "log_table"):  # W&B
+        elif isinstance(logger, LogsHistograms):
+            log({name: logger.histogram(list(values))}, step=step)
+        elif isinstance(logger, LogsTables):  # W&B
             from wandb import Histogram  # type: ignore[attr-defined, unused-ignore]
 
-            logger.log_metrics({name: Histogram(list(values))}, step=step)
+            log({name: Histogram(list(values))}, step=step)
 
 
 def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
     """The settings of a run, when it starts. TensorBoard gets them with the final figures: its
     table of runs needs both at once."""
     with missed(logger):
-        if not hasattr(logger.experiment, "add_hparams"):
+        if not isinstance(logger.experiment, Writer):
             logger.log_hyperparams(dict(settings))
 
 
@@ -335,11 +361,11 @@ def log_final(
     summary, MLflow metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with missed(logger):
-        if hasattr(logger.experiment, "add_hparams"):
-            plain = {
+        if isinstance(logger.experiment, Writer):
+            values = {
                 k: v if isinstance(v, bool | int | float | str) else str(v)
                 for k, v in settings.items()
             }
-            logger.log_hyperparams(plain, named, step=step)
+            logger.log_hyperparams(values, named, step=step)
         else:
             logger.log_metrics(named, step=step)
