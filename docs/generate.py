@@ -219,6 +219,12 @@ PLACES = {
     "rlkit.models.chat.Renderer": "model → renderer",
 }
 
+# Parts that a config names by the function that loads them → their path.
+LOADED = {
+    "rlkit.training.experiment.TaskSource": "task",
+    "rlkit.training.experiment.ModelSpec": "model",
+}
+
 # Types whose keys are chosen by the user.
 NAMED = {
     "Mapping[str, Any]": (
@@ -250,6 +256,9 @@ def points() -> list[Point]:
     """Every field of the configs' named tuples and every parameter of a shipped part that accepts a
     function."""
     out: dict[str, Point] = {}
+    for name, place in LOADED.items():
+        loader = resolve(name)
+        out[place] = Point(place, written_hints(loader)["load"], field_comments(loader)["load"])
     for name, place in PLACES.items():
         owner: Any = resolve(name)
         comments = field_comments(owner)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -13,12 +14,12 @@ from typing import Any
 
 from rlkit.config.compose import checked, compose, conf_dir
 from rlkit.config.problems.schedules import phase_problems
-from rlkit.config.schema import BESIDE, build, is_protocol
+from rlkit.config.schema import BESIDE, build, is_protocol, signature_hints
 from rlkit.errors import ConfigError, nearest, written
 from rlkit.rewards import Reward, Term
 from rlkit.training.experiment import Experiment, ModelSpec, TaskSource, model_spec
 from rlkit.training.schedules.paths import fields
-from rlkit.types import Policy, Splits, Task, is_record
+from rlkit.types import Policy, Splits, Task, is_record, plain
 
 PLAIN = (str, int, float, bool, type(None), Path)
 
@@ -61,20 +62,19 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
         raise ConfigError("\n".join(problems))
     x = build(composed.config)
     config = composed.config
+    source = x.task
     suggested = x.model.suggests
-    beside = {
-        "sampler": parts.get("task.sampler", x.sampler),
-        "reuse": parts.get("task.reuse", x.reuse),
-    }
-    x = x._replace(task=x.task.load, model=x.model.load)
+    x = x._replace(task=source.load, model=x.model.load)
     for path, part in parts.items():
-        if path.partition(".")[2] in BESIDE.get(path.partition(".")[0], ()):
+        group, _, key = path.partition(".")
+        if group == "task" and key in BESIDE:
+            source = replace(source, **{key: part})
             config = with_value(config, path, described(part))
             continue
         x = placed(x, path, part, Experiment, path)
         config = with_value(config, path, described(reduce(inside, path.split("."), x)))
     # whatever gives tasks and model, their other numbers are those of the options it replaces
-    x = x._replace(task=TaskSource(x.task, **beside), model=model_spec(x.model, suggested))
+    x = x._replace(task=replace(source, load=x.task), model=model_spec(x.model, suggested))
     configured = Configured(*checked(x))
     configured.config = config
     configured.overrides = () if parts else tuple(composed.overrides)
@@ -140,14 +140,12 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
                 else lifted(part, within, where)
             ),
         }
-    if is_record(owner):
-        known = _hints(type(owner))
-    elif isinstance(owner, partial):
-        known = dict.fromkeys(inspect.signature(owner).parameters, Any) | _hints(owner.func)
-    else:
+    takes = owner if isinstance(owner, partial) else type(owner)
+    if takes is not owner and not is_record(owner):
         raise ConfigError(
             f"{where}: there is no '{name}' to replace; give the whole part that it would belong to"
         )
+    known = dict.fromkeys(inspect.signature(takes).parameters, Any) | signature_hints(plain(takes))
     if name not in known:
         raise ConfigError(
             f"{where}: there is no '{name}'.{nearest(name, known)} There are: {', '.join(known)}"
@@ -168,14 +166,6 @@ def inside(owner: Any, name: str) -> Any:
     """What stands under a name: a field, an entry or a keyword argument; None where nothing
     does."""
     return fields(owner).get(name)
-
-
-def _hints(target: Any) -> dict[str, Any]:
-    """Type hints by name; Any where they cannot be evaluated."""
-    try:
-        return typing.get_type_hints(target)
-    except (NameError, TypeError, AttributeError):
-        return dict.fromkeys(inspect.signature(target).parameters, Any)
 
 
 def lifted(part: Any, hint: Any, where: str) -> Any:

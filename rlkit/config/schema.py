@@ -47,8 +47,8 @@ SUGGESTED: dict[str, Any] = {
     "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }
-# Parts that stand under another one in a config and are no arguments of its function: path → keys.
-BESIDE = {"task": ("sampler", "reuse")}
+# Parts that stand under the task in a config and are no arguments of its function.
+BESIDE = ("sampler", "reuse")
 MISSING = "???"
 GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
 
@@ -86,12 +86,6 @@ def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
     return _check_call(node, target, path, leaves)
 
 
-def _beside(path: str) -> tuple[str, ...]:
-    """The keys that may stand beside the arguments of the part at this path, wherever the path
-    begins."""
-    return BESIDE.get(path.rpartition(".")[2], ())
-
-
 def _check_call(
     node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]
 ) -> list[str]:
@@ -108,7 +102,8 @@ def _check_call(
     }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = signature_hints(target)
-    beside = [key for key in _beside(path) if key in node and key not in named]
+    of_task = path.rpartition(".")[2] == "task"  # wherever the path begins
+    beside = [key for key in BESIDE if of_task and key in node and key not in named]
     keys = [key for key in node if key not in SPECIAL and key not in beside]
     problems = [
         problem
@@ -383,8 +378,8 @@ def build(node: Any, path: str = "") -> Any:
     arguments = [build(a, f"{path}._args_") for a in node.get("_args_", ())]
     beside = {
         key: values.pop(key)
-        for key in BESIDE.get(path, ())
-        if key in values and key not in inspect.signature(target).parameters
+        for key in BESIDE
+        if path == "task" and key in values and key not in inspect.signature(target).parameters
     }
     if node.get("_partial_"):
         part: Any = functools.partial(target, *arguments, **values)

@@ -215,7 +215,7 @@ def model_spec(load: Callable[..., Policy], suggests: Mapping[str, Any] = {}) ->
     """The spec of a function that loads a policy, from the keywords that a config has bound."""
     if isinstance(load, ModelSpec):
         return replace(load, suggests=suggests)
-    known = {name: value for name, value in bound(load).items() if name in READ}
+    known = {name: bound(load).get(name) for name in READ}
     return ModelSpec(load, suggests=suggests, **known)
 
 
@@ -226,11 +226,12 @@ class TaskSource:
     # (split=train, validation or test) → its tasks; no problem is in two splits
     load: Callable[..., Sequence[Task]]
     sampler: TaskSampler = UNIFORM  # which problem is asked next
-    reuse: Reuse = Reuse()  # noqa: RUF009  (a NamedTuple: immutable); which groups are learned from again
+    # which groups are learned from again
+    reuse: Reuse = Reuse()  # noqa: RUF009  (a NamedTuple: immutable)
 
-    def __call__(self, *, split: Split) -> Sequence[Task]:
-        """The tasks of a split."""
-        return self.load(split=split)
+    def __call__(self, *, split: Split, **settings: Any) -> Sequence[Task]:
+        """The tasks of a split; `settings`, such as max_samples, are those of `load`."""
+        return self.load(split=split, **settings)
 
 
 @safe("name", "task", "environment", "model")

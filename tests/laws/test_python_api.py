@@ -134,6 +134,25 @@ def test_a_python_object_stands_where_the_part_stood():
     ].endswith(".brief")
 
 
+def test_a_run_says_what_is_known_of_its_model_and_its_tasks():
+    """A function of one's own says nothing of its model; sampler, reuse and suggestions are the
+    run's, whatever gives model and tasks."""
+    x = rlkit.experiment("model.lora.rank=4", "task/sampler=variance", "task/reuse=replay")
+    assert x.model.path == "tiny" and x.model.rank == 4
+
+    def mine(*, device):
+        raise NotImplementedError
+
+    own = rlkit.experiment("task/sampler=variance", "task/reuse=replay", model=mine, task=[TASK])
+    assert own.model.load is mine and own.model.path is own.model.lora is None
+    assert own.model.suggests == x.model.suggests and own.model.rank == 0
+    assert own.sampler.name == x.sampler.name == "variance" and own.reuse == x.reuse
+    given = functools.partial(rlkit.load_policy, path="there", revision="a" * 40)
+    bound = rlkit.experiment(model=given).model
+    assert bound.path == "there"
+    assert bound.hub == {"revision": "a" * 40, "trust_remote_code": False}
+
+
 def test_rewards_may_come_in_a_list_by_name_or_as_one_more_term():
     numeric = rlkit.rewards.numeric
     assert list(rlkit.experiment(reward=[numeric, rlkit.Term(0.5, brief)]).reward.terms) == [

@@ -309,14 +309,9 @@ def _check_streams(x: Experiment) -> list[str]:
             f"algorithm.max_refills={a.max_refills}: prompts that are replaced would be lost to the"
             " streams beside the reward; set it to 0"
         )
-    moving = [
-        name
-        for name, model in (("teacher", m) for m in x.teacher.models.values())
-        if model.name == "ema"
-    ]
     if (
         "teacher" in a.streams
-        and moving
+        and any(model.name == "ema" for model in x.teacher.models.values())
         and x.model.rank
         and x.needs_reference
         and x.reference.name != "frozen"

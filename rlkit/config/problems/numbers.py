@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlkit.config.schema import resolve
-from rlkit.training.schedules import Schedule
 from rlkit.training.schedules.paths import fields
 from rlkit.types import plain
 
@@ -42,9 +41,8 @@ def number_problems(x: Experiment) -> list[str]:
     a = x.algorithm
     sampling = x.generation
     rollouts = x.batch.prompts * x.batch.group_size
-    loaders = {"task": x.task.load, "model": x.model.load}
-    parts = x._asdict() | loaders | {"schedule": Schedule()}
-    problems = range_problems(parts) + thinking_problems(sampling)
+    known = {"task": x.task.load, "model": x.model.load, "schedule": {}}
+    problems = range_problems(x._asdict() | known) + thinking_problems(sampling)
     if a.target_kl is not None and not a.target_kl > 0:
         problems.append(
             f"algorithm.target_kl={a.target_kl}: must be greater than 0 nats per token; null never"

@@ -16,7 +16,7 @@ from rlkit.episodes import append_step, transcript
 from rlkit.episodes.completions import completion_row, table_columns, write_completions
 from rlkit.system.files import lenient, lose, write_atomic
 from rlkit.system.shards import stem
-from rlkit.training.loggers import log_table, log_text
+from rlkit.training.loggers import Tables, log_table, log_text
 from rlkit.types import Rollout, Weighted
 
 TEXTS = 3  # conversations of a step in a logger
@@ -93,7 +93,7 @@ class Completions(L.Callback):
         step = module.rl_step
         kept = self.every and step % self.every == 0
         shown = (
-            [logger for logger in trainer.loggers if hasattr(logger, "log_table")]
+            [logger for logger in trainer.loggers if isinstance(logger, Tables)]
             if self.due(trainer, step)
             else []
         )
