@@ -150,6 +150,7 @@ class SamplingProcess:
             self.here.pop(groups.step - 1, None)  # the step that has received it is done
             groups = answer.groups
             clock.sessions += answer.sessions
+            clock.engine = answer.engine
             engine = self.x.generation.engine
             if answer.kernel and isinstance(engine, KernelEngine):
                 engine.elsewhere = answer.kernel

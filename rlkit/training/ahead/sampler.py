@@ -67,6 +67,7 @@ class Answer(NamedTuple):
     # sampling_s: that it worked on the groups
     seconds: dict[str, float]
     sessions: list[float]  # that each episode spent in its session
+    engine: dict[str, float]  # figures of the engine, for the step's row
     kernel: Any  # that drew the tokens
     # what functions have changed of that process (rlkit.system.shared_state)
     named: Mapping[tuple[str, ...], str]
@@ -166,7 +167,8 @@ def serve(
                 "sampling_s": time.perf_counter() - got,
             }
             kernel = engine.decodes if isinstance(engine, KernelEngine) else None
-            send(pickle.dumps(Answer(groups, seconds, clock.sessions, kernel, dict(NAMED))))
+            figures = clock.sessions, clock.engine, kernel
+            send(pickle.dumps(Answer(groups, seconds, *figures, dict(NAMED))))
     except Interrupted:
         raise
     except BaseException as error:
