@@ -21,11 +21,12 @@ from overlap_parts import CLOCK
 from parametrise import cases
 from rlkit.config.compose import builder, compose, experiment
 from rlkit.config.problems.rows import load_tasks
+from rlkit.episodes.stream import StreamState
 from rlkit.errors import ConfigError, EngineError, RLKitError
 from rlkit.system import rng
 from rlkit.training.ahead import process as trainers_side
 from rlkit.training.ahead import sampler, weights
-from rlkit.training.ahead.flight import Flight, Request
+from rlkit.training.ahead.flight import Flight, Request, StepGroups
 from rlkit.training.ahead.here import Here
 from rlkit.training.ahead.modes import group_source
 from rlkit.training.ahead.weights import WeightSlots, shared_memory
@@ -221,6 +222,18 @@ def test_a_step_that_is_dropped_is_sampled_again_alike(
         again, *_ = sample_step(source, flight, other)
     assert (again.step, again.version) == (dropped.step, dropped.version)
     assert same(timeless(again.sampled), timeless(dropped.sampled))
+
+
+def test_an_answer_whose_request_was_not_noted_yet_is_kept():
+    """A signal may come after a request was sent and before it is noted; what saves the run then
+    takes the answer."""
+    process = object.__new__(trainers_side.SamplingProcess)
+    process.answers, process.requests, process.here = queue.SimpleQueue(), {}, {}
+    process.journal, process.failure = None, None
+    groups = StepGroups(4, 3, [], [], StreamState(), StreamState(), "")
+    process.answers.put(sampler.Answer(groups, {}, [], {}, None, {}))
+    process._take()
+    assert process.here[4].groups is groups
 
 
 def test_every_version_has_its_place_in_memory(monkeypatch):

@@ -234,10 +234,11 @@ class SamplingProcess:
             answer = self.answers.get()
         if isinstance(answer, Answer):
             say_once(answer.named)
-            request = self.requests.pop(answer.groups.step)
-            if self.journal:
+            # a signal may have come between the request and the note of it
+            request = self.requests.pop(answer.groups.step, None)
+            if self.journal and request:
                 self.journal.keep(answer.groups, request.weights)
-            self.here[request.step] = answer
+            self.here[answer.groups.step] = answer
         else:
             self.failure = answer or self.gone()
 
