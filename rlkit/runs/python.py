@@ -86,12 +86,11 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
     with ExitStack() as stack:
         if folder is None:
             place = Path(stack.enter_context(TemporaryDirectory(prefix="rlkit_")))
-            x = x._replace(
-                logger={},
-                callbacks={
-                    name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES
-                },
-            )
+            kept = {name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES}
+            left_out = ", ".join(name for name in x.callbacks if name not in kept)
+            if left_out:
+                print(f"without folder=, callbacks are left out: {left_out}")
+            x = x._replace(logger={}, callbacks=kept)
         else:
             check_loggers(x.logger)
             place = Path(folder).expanduser().absolute()
