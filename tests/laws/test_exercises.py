@@ -8,6 +8,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,11 @@ def test_a_schedule(exercise):
         assert [row["schedule/phase"] for row in found] == [0, 0, 1]
     [switch] = [row for row in rows if "schedule/switch" in row]
     assert switch["step"] == 2 and set(switch) == {"step", "schedule/switch"}
+
+
+@pytest.mark.parametrize("name", ["my_schedule.py", "my_conf/schedule/zigzag.yaml"])
+def test_the_page_shows_the_files_of_the_schedule(name):
+    """Whoever copies them from the page has what runs here."""
+    page = (EXERCISES.parents[2] / "docs" / "own_parts.md").read_text()
+    own = (EXERCISES / "schedule" / name).read_text()
+    assert f"    # {name}\n{textwrap.indent(own, '    ')}" in page
