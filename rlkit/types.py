@@ -491,6 +491,17 @@ def is_record(value: Any) -> bool:
     return hasattr(value, "_fields")
 
 
+def missing(part: Any, protocol: type) -> list[str]:
+    """The methods of a Protocol that a value does not have: all of them for a class, which is not
+    an instance yet."""
+    return [
+        name
+        for name in vars(protocol)
+        if not name.startswith("_")
+        and (isinstance(part, type) or not callable(getattr(part, name, None)))
+    ]
+
+
 # What a part may declare of itself, for the checks before a run (rlkit.config.problems). These
 # lists are closed: a word that stands in neither is refused where it is written. A part without
 # declarations assumes nothing and guarantees nothing.

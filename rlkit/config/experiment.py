@@ -9,17 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
-from types import MappingProxyType, UnionType
+from types import MappingProxyType
 from typing import Any
 
 from rlkit.config.compose import checked, compose, conf_dir
 from rlkit.config.problems.schedules import phase_problems
-from rlkit.config.schema import BESIDE, build, is_protocol, signature_hints
+from rlkit.config.schema import (
+    alternatives,
+    build,
+    is_open,
+    is_protocol,
+    mismatch,
+    signature_hints,
+)
 from rlkit.errors import ConfigError, nearest, written
 from rlkit.rewards import Reward, Term
 from rlkit.training.experiment import Experiment, ModelSpec, TaskSource, model_spec
 from rlkit.training.schedules.paths import fields
-from rlkit.types import Policy, Splits, Task, is_record, plain
+from rlkit.types import Policy, Splits, Task, is_record, missing, plain
 
 PLAIN = (str, int, float, bool, type(None), Path)
 
@@ -46,12 +53,19 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
         trainer.steps=10. A Python object replaces the part itself: reward=my_reward,
         algorithm__advantage=my_advantage, reference=rlkit.references.ema(decay=0.99). A reward may
         be a function, a Term, or several of them in a list or by name; a task a list of Tasks or a
-        Splits; a model a Policy. trust=True allows what the command line allows by trust=true.
+        Splits; a model a Policy. A keyword below a part that is replaced sets it in the new one:
+        algorithm__advantage__scale=0.5. trust=True allows what the command line allows by
+        trust=true.
     Raises: ConfigError with all problems, in the sentences of the command line.
     """
+    if "--config-dir" in " ".join(overrides):
+        raise ConfigError('--config-dir: from Python, give the folder as config_dir="my_conf"')
     given = {key.replace("__", "."): value for key, value in keywords.items()}
     trusted = given.pop("trust", False) is True or "trust=true" in overrides
     parts = {path: value for path, value in given.items() if not is_plain(value)}
+    # what is set beside a task or a model that is replaced is an option's
+    above = tuple(f"{path}." for path in parts if path not in ("task", "model"))
+    parts |= {path: value for path, value in given.items() if path.startswith(above)}
     words = [text for text in overrides if text not in ("trust=true", "trust=false")]
     words += [override(path, value) for path, value in given.items() if path not in parts]
     composed = compose(words, config_dir=config_dir, trusted=trusted)
@@ -60,19 +74,26 @@ def experiment(*overrides: str, config_dir: str | None = None, **keywords: Any) 
     )
     if problems:
         raise ConfigError("\n".join(problems))
-    x = build(composed.config)
-    config = composed.config
+    config = built = composed.config
+    # Python objects that the function of an option is called with; the others replace what it gives
+    early = [
+        path
+        for path, part in parts.items()
+        if not path.startswith(above)
+        if path.startswith(("environment.tools.", "task.sampler", "task.reuse"))
+        or (path == "environment.tools" and isinstance(part, Mapping))
+    ]
+    for path in early:
+        built = with_value(built, path, parts[path])
+    x = build(built)
     source = x.task
     suggested = x.model.suggests
     x = x._replace(task=source.load, model=x.model.load)
     for path, part in parts.items():
-        group, _, key = path.partition(".")
-        if group == "task" and key in BESIDE:
-            source = replace(source, **{key: part})
-            config = with_value(config, path, described(part))
-            continue
-        x = placed(x, path, part, Experiment, path)
-        config = with_value(config, path, described(reduce(inside, path.split("."), x)))
+        if path not in early:
+            x = placed(x, path, part, Experiment, path)
+            part = reduce(inside, path.split("."), x)
+        config = with_value(config, path, described(part))
     # whatever gives tasks and model, their other numbers are those of the options it replaces
     x = x._replace(task=replace(source, load=x.task), model=model_spec(x.model, suggested))
     configured = Configured(*checked(x))
@@ -85,7 +106,7 @@ def is_plain(value: Any) -> bool:
     """Whether a config can hold the value: text, a number, a truth value, nothing, and lists and
     mappings of them."""
     if type(value) in (list, tuple):
-        return all(map(is_plain, value)) and len(value) > 0
+        return bool(value) and all(map(is_plain, value))
     return all(map(is_plain, value.values())) if type(value) is dict else isinstance(value, PLAIN)
 
 
@@ -98,7 +119,7 @@ def override(path: str, value: Any) -> str:
         and isinstance(chosen, list | tuple)
         and all(isinstance(name, str) for name in chosen)
     ):
-        options = value if isinstance(value, str) else f"[{','.join(chosen)}]"
+        options = f"[{','.join(chosen)}]" if chosen is value else value
         return f"{path.replace('.', '/')}={options}"
     return f"{path}={literal(value)}"
 
@@ -111,11 +132,8 @@ def literal(value: Any) -> str:
         return "[" + ",".join(map(literal, value)) + "]"
     if isinstance(value, str | Path):
         return "'" + str(value).replace("'", r"\'") + "'"
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or isinstance(value, bool)
-        else repr(value)
-    )
+    text = repr(value)
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 
 
 # -------------------------------------------------------------------------- parts as Python objects
@@ -129,19 +147,17 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
         path, for messages.
     Raises: ConfigError where there is no such place, or where the part cannot stand there.
     """
+    if not path:
+        return lifted(part, hint, where)
     name, _, rest = path.partition(".")
     if isinstance(owner, Mapping):
-        within = typing.get_args(hint)[-1] if typing.get_args(hint) else Any
-        return {
-            **owner,
-            name: (
-                placed(owner.get(name), rest, part, within, where)
-                if rest
-                else lifted(part, within, where)
-            ),
-        }
-    takes = owner if isinstance(owner, partial) else type(owner)
-    if takes is not owner and not is_record(owner):
+        within = (Any, *typing.get_args(hint))[-1]
+        return {**owner, name: placed(owner.get(name), rest, part, within, where)}
+    if inspect.isroutine(owner):
+        owner = partial(owner)
+    is_partial = isinstance(owner, partial)
+    takes = owner if is_partial else type(owner)
+    if not (is_partial or is_record(owner)):
         raise ConfigError(
             f"{where}: there is no '{name}' to replace; give the whole part that it would belong to"
         )
@@ -150,16 +166,8 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: there is no '{name}'.{nearest(name, known)} There are: {', '.join(known)}"
         )
-    new = (
-        placed(inside(owner, name), rest, part, known[name], where)
-        if rest
-        else lifted(part, known[name], where)
-    )
-    return (
-        partial(owner, **{name: new})
-        if isinstance(owner, partial)
-        else owner._replace(**{name: new})
-    )
+    new = {name: placed(inside(owner, name), rest, part, known[name], where)}
+    return partial(owner, **new) if is_partial else owner._replace(**new)
 
 
 def inside(owner: Any, name: str) -> Any:
@@ -176,16 +184,23 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
         part = task_function(part, where)
     elif where == "model" and isinstance(part, Policy):
         part = the_policy(part)
-    if not stands(part, hint):
-        prefix = where.replace(".", "__")
-        takes = (
-            ", or replace one of its parts:"
-            f" {', '.join(f'{prefix}__{name}' for name in hint._fields)}"
-            if is_record(hint)
-            else ""
-        )
+    if is_plain(part):
+        problems = mismatch(part, hint, where)
+        if problems:
+            raise ConfigError(problems[0])
+    elif not any(stands(part, one) for one in alternatives(hint)):
+        takes = ""
+        if is_record(hint):
+            prefix = where.replace(".", "__")
+            own = ", ".join(f"{prefix}__{name}" for name in hint._fields)
+            takes = f", or replace one of its parts: {own}"
+        elif isinstance(part, type):
+            takes = f", made of this class: {part.__name__}(…)"
+        elif is_protocol(hint):
+            takes = f"; it has no {', '.join(missing(part, hint))}"
         raise ConfigError(
-            f"{where}: {part!r:.100} cannot stand there; give {in_words(hint)}{takes}"
+            f"{where}: {part!r:.100} cannot stand there; give"
+            f" {' or '.join(map(in_words, alternatives(hint)))}{takes}"
         )
     return part
 
@@ -194,22 +209,18 @@ def stands(part: Any, hint: Any) -> bool:
     """Whether a part is of the type that its place asks for, as far as that shows without calling
     it."""
     base = typing.get_origin(hint) or hint
-    if base in (typing.Union, UnionType):
-        return any(stands(part, one) for one in typing.get_args(hint))
-    if base in (typing.Any, object) or isinstance(base, typing.TypeVar):
+    if is_open(base):
         return True
     if base is Callable or "__call__" in vars(base):
         return callable(part)
     if is_protocol(base):
-        return all(hasattr(part, name) for name in vars(base) if not name.startswith("_"))
+        return not missing(part, base)
     return isinstance(base, type) and isinstance(part, base)
 
 
 def in_words(hint: Any) -> str:
-    """A type for a message: Reward; a function; Environment or a function."""
+    """A type for a message: Reward; a function."""
     base = typing.get_origin(hint) or hint
-    if base in (typing.Union, UnionType):
-        return " or ".join(map(in_words, typing.get_args(hint)))
     return (
         "a function"
         if base is Callable or "__call__" in vars(base)
@@ -219,18 +230,20 @@ def in_words(hint: Any) -> str:
 
 def as_term(part: Any, where: str) -> Term:
     """A function of a rollout as a term of weight 1."""
-    if not callable(part) and not isinstance(part, Term):
+    if isinstance(part, Term):
+        return part
+    if not callable(part):
         raise ConfigError(
             f"{where}: {part!r:.100} is no term of a reward; give a function (rollout) → float or a"
             " Term"
         )
-    return part if isinstance(part, Term) else Term(1.0, part)
+    return Term(1.0, part)
 
 
 def as_reward(part: Any, where: str) -> Reward:
     """Functions and terms as a reward; they are named as they are in a mapping, else as the
     functions are."""
-    own = part if isinstance(part, list | tuple) and not isinstance(part, Term) else [part]
+    own = part if type(part) in (list, tuple) else [part]
     terms = (
         {name: as_term(one, f"{where}.terms.{name}") for name, one in part.items()}
         if isinstance(part, Mapping)
@@ -293,8 +306,5 @@ def described(part: Any) -> Any:
 def with_value(config: Any, path: str, value: Any) -> Any:
     """A copy of a nested mapping with the value at a dotted path."""
     name, _, rest = path.partition(".")
-    inside = config.get(name) if isinstance(config, Mapping) else None
-    return {
-        **(config if isinstance(config, Mapping) else {}),
-        name: with_value(inside, rest, value) if rest else value,
-    }
+    held = fields(config)
+    return {**held, name: with_value(held.get(name), rest, value) if rest else value}

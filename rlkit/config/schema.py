@@ -167,11 +167,11 @@ def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> li
     return (
         problems
         if problems and not isinstance(value, dict | list)
-        else problems + _mismatch(value, hint, where)
+        else problems + mismatch(value, hint, where)
     )
 
 
-def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
+def mismatch(value: Any, hint: Any, where: str) -> list[str]:
     """Where a value, or one within it, is not of the kind that a signature asks for."""
     if isinstance(value, dict) and "_target_" in value:
         return _bare_function(value, hint, where)
@@ -179,10 +179,10 @@ def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
         return []
     if not isinstance(value, dict | list):
         return [] if fits(value, hint) else [f"{where}: {value!r} is not {describe(hint)}"]
-    holding = [option for option in _alternatives(hint) if _holds(option, type(value))]
+    holding = [option for option in alternatives(hint) if _holds(option, type(value))]
     if not holding:
         part = next(
-            (_public_name(option) for option in _alternatives(hint) if is_record(option)),
+            (_public_name(option) for option in alternatives(hint) if is_record(option)),
             "",
         )
         if part and isinstance(value, dict):
@@ -198,19 +198,19 @@ def _mismatch(value: Any, hint: Any, where: str) -> list[str]:
         return [
             problem
             for key, item in value.items()
-            for problem in _mismatch(item, inside[-1], _join(where, key))
+            for problem in mismatch(item, inside[-1], _join(where, key))
         ]
     return [
         problem
         for i, item in enumerate(value)
-        for problem in _mismatch(item, inside[-1], f"{where}[{i}]")
+        for problem in mismatch(item, inside[-1], f"{where}[{i}]")
     ]
 
 
 def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
     """A function where a part that holds one is wanted, such as a reward function in place of a
     term."""
-    wanted = [option for option in _alternatives(hint) if option is not type(None)]
+    wanted = [option for option in alternatives(hint) if option is not type(None)]
     if not node.get("_partial_") or not wanted or not all(map(is_record, wanted)):
         return []
     part = _public_name(wanted[0])
@@ -241,11 +241,16 @@ def _public_name(part: type) -> str:
 def _holds(hint: Any, kind: type) -> bool:
     """Whether a hint asks for several values: a sequence for a list, a mapping for a dict."""
     base = typing.get_origin(hint) or hint
-    if base in (Any, object) or isinstance(base, typing.TypeVar):
+    if is_open(base):
         return True
     if base is tuple or not inspect.isclass(base):
         return base is tuple and kind is list
     return base not in (Callable, Hashable) and not is_protocol(base) and issubclass(kind, base)
+
+
+def is_open(hint: Any) -> bool:
+    """Whether anything may stand where a signature says `hint`."""
+    return hint in (Any, object) or isinstance(hint, typing.TypeVar)
 
 
 def is_protocol(hint: Any) -> bool:
@@ -256,12 +261,8 @@ def is_protocol(hint: Any) -> bool:
 def fits(value: Any, hint: Any) -> bool:
     """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from
     words."""
-    for option in _alternatives(hint):
-        if (
-            option in (Any, object)
-            or isinstance(option, typing.TypeVar)
-            or (option is type(None) and value is None)
-        ):
+    for option in alternatives(hint):
+        if is_open(option) or (option is type(None) and value is None):
             return True
         if typing.get_origin(option) is Literal and value in typing.get_args(option):
             return True
@@ -282,7 +283,7 @@ def describe(hint: Any) -> str:
         type(None): "null",
     }
     words = []
-    for option in _alternatives(hint):
+    for option in alternatives(hint):
         base = typing.get_origin(option) or option
         if base is Literal:
             words.append("one of " + ", ".join(map(str, typing.get_args(option))))
@@ -301,9 +302,10 @@ def describe(hint: Any) -> str:
     return said + "; choose an option of the group" * said.startswith("a part")
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; a hint that is none, alone."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(a for h in typing.get_args(hint) for a in _alternatives(h))
+        return tuple(a for h in typing.get_args(hint) for a in alternatives(h))
     return (hint,)
 
 

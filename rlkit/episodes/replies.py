@@ -27,6 +27,7 @@ from rlkit.types import (
     Session,
     Step,
     Tool,
+    missing,
 )
 
 # a first prompt and the tools → ids
@@ -74,19 +75,14 @@ def speaker(
 
 def check_engine(engine: Any) -> None:
     """Raises: EngineError where this is no engine."""
-    missing = [
-        name
-        for name in ("generate", "release", "load")
-        if not callable(getattr(engine, name, None))
-    ]
-    if missing:
-        hint = (
-            "; make an engine of a plain function with rlkit.engines.Batched"
-            if callable(engine)
-            else ""
+    absent = missing(engine, Engine)
+    if absent:
+        hint = callable(engine) * (
+            "; give an instance of a class, and make an engine of a plain function with"
+            " rlkit.engines.Batched"
         )
         raise EngineError(
-            f"the engine {engine!r:.200} has no `{missing[0]}`; it needs what rlkit.types.Engine"
+            f"the engine {engine!r:.200} has no `{absent[0]}`; it needs what rlkit.types.Engine"
             f" describes{hint}"
         )
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rlkit.distributed import ranks
-from rlkit.errors import written
+from rlkit.errors import ConfigError, written
 from rlkit.rewards.calls import call, call_term, on_copy, spread
 from rlkit.rewards.checks import Checked, check_value, reward_error
 from rlkit.rewards.declarations import declared
@@ -35,6 +35,11 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
       where the aggregator does. ConfigError where every weight is 0, or a limit is out of range. A
       Refusal raised by a function says what the user has to mend and passes unchanged.
     """
+    if not isinstance(reward, Reward):
+        raise ConfigError(
+            f"{reward!r:.100} is no Reward; make one of your function with"
+            ' rlkit.Reward("mine", {"mine": rlkit.Term(1.0, my_function)})'
+        )
     require_terms(reward)
     with guard_state(*reward.functions):
         played = [_as_played(rollout) for rollout in rollouts]

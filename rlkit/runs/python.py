@@ -73,7 +73,7 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
       x: of `rlkit.experiment`, or built by hand.
       folder: a new run folder, which `rlkit report`, `evaluate` and `export` take. Without one
         nothing is kept on disk: no checkpoint, no logger, and of the callbacks only those that
-        print.
+        print. A line names the others.
     Raises: ConfigError, DataError, SelfCheckError before the first step; what a part raises in a
       step.
     """
@@ -86,12 +86,11 @@ def train(x: Experiment, folder: Path | str | None = None) -> Run:
     with ExitStack() as stack:
         if folder is None:
             place = Path(stack.enter_context(TemporaryDirectory(prefix="rlkit_")))
-            x = x._replace(
-                logger={},
-                callbacks={
-                    name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES
-                },
-            )
+            kept = {name: part for name, part in x.callbacks.items() if name in WITHOUT_FILES}
+            left_out = ", ".join(name for name in x.callbacks if name not in kept)
+            if left_out:
+                print(f"nothing is written without folder=; callbacks left out: {left_out}")
+            x = x._replace(logger={}, callbacks=kept)
         else:
             check_loggers(x.logger)
             place = Path(folder).expanduser().absolute()

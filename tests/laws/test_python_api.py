@@ -169,6 +169,77 @@ def test_rewards_may_come_in_a_list_by_name_or_as_one_more_term():
     assert paired.algorithm.advantage.keywords["pair_selector"] is selector
 
 
+class Shelf:
+    """A tool with state."""
+
+    def put(self, name: str) -> str:
+        """Puts a book on the shelf.
+
+        Args:
+            name: Its name.
+        """
+        return name
+
+
+def test_a_number_below_a_part_that_is_replaced_belongs_to_the_new_one():
+    """Whatever their order, and where the number has the type that the part asks for."""
+    x = rlkit.experiment(algorithm__advantage__by=3, algorithm__advantage=doubled)
+    assert x.algorithm.advantage.func is doubled and x.algorithm.advantage.keywords == {"by": 3}
+    assert x.config["algorithm"]["advantage"]["by"] == 3
+    assert rlkit.experiment(reward=brief, reward__normalize=True).reward.normalize is True
+    k3 = rlkit.experiment(kl="k3").kl
+    assert rlkit.experiment(kl=k3, kl__coef=0.3).kl == k3._replace(coef=0.3)
+    with pytest.raises(rlkit.ConfigError, match=r"kl\.coef: 'much' is not a number"):
+        rlkit.experiment(kl=k3, kl__coef="much")
+    with pytest.raises(rlkit.ConfigError, match=r"advantage\.bye: there is no 'bye'.* mean 'by'"):
+        rlkit.experiment(algorithm__advantage=doubled, algorithm__advantage__bye=3.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "tools"),
+    [
+        ((), {"environment__tools": {"shelf": Shelf}}),
+        (("~environment.tools.calculator",), {"environment__tools__shelf": Shelf}),
+    ],
+)
+def test_tools_of_ones_own_stand_in_place_of_those_of_the_option(words, tools):
+    x = rlkit.experiment("environment=tool_use", *words, **tools)
+    assert list(asyncio.run(x.environment.tools(TASK))) == ["put"]
+    assert list(x.config["environment"]["tools"]) == ["shelf"] and x.overrides == ()
+
+
+def test_the_folder_of_options_is_a_keyword_in_python():
+    with pytest.raises(rlkit.ConfigError, match='give the folder as config_dir="my_conf"'):
+        rlkit.experiment("--config-dir=my_conf", "algorithm/advantage=mine")
+
+
+class Half:
+    """An engine that cannot be told that an episode is over."""
+
+    async def generate(self, key, prompt_ids, seed, params):
+        raise NotImplementedError
+
+    async def load(self, weights, version):
+        raise NotImplementedError
+
+
+def test_an_engine_is_an_instance_with_all_methods(tiny):
+    """In an experiment and in `collect`; the message names what is wanting."""
+    with pytest.raises(rlkit.ConfigError, match=r"made of this class: Cached\(…\)"):
+        rlkit.experiment(generation__engine=rlkit.engines.Cached)
+    with pytest.raises(rlkit.ConfigError, match="the type Engine; it has no release"):
+        rlkit.experiment(generation__engine=Half())
+    environment = rlkit.environments.single_turn()
+    for engine, said in ((rlkit.engines.Cached, "an instance of a class"), (Half(), "`release`")):
+        with pytest.raises(rlkit.errors.EngineError, match=said):
+            rlkit.collect(tiny, [TASK], environment, engine=engine)
+
+
+def test_a_function_is_no_reward_of_score():
+    with pytest.raises(rlkit.ConfigError, match=r'brief.* is no Reward; .*Reward\("mine", {"mine"'):
+        rlkit.score([rlkit.Rollout(TASK, ())], brief)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -249,6 +320,14 @@ def test_a_folder_from_python_is_a_run_folder(tmp_path, capsys):
         "fn" in (by_hand.folder / "config.yaml").read_text()
         and main(["evaluate", f"run={by_hand.folder}", "evaluation.n=2"]) == 0
     )
+
+
+def test_a_run_without_a_folder_says_which_callbacks_are_left_out(tiny, capsys):
+    """Nobody waits for files, or for a callback of their own, that never come."""
+    given = {**SMALL, "trainer__steps": 1, "generation__max_new_tokens": 4}
+    rlkit.train(rlkit.experiment(model=tiny, callbacks__mine=lambda run: 1 / 0, **given))
+    [said] = [line for line in capsys.readouterr().out.splitlines() if "folder=" in line]
+    assert said.endswith("left out: checkpoint, samples, rollouts, completions, mine")
 
 
 def test_a_loop_may_be_left_at_any_step_also_inside_a_running_event_loop(tiny, capsys):
