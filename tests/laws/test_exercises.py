@@ -50,6 +50,7 @@ def weights(of):
     return torch.cat([value.flatten() for value in policy.model.state_dict().values()])
 
 
+@pytest.mark.slow
 def test_an_advantage(exercise):
     """In the command losers count for nothing, so that no advantage is negative."""
     script, rows = exercise("advantage")
@@ -71,6 +72,7 @@ def test_a_tool(exercise):
     assert script["x"].config["environment"]["tools"]["counting"]["_partial_"]
 
 
+@pytest.mark.slow
 def test_a_policy_loss(exercise):
     script, _ = exercise("policy_loss")
     by_file, by_function = script["by_file"], script["by_function"]
@@ -98,6 +100,7 @@ def test_a_loop(exercise):
     assert not torch.equal(weights(script["mine"]), weights(script["usual"]))
 
 
+@pytest.mark.slow
 def test_a_schedule(exercise):
     script, rows = exercise("schedule")
     steps = [row for row in rows if "schedule/phase" in row]

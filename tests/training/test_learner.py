@@ -116,10 +116,11 @@ def by_steps(x, tasks) -> Learner:
     "loop, overrides, seen",
     [
         pytest.param(by_parts, [], {}, marks=pytest.mark.slow),
-        (
+        pytest.param(
             by_steps,
             [*REFILLS, *MOVED, "trainer.steps=2", "batch.prompts=2"],
             {"group/sampled": 2, "optim/ended_by_target_kl": 0},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             by_parts,
