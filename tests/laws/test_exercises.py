@@ -81,6 +81,7 @@ def test_a_policy_loss(exercise):
     assert by_file.metrics[0]["policy_loss/off_policy"] > 0
 
 
+@pytest.mark.slow
 def test_an_engine(exercise):
     """Its figures count up from the self-check before the first step."""
     script, [row] = exercise("engine")
@@ -93,6 +94,7 @@ def test_an_engine(exercise):
     assert row["engine/replies"] == first
 
 
+@pytest.mark.slow
 def test_a_loop(exercise):
     script, _ = exercise("loop")
     assert script["counts"] == [(32, 24)] * 2
