@@ -44,6 +44,7 @@ def write(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_the_flat_config_trains(write, tmp_path, capfd):
     rows = [
         {"question": f"Kim has {i} toys and buys 2. How many?", "answer": f"#### {i + 2}"}

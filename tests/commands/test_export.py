@@ -46,6 +46,7 @@ def logits(model):
         return model.eval()(IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", ["false", "true"])
 def test_the_folder_gives_the_same_logits(run, merge, tmp_path, capsys, tiny):
     from transformers import AutoModelForCausalLM, AutoTokenizer

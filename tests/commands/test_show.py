@@ -61,6 +61,7 @@ def settings(*overrides):
     return flat(compose(overrides).config)
 
 
+@pytest.mark.slow
 @examples(
     chosen_from(OPTIONS), chosen_from(sorted(VALUES)), fast=5, slow=40, phases=[Phase.generate]
 )

@@ -3,6 +3,7 @@ is left to the latter."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -66,6 +67,7 @@ def adapted(model):
     return model
 
 
+@pytest.mark.slow
 @each("adapter", [False, True], ids=["plain", "adapter"])
 @each(
     ("family", "variant"),

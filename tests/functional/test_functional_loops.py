@@ -1891,6 +1891,7 @@ def _edge(edge: str) -> dict[str, list]:
     return _batch(EDGES[edge])
 
 
+@pytest.mark.slow
 @each("edge", EDGES)
 @each("module", MODULES)
 def test_equals_its_loop_at_the_edge(module: str, edge: str) -> None:

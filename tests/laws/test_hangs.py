@@ -264,6 +264,7 @@ def rollout(text="ok"):
     return Rollout(TASK, (Step((), (1,), (-1.0,), (), "stop", content=text),), "terminated")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "do"),
     cases(

@@ -207,6 +207,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @each("words", REFUSED)
 def test_what_has_no_meaning_is_refused(words):
     with pytest.raises(ConfigError) as error:
