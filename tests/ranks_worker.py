@@ -36,6 +36,13 @@ def double(**settings: Any) -> Policy:
     return policy
 
 
+def unpacked(**settings: Any) -> Policy:
+    """A policy that cannot read packed rows, as one with sliding windows."""
+    policy = load_policy(**settings)
+    policy.model.config._attn_implementation = "sdpa"
+    return policy
+
+
 def draws(rollout) -> float:
     """A reward that draws from every generator that a user's may draw from."""
     return (

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.system.adapters import base_model
+from rlkit.system.sharding import is_sharded, sharded
 from rlkit.system.waiting import waiting_outside
 
 T = TypeVar("T")
@@ -301,26 +302,9 @@ def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settin
     """Call function(model, …) as the forward pass of a sharded model, which gathers weights and
     reduces gradients."""
     root = base_model(model)
-    if "torch.distributed.fsdp" in sys.modules:
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(root, FSDPModule):
-            inside: Any = root
-            return inside.call_inside(function, model, *arguments, **settings)
+    if sharded(root)[:1] == [root]:
+        return root.call_inside(function, model, *arguments, **settings)
     return function(model, *arguments, **settings)
-
-
-def sharded(*models: Any) -> list[Any]:
-    """All submodules of the models that are sharded."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return [
-        m
-        for model in models
-        if isinstance(model, nn.Module)
-        for m in model.modules()
-        if isinstance(m, FSDPModule)
-    ]
 
 
 def reshard(*models: Any) -> None:
@@ -355,15 +339,6 @@ def full_tensors(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [full_tensors(one) for one in value]
     return value.full_tensor() if is_sharded(value) else value
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether a value is a tensor that lies in shards, a DTensor of torch."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
 
 
 def shard_like(value: Tensor, live: Tensor) -> Tensor:

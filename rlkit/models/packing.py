@@ -21,6 +21,8 @@ from torch.nn import functional as nn_functional
 
 from rlkit.models.fused import fused_states, kernel_of, serves
 from rlkit.models.shape import model_shape
+from rlkit.system.adapters import base_model
+from rlkit.system.sharding import sharded
 
 ATTENTION = "rlkit_packed"
 # new tokens of a row, at most, that attend through a mask: masks then grow linearly with the tokens
@@ -285,15 +287,30 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
         )
         return states.last_hidden_state[0]
     parts = []
-    for queries, keys, starts in packed.paths:
-        # Right-padded: causal attention never looks at padding, so no attention mask is built.
-        states = trunk(input_ids=packed.ids[keys], use_cache=False).last_hidden_state
+    for (queries, keys, starts), states in zip(
+        packed.paths, _read_rows(trunk, packed), strict=True
+    ):
         at = torch.arange(queries.shape[1], device=keys.device).expand(queries.shape)
         at = (at if starts is None else at + starts[:, None]).clamp(max=keys.shape[1] - 1)
         parts.append(
             states.gather(1, at[..., None].expand(*at.shape, states.shape[-1])).flatten(0, 1)
         )
     return torch.cat(parts)[packed.home]
+
+
+def _read_rows(trunk: Any, packed: Packed) -> Iterator[Tensor]:
+    """The states [R, L, H] of the rows of each path. They are right-padded. Causal attention never
+    looks at padding, so no attention mask is built."""
+    rows = [path.keys for path in packed.paths]
+    if sharded(trunk):
+        # One call, because other ranks have other numbers of paths, and each call gathers weights.
+        width = max(keys.shape[1] for keys in rows)
+        padded = [nn_functional.pad(keys, (0, width - keys.shape[1])) for keys in rows]
+        together = trunk(input_ids=packed.ids[torch.cat(padded)], use_cache=False)
+        yield from together.last_hidden_state.split([len(keys) for keys in rows])
+        return
+    for keys in rows:
+        yield trunk(input_ids=packed.ids[keys], use_cache=False).last_hidden_state
 
 
 def allow_packing(model: nn.Module) -> None:
@@ -306,6 +323,7 @@ def allow_packing(model: nn.Module) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
 
+    model = base_model(model)
     config: Any = model.config
     shape = model_shape(config)
     if (

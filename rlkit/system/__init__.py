@@ -2,6 +2,6 @@
 folder.
 
 Files in the order of their imports: adapters, copies, extras, files, fingerprints, leaving,
-parent, plain_files, processors, redaction, shared_state, device, digest, identity, noted, output,
-owner, rng, rows, shards, waiting, contents, loops, deadline.
+parent, plain_files, processors, redaction, sharding, shared_state, device, digest, identity, noted,
+output, owner, rng, rows, shards, waiting, contents, loops, deadline.
 """

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rlkit.distributed import ranks
 from rlkit.errors import PartError, written
 from rlkit.system.adapters import base_model, has_adapters
+from rlkit.system.sharding import is_sharded, sharded
 from rlkit.types import Measured, Reference, assumes, reaches, safe
 
 ADAPTER = "reference"  # name of the second adapter under LoRA
@@ -139,7 +140,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _local(tensor: Any) -> Tensor:
     """This rank's part of a tensor."""
-    return tensor.to_local() if ranks.is_sharded(tensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def ema(*, decay: float) -> Reference:
@@ -261,7 +262,7 @@ def shard_state(
         scored = _twins(policy)
         return Moving(_averaged(scored), scored, {}, None, state.kl)
     model = state.model if isinstance(state, Moving) else state
-    if model is None or ranks.sharded(model):
+    if model is None or sharded(model):
         return state
     shard(model)
     return track(model)._replace(kl=state.kl) if isinstance(state, Moving) else state

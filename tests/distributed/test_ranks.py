@@ -42,8 +42,7 @@ def as_rank(monkeypatch):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_every_item_is_worked_on_once_at_its_own_position(as_rank, monkeypatch, n):
-    """Also with fewer items than ranks, where some have nothing to do and `work` is not called on
-    nothing."""
+    """Also with fewer items than ranks, where some have nothing to do."""
     monkeypatch.setattr(ranks, "gather", lambda make: [make()])
     for items in ([], [10], list(range(10, 15))):
         found = []
@@ -236,6 +235,10 @@ RUNS = {  # small micro-batches: the ranks have different numbers of them
     "lora_ema": [
         *("batch.group_size=4", "batch.prompts=3", "seed=3", "model.lora.rank=4"),
         *("reference=ema", "reference.decay=0.5", "algorithm.minibatches=1"),
+    ],
+    "unpacked": [
+        *("batch.group_size=4", "batch.prompts=3", "seed=3"),
+        "model._target_=ranks_worker.unpacked",
     ],
     "phases": [
         *(

@@ -11,6 +11,7 @@ import torch
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models import LoRA, load_policy
 from rlkit.models.load import TINY
+from rlkit.models.packing import ATTENTION
 
 
 def test_every_end_token_of_the_generation_config_counts(tiny):
@@ -27,6 +28,12 @@ def test_weights_ship_in_bf16_and_load_as_fp32(tiny):
     with safe_open(TINY / "model.safetensors", "pt") as file:
         assert {file.get_tensor(k).dtype for k in file.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert {p.dtype for p in tiny.model.parameters()} == {torch.float32}
+
+
+def test_a_model_under_adapters_reads_packed_rows():
+    """Without that, shared prompts are computed once a sample."""
+    policy = load_policy(path="tiny", lora=LoRA(rank=2))
+    assert policy.model.config._attn_implementation == ATTENTION
 
 
 def test_lora_trains_float32_adapters_over_a_frozen_base():

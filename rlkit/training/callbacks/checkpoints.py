@@ -38,6 +38,7 @@ from rlkit.system.files import (
     write_json,
 )
 from rlkit.system.rows import WAITING
+from rlkit.system.sharding import sharded
 from rlkit.training.callbacks.metrics import still_owned
 
 PREFIX = "step_"
@@ -259,7 +260,7 @@ class RLCheckpoint(L.Callback):
 def gathered(model: Any) -> dict[str, Any] | None:
     """What `save_policy` writes of a model that lies in shards: all weights, or under LoRA the
     adapters; None where it is whole."""
-    if not ranks.sharded(model):
+    if not sharded(model):
         return None
     ranks.reshard(model)
     lora = has_adapters(model)

@@ -17,6 +17,7 @@ from rlkit.system import owner, rng
 from rlkit.system.files import lenient, write_atomic
 from rlkit.system.noted import is_noted, note
 from rlkit.system.redaction import cover
+from rlkit.system.sharding import sharded
 from rlkit.training.callbacks.checkpoints import AtomicCheckpointIO
 from rlkit.training.update.split import on_device
 
@@ -66,7 +67,7 @@ class DebugBundle(L.Callback):
                         note(folder)
                 if module.rollouts:
                     save_rollouts(folder / "rollouts.jsonl.gz", module.rollouts)
-        if not failed or (ranks.sharded(module.model) and not together):
+        if not failed or (sharded(module.model) and not together):
             return
         state = state_of(trainer, module)
         if writes:

@@ -13,6 +13,7 @@ from rlkit.algorithm import Critic, hyperparameters
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, NonFinite
 from rlkit.models.critic import make_critic
+from rlkit.system.sharding import is_sharded
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import NAN
 from rlkit.training.schedules import phases
@@ -56,7 +57,7 @@ class Optimizers:
             group["lr"] = hyperparameters(configured).get("lr", group["lr"])
         parameters = list(parameters)
         # shards have been added up on the way
-        u.host.all_reduce(p.grad for p in parameters if not ranks.is_sharded(p))
+        u.host.all_reduce(p.grad for p in parameters if not is_sharded(p))
         clipped = torch.nn.utils.clip_grad_norm_(parameters, u.x.trainer.max_grad_norm)
         norm = float(ranks.full_tensors(clipped))
         finite = isfinite(norm) and isfinite(loss)
@@ -141,7 +142,7 @@ def adamw_8bit(
         raise ConfigError(
             f"optimizer=adamw_8bit: {error}; pip install bitsandbytes, or use optimizer=adamw"
         ) from error
-    if any(map(ranks.is_sharded, parameters)):
+    if any(map(is_sharded, parameters)):
         raise ConfigError(
             "optimizer=adamw_8bit: bitsandbytes cannot step sharded weights; use trainer=ddp, or"
             " optimizer=adamw"

@@ -1,0 +1,33 @@
+"""Whether the weights of a model lie in shards over several ranks (FSDP2)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def sharded(*models: Any) -> list[Any]:
+    """All submodules of the models that are sharded. A process that has not imported FSDP has
+    none."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [
+        module
+        for model in models
+        if isinstance(model, nn.Module)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    ]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a tensor that lies in shards, a DTensor of torch."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
