@@ -16,6 +16,11 @@ from rlkit.episodes.samplers import State, TaskSampler, choose_tasks, uniform_sa
 from rlkit.errors import DataError
 from rlkit.types import Task
 
+CHANGED = (
+    "the groups in flight are of problems that the task no longer has; restore task.path and the"
+    " data, or start a new run"
+)
+
 
 class StreamState(NamedTuple):
     """Where the stream stands: `position` tasks of this epoch's order have been drawn."""
@@ -112,8 +117,5 @@ def take_again(
         same = len(after.sampler["table"]) == len(tasks)
         drawn = [tasks[i] for i in after.sampler["asked"][:n]] if same else []
     if not same or len(drawn) < n:
-        raise DataError(
-            "the groups in flight are of problems that the task no longer has; restore task.path"
-            " and the data, or start anew"
-        )
+        raise DataError(CHANGED)
     return drawn

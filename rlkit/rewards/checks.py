@@ -65,7 +65,7 @@ def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
 
 
 def reward_error(who: str, rollout: Rollout, failed: Checked, rate: str = "") -> RewardError:
-    """The error of a failure that is one too many. `rate` says of how many."""
+    """The error that ends a run after too many failures. `rate` counts them."""
     said = (
         f"the last reply was {rollout.final_content[:200]!r}"
         if rollout.steps

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlkit.algorithm import asks
 from rlkit.episodes.record import from_bytes, to_bytes
-from rlkit.episodes.stream import StreamState, take_again
+from rlkit.episodes.stream import CHANGED, StreamState, take_again
 from rlkit.errors import DataError, written
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules.progress import Progress, foreseen
@@ -58,8 +58,7 @@ InFlight = StepGroups | Request
 
 
 class Flight(NamedTuple):
-    """The groups in flight, in the order of their steps; those that are there already come
-    first."""
+    """The groups in flight, in the order of their steps: sampled ones first, then requests."""
 
     consumed: StreamState = StreamState()  # the prompts behind the last step that is done
     ahead: tuple[InFlight, ...] = ()
@@ -188,10 +187,7 @@ def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int)
     after = StreamState(*saved["after"])
     drawn = take_again(tasks, before, after, 1 + max(r.group for r in rollouts), seed=seed)
     if any(r.task.id != drawn[r.group].id for r in rollouts):
-        raise DataError(
-            "the groups in flight are of problems that the task no longer has; restore task.path"
-            " and the data, or start anew"
-        )
+        raise DataError(CHANGED)
     sampled = [r._replace(task=drawn[r.group]) for r in rollouts]
     trained = [sampled[i] for i in saved["trained"]]
     return StepGroups(

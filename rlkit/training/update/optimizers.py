@@ -83,7 +83,7 @@ def critic_of(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
     active = first_critic(x)
     if active is None:
         return None
-    with torch.random.fork_rng(devices=[]):  # its random start changes nobody else's numbers
+    with torch.random.fork_rng(devices=[]):  # other draws stay the same
         torch.manual_seed(x.seed)
         return make_critic(model, model=active.model, trunk_gradient=active.trunk_gradient)
 
