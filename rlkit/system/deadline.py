@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from threading import Lock, Thread
+from time import monotonic
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -192,6 +193,7 @@ def in_thread(call: Callable[[], T], seconds: float | None) -> T:
     try:
         work.thread.join(seconds)
         if not work.future.done():
+            waiting.look_safely(monotonic())
             raise DeadlinePassed(f"nothing within {seconds:g} s")
         return work.future.result()
     finally:
@@ -270,6 +272,7 @@ class Countdown:
             if self.left > 0:
                 handle = wait()
             else:
+                waiting.look_safely(monotonic())
                 limit.reschedule(now)
                 handle = loop.call_later(waiting.GRACE, leave)
 

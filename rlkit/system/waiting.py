@@ -313,14 +313,7 @@ def _watch() -> None:
         now = monotonic()
         _pass_over(now - looked - 10 * LOOK)
         looked = now
-        try:
-            look(now)
-        except Exception as error:  # a name that cannot be printed ends no watch
-            print(
-                f"rlkit: the watcher failed: {type(error).__name__}: {visible(str(error))}",
-                file=sys.stderr,
-                flush=True,
-            )
+        look_safely(now)
         with LOCK:
             WATCHER.thread = None  # first, so that a wait that begins now starts another one
             if not WAITS and not WATCHER.limits:
@@ -337,6 +330,19 @@ def _pass_over(stopped: float) -> None:
             wait.since += stopped
         for limit in WATCHER.limits:
             limit.since += stopped
+
+
+def look_safely(now: float) -> None:
+    """`look`, which prints its own failure. A call that reaches its limit looks too, because the
+    watcher's thread may have had no turn on a busy machine."""
+    try:
+        look(now)
+    except Exception as error:  # a name that cannot be printed ends no watch
+        print(
+            f"rlkit: the watcher failed: {type(error).__name__}: {visible(str(error))}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def look(now: float) -> None:

@@ -235,6 +235,15 @@ def test_async_code_that_hangs_is_named_and_its_episodes_fail(tiny, quick, capfd
     check_async(tiny, capfd, DOORS[door], do)
 
 
+def test_a_call_at_its_limit_is_named_though_the_watcher_had_no_turn(
+    tiny, quick, capfd, monkeypatch
+):
+    """On a busy machine the watcher's thread may not run between the start of a call and its
+    limit."""
+    monkeypatch.setattr(waiting, "_watch", lambda: None)
+    check_async(tiny, capfd, DOORS["a next prompt"], swallows)
+
+
 def check_async(tiny, capfd, door, do, failures=4, place=PLACE):
     """Four episodes: what hangs is named with its place, and so many fail at least."""
     make, named, text = door
