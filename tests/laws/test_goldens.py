@@ -1,9 +1,9 @@
 """The runs that tests/laws/goldens holds, run again: the same tokens, and the same numbers up to
 rounding.
 
-Token ids are equal, everything else is within 1e-4 of its size. Another order of the same float32
-sums moves a number by some 1e-7, and five steps on an Intel processor in place of an AMD one moved
-log-probs and norms by up to 4e-5.
+Token ids are equal. Another order of the same float32 sums moves a number by some 1e-7, and each
+step amplifies it. On another kind of processor five steps of ppo moved a log-prob by 3.6e-4 nats,
+the norm of the gradient by 1.6e-4 of its size, and the sums of the weights by 7e-7.
 """
 
 from __future__ import annotations
@@ -36,15 +36,22 @@ ROUNDING = {
     "ratio/max": 2e-3,
     "ratio/var": 1e-4,
 }
-WITHIN = 1e-4
+WITHIN = 5e-4  # of a metric's size, and nats of a log-prob
+OF_WEIGHTS = 1e-4  # of the size of a sum or norm of weights
 
 
-def close(now: float | None, then: float | None, size: float = 0.0, rounding: float = 1e-6) -> bool:
-    """Within 1e-4 of the golden's size, or of `size`; a difference below `rounding` is nothing
+def close(
+    now: float | None,
+    then: float | None,
+    within: float = WITHIN,
+    size: float = 0.0,
+    rounding: float = 1e-6,
+) -> bool:
+    """Within a part of the golden's size, or of `size`; a difference below `rounding` is nothing
     else."""
     if now is None or then is None or isinstance(then, bool | str):
         return now == then
-    return math.isclose(now, then, rel_tol=WITHIN, abs_tol=max(rounding, WITHIN * size))
+    return math.isclose(now, then, rel_tol=within, abs_tol=max(rounding, within * size))
 
 
 def test_every_case_has_a_golden_and_every_golden_a_case():
@@ -57,7 +64,8 @@ def test_a_run_is_what_it_was(name):
     then, now = yaml.load(take.path_of(name).read_text(), LOADER), take.measure(name)
     assert now["tokens"] == then["tokens"]
     for step, values in then["logprobs"].items():
-        assert all(map(close, now["logprobs"][step], values)), step
+        pairs = zip(now["logprobs"][step], values, strict=True)
+        assert all(close(*pair, size=1.0) for pair in pairs), step
     gone = set(then["metrics"]) - set(now["metrics"])
     assert not gone, f"metrics that are no longer there: {sorted(gone)}"
 
@@ -73,6 +81,5 @@ def test_a_run_is_what_it_was(name):
     assert not moved
     assert set(now["weights"]) == set(then["weights"])
     for key, (total, norm) in then["weights"].items():
-        assert close(now["weights"][key][0], total, size=norm) and close(
-            now["weights"][key][1], norm
-        ), key
+        assert close(now["weights"][key][0], total, OF_WEIGHTS, size=norm), key
+        assert close(now["weights"][key][1], norm, OF_WEIGHTS), key
