@@ -16,7 +16,8 @@ It needs a torch build without CUDA. It checks three things.
   the device are counted by the innermost call site inside rlkit. They raise under
   torch.cuda.set_sync_debug_mode("error") and inside a capture.
 - Captures: torch.cuda.CUDAGraph records operations without carrying out what writes in place. Its
-  replay does them again over the same buffers.
+  replay does them again over the same buffers. A pool of memory is dead once the last graph captured
+  into it is gone, as in CUDA's allocator.
 
 For every attention call it records the kernel that torch's CUDA rules would choose
 (`gpu.attention`); the MATH kernel computes it.
@@ -32,8 +33,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import sys
 import types
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -200,12 +203,15 @@ class Graph:
 
     def __init__(self, *_: Any, **__: Any):
         self.ops: list[Any] = []
+        self.pool: Any = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         gpu = PretendGPU.active
         assert gpu is not None and gpu.capturing is None, "nested capture"
         if not gpu.on_side_stream:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+        self.pool = pool or gpu.new_pool()
+        gpu.hold_pool(self.pool)
         gpu.capturing, gpu.capture_broken = self, False
 
     def capture_end(self) -> None:
@@ -218,6 +224,8 @@ class Graph:
             raise RuntimeError(
                 "CUDA error: operation failed due to a previous error during capture"
             )
+        # torch tells the allocator only of a capture that has ended well
+        weakref.finalize(self, gpu.release_pool, self.pool).atexit = False
 
     def replay(self) -> None:
         gpu = PretendGPU.active
@@ -258,6 +266,8 @@ class PretendGPU(TorchDispatchMode):
         )
         self.lenient = False  # inside of one call of attention
         self.captures = self.replays = 0
+        self.pools: dict[Any, int] = {}  # of memory → graphs that hold it; dead at 0
+        self.handles = itertools.count(1)
         self.oom_at: int | None = None  # raises at the so-many-th allocation above `oom_bytes`
         self.oom_bytes = 1 << 20
         self.large = 0
@@ -280,6 +290,23 @@ class PretendGPU(TorchDispatchMode):
 
     def below(self) -> Any:
         return _disable_current_modes()
+
+    # ---------------------------------------------------------------------------- pools of memory
+
+    def new_pool(self) -> tuple[int, int]:
+        return 0, next(self.handles)
+
+    def hold_pool(self, pool: Any) -> None:
+        """One graph more is captured into this pool. Raises: RuntimeError where it is dead."""
+        if self.pools.get(pool) == 0:
+            raise RuntimeError(
+                "it->second->use_count > 0 INTERNAL ASSERT FAILED at"
+                ' "/pytorch/c10/cuda/CUDACachingAllocator.cpp":2690, please report a bug to PyTorch.'
+            )
+        self.pools[pool] = self.pools.get(pool, 0) + 1
+
+    def release_pool(self, pool: Any) -> None:
+        self.pools[pool] -= 1
 
     # ----------------------------------------------------------------------------------- operations
 
@@ -733,7 +760,6 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         "mem_get_info": (gpu.memory - (4 << 30), gpu.memory),
         "current_stream": default,
         "default_stream": default,
-        "graph_pool_handle": (0, 1),
     }
     nothing = (
         "set_device",
@@ -760,6 +786,7 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         "stream": stream,
         "device": lambda *_: contextlib.nullcontext(),
         "CUDAGraph": Graph,
+        "graph_pool_handle": gpu.new_pool,
         "get_sync_debug_mode": lambda: ("default", "warn", "error").index(gpu.sync_mode),
         "set_sync_debug_mode": set_mode,
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
@@ -779,4 +806,8 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "cuda", lambda self, *_, **__: to(self, CUDA)),
     ]
     others += [(torch, "is_autocast_enabled", lambda kind="cpu": enabled("cpu"))]
+    others += [
+        (torch._C, "_cuda_endAllocateToPool", lambda index, pool: None),
+        (torch._C, "_cuda_releasePool", lambda index, pool: gpu.release_pool(pool)),
+    ]
     return [(cuda, name, value) for name, value in made.items()] + others

@@ -741,17 +741,25 @@ def test_shapes_are_few_and_never_too_small():
     assert 2 * len(set(shapes[:64])) <= graphs.MOST_SHAPES
 
 
-def test_beyond_the_bound_a_larger_graph_is_replayed(tiny, recording, monkeypatch):
-    """Whatever an engine is asked for, it captures so many shapes and no more."""
-    monkeypatch.setattr(graphs, "MOST_SHAPES", 1)
+def test_beyond_the_bound_the_smallest_graph_that_covers_a_step_is_replayed(
+    tiny, recording, monkeypatch
+):
+    """Whatever an engine is asked for, it holds so many graphs and no more; those that it has
+    dropped do not count."""
+    monkeypatch.setattr(graphs, "MOST_SHAPES", 2)
     ran = []
     own = graphs.Graphs(tiny.model, torch.device("cpu"))
-    for slots in (8, 8, 8, 4, 16):
-        own("settings", slots, lambda slots=slots: ran.append(slots))
-    assert (
-        own.captured == recording["captured"] == 1 and recording["replayed"] == 3
-    )  # for 8, 8 and 4
-    assert ran == [8, 8, 16]  # kernel by kernel, in the capture, and what no graph covers
+    for slots, pages in ((8, 4), (8, 4), (8, 2), (8, 2), (4, 1), (4, 3), (8, 8), (16, 2)):
+        step = (slots, pages)
+        own(graphs.Shape("settings", *step), lambda step=step: ran.append(step))
+    own(graphs.Shape("others", 4, 1), lambda: ran.append("others"))
+    assert own.captured == recording["captured"] == 2 and recording["replayed"] == 4
+    # kernel by kernel, in the capture, and what no graph covers
+    assert ran == [(8, 4), (8, 4), (8, 2), (8, 2), (8, 8), (16, 2), "others"]
+    own.forget()
+    for _ in range(2):
+        own(graphs.Shape("settings", 16, 2), lambda: ran.append("again"))
+    assert own.captured == 3 and len(own.replays) == 1 and own.pool is not None
 
 
 @pytest.mark.slow

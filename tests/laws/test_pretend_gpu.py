@@ -47,6 +47,8 @@ CASES = {
     ),
     "dapo_refills": ({"algorithm": "dapo", "algorithm.max_refills": "2"}, 237),
     "kl_full": ({"kl": "full"}, 311),
+    # more than the 32 tokens of the check before the first step: its cache and its graphs go
+    "longer_than_the_check": ({"model.lora.rank": "4", "generation.max_new_tokens": "48"}, 369),
     "transformers": ({"generation": "transformers"}, 300),
 }
 
@@ -142,6 +144,26 @@ def test_a_capture_changes_nothing_and_its_replay_does(gpu):
     assert x.tolist() == [6, 6, 6]
 
 
+def test_a_pool_of_memory_ends_with_the_last_graph_captured_into_it(gpu):
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(pool=pool)
+            graph.capture_end()
+        return graph
+
+    first = capture()
+    second = capture()
+    del first
+    third = capture()
+    del second, third
+    assert pool != torch.cuda.graph_pool_handle()
+    with pytest.raises(RuntimeError, match="use_count > 0 INTERNAL ASSERT FAILED"):
+        capture()
+
+
 # ----------------------------------------------------------------------------------- decoding steps
 
 
@@ -175,6 +197,20 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
         sum(map(bool, kernels)) == 2 * gpu.captures
         and gpu.replays == len(asked) - gpu.captures > 12
     )
+
+
+def test_graphs_are_captured_again_when_the_cache_has_been_made_again(gpu, complete, recwarn):
+    """Prompts that grow from call to call: each larger cache ends the graphs that read the one
+    before, and the memory that they shared."""
+    policy = load_policy(path="tiny")
+    policy.model.to("cuda")
+    engine = Cached(check_every=4)
+    replayed = []
+    for length in (20, 200, 400):
+        before = gpu.replays
+        complete(engine, policy, [tuple(range(100, 100 + length))], [1], max_new_tokens=40)
+        replayed.append(gpu.replays - before)
+    assert not recwarn.list and min(replayed) > 30, (replayed, gpu.report())
 
 
 def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatch):

@@ -116,12 +116,12 @@ class Cached(Service):
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads
         if isinstance(before, Scheduler):
-            decoder.graphs.captured = before.graphs.captured  # the bound is for all of them
+            decoder.graphs.captured = before.graphs.captured  # counted for the engine's life
             before.clear()
         return decoder
 
     def metrics(self) -> dict[str, float]:
-        """captured_shapes: shapes captured as CUDA graphs so far, at most `graphs.MOST_SHAPES`."""
+        """captured_shapes: shapes captured as CUDA graphs so far, one that was captured again twice."""
         captured = self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
         return {**super().metrics(), "captured_shapes": captured}
 

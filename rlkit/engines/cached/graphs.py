@@ -7,22 +7,38 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
 
 CAPTURED = ("cuda",)  # kinds of devices on which steps are captured
-MOST_SHAPES = 24  # shapes that an engine captures in its life; what is left runs kernel by kernel
+MOST_SHAPES = 48  # shapes that are captured at once; what is left runs kernel by kernel
+
+
+class Shape(NamedTuple):
+    """What a step has to be captured for anew: all that it reads of the host."""
+
+    settings: Any  # of the draw
+    slots: int  # that go through the model
+    pages: int  # that the step reads for each slot; 0: all of a room
+
+    def covers(self, other: Shape) -> bool:
+        """Whether a step of this shape also does the other's work: further slots draw nothing, and
+        further pages are masked."""
+        return (
+            self.settings == other.settings
+            and self.slots >= other.slots
+            and self.pages >= other.pages
+        )
 
 
 class Graphs:
     """Steps over buffers that stay where they are: started kernel by kernel the first time in a
     shape, captured the second, replayed then.
 
-    They last as long as the engine: its cache and its weights stay where they are. At most
-    `MOST_SHAPES` are captured; of others, the next larger one that was captured is replayed, whose
-    further slots draw nothing.
+    They last as long as the buffers and the weights that they read. At most `MOST_SHAPES` are held
+    at once. A shape beyond them replays the smallest one that covers it, where there is one.
 
     A model that cannot be captured, one that asks the host for instance, is found by its first step
     or by the capture. It decodes without from then on, with one warning.
@@ -36,21 +52,21 @@ class Graphs:
         self.pool: Any = (
             None  # memory that all of them share: none needs what another has left there
         )
-        self.captured = 0  # shapes so far
-        self.started: set[Any] = set()
-        self.replays: dict[tuple[Any, int], Callable[[], None]] = {}  # (settings, slots) → replay
+        self.captured = 0  # shapes so far, those that were forgotten among them
+        self.started: set[Shape] = set()
+        self.replays: dict[Shape, Callable[[], None]] = {}
 
     def forget(self) -> None:
-        """Buffers or weights have moved: what was captured reads where they were."""
+        """Drop every graph, because the buffers or weights that they read have moved."""
         self.started = set()
         self.replays = {}
+        self.pool = None  # the allocator ends a pool with its last graph
 
-    def __call__(self, settings: Any, slots: int, step: Callable[[], None]) -> None:
-        """The step for the first `slots` slots, captured for these settings."""
-        shape = settings, slots
-        if shape not in self.replays and self.captured >= MOST_SHAPES:
-            larger = [n for own, n in self.replays if own == settings and n > slots]
-            shape = settings, min(larger, default=slots)
+    def __call__(self, shape: Shape, step: Callable[[], None]) -> None:
+        """Run the step, which has this shape, as a graph where that is possible."""
+        if shape not in self.replays and len(self.replays) >= MOST_SHAPES:
+            covering = [own for own in self.replays if own.covers(shape)]
+            shape = min(covering, key=lambda own: (own.pages, own.slots), default=shape)
         elif shape not in self.replays and self.model not in self.refused:
             try:
                 if shape not in self.started:
@@ -104,7 +120,7 @@ def memory_pool(device: torch.device) -> Any:
 @cache
 def side_stream(device: torch.device) -> Any:
     """One for all captures: each stream that multiplies matrices keeps memory of its own for
-    good."""
+    good, so graphs that are captured again cost none."""
     return torch.cuda.Stream(device)
 
 
@@ -112,8 +128,7 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
     """The kernels of a step, which is not carried out, as a function that starts them all at once.
 
     torch.cuda.graph does the same, empties the memory cache before, and leaves the side stream in
-    force where the capture fails. Under autocast the weights have been cast, and the casts kept, by
-    the passes before.
+    force where the capture fails.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)

@@ -26,7 +26,7 @@ from torch import Tensor
 from rlkit.engines.cached.attention import PARTS, Part, attend, parts_of
 from rlkit.engines.cached.cache import BLOCK, LONGEST, SHARE, Rooms, Slots, fitting
 from rlkit.engines.cached.forward import forward_of
-from rlkit.engines.cached.graphs import Graphs, can_capture
+from rlkit.engines.cached.graphs import Graphs, Shape, can_capture
 from rlkit.engines.cached.kernel import kernel_of
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.models.head import trunk_and_head
@@ -634,7 +634,8 @@ class Scheduler:
             return
         slots = min(bucket(-(-len(self.rows) // SHARE)) * SHARE, self.slots)
         if self.cuda_graphs and not self.sampler.asks_the_host:
-            self.graphs(captured_settings(self.params), slots, lambda: self.decode(slots, 1))
+            shape = Shape(captured_settings(self.params), slots, 0)
+            self.graphs(shape, lambda: self.decode(slots, 1))
         else:
             self.decode(slots, 1)
 
