@@ -16,8 +16,8 @@ It needs a torch build without CUDA. It checks three things.
   the device are counted by the innermost call site inside rlkit. They raise under
   torch.cuda.set_sync_debug_mode("error") and inside a capture.
 - Captures: torch.cuda.CUDAGraph records operations without carrying out what writes in place. Its
-  replay does them again over the same buffers. A pool of memory is dead once the last graph captured
-  into it is gone, as in CUDA's allocator.
+  replay does them again over the same buffers. A pool of memory is dead once the last graph that
+  was captured into it is gone, as in CUDA's allocator.
 
 For every attention call it records the kernel that torch's CUDA rules would choose
 (`gpu.attention`); the MATH kernel computes it.
@@ -301,7 +301,7 @@ class PretendGPU(TorchDispatchMode):
         if self.pools.get(pool) == 0:
             raise RuntimeError(
                 "it->second->use_count > 0 INTERNAL ASSERT FAILED at"
-                ' "/pytorch/c10/cuda/CUDACachingAllocator.cpp":2690, please report a bug to PyTorch.'
+                ' "/pytorch/c10/cuda/CUDACachingAllocator.cpp":2690, please report a bug'
             )
         self.pools[pool] = self.pools.get(pool, 0) + 1
 

@@ -121,7 +121,7 @@ class Cached(Service):
         return decoder
 
     def metrics(self) -> dict[str, float]:
-        """captured_shapes: shapes captured as CUDA graphs so far, one that was captured again twice."""
+        """captured_shapes: shapes captured as CUDA graphs so far, again after a change included."""
         captured = self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
         return {**super().metrics(), "captured_shapes": captured}
 
