@@ -733,6 +733,7 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         return aten._to_copy.default(self, device=CUDA, dtype=dtype, non_blocking=blocking)
 
     enabled = torch.is_autocast_enabled
+    autocast_dtype = torch.get_autocast_dtype
     properties = types.SimpleNamespace(
         name="Pretend GPU",
         major=gpu.capability[0],
@@ -805,7 +806,10 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "to", to),
         (torch.Tensor, "cuda", lambda self, *_, **__: to(self, CUDA)),
     ]
-    others += [(torch, "is_autocast_enabled", lambda kind="cpu": enabled("cpu"))]
+    others += [
+        (torch, "is_autocast_enabled", lambda kind="cpu": enabled("cpu")),
+        (torch, "get_autocast_dtype", lambda kind="cpu": autocast_dtype("cpu")),
+    ]
     others += [
         (torch._C, "_cuda_endAllocateToPool", lambda index, pool: None),
         (torch._C, "_cuda_releasePool", lambda index, pool: gpu.release_pool(pool)),

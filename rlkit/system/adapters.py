@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def has_adapters(model: Any) -> bool:
@@ -27,3 +27,33 @@ def lora_layers(model: Any) -> list[Any]:
     from peft.tuners.lora import LoraLayer
 
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+class LoRAFactors(NamedTuple):
+    """base(x) + scaling · up(down(x))."""
+
+    base: Any
+    down: Any
+    up: Any
+    scaling: float
+
+
+def plain_lora(layer: Any) -> LoRAFactors | None:
+    """What a LoRA layer computes in evaluation mode, where that is all it computes; None otherwise.
+
+    Plain are PEFT's linear layers with one active adapter, which is neither merged nor disabled nor
+    of a variant such as DoRA.
+    """
+    if "peft" not in sys.modules:
+        return None
+    from peft.tuners.lora import Linear
+
+    if type(layer) is not Linear or layer.merged or layer.disable_adapters:
+        return None
+    active = layer.active_adapters
+    if len(active) != 1 or active[0] not in layer.lora_A or active[0] in layer.lora_variant:
+        return None
+    name = active[0]
+    return LoRAFactors(
+        layer.base_layer, layer.lora_A[name], layer.lora_B[name], float(layer.scaling[name])
+    )

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-import torch
-
 from rlkit.engines.cached.attention import attention_kernels, full_attention, grouped_attention
 from rlkit.engines.cached.kernel import compiled
 from rlkit.engines.cached.scheduler import Scheduler
@@ -180,10 +178,7 @@ class Cached(Service):
             decoder.clear()
             raise
         decoder.rest()
-        if torch.is_autocast_enabled(causal.device.type):
-            # Graphs read the casts of weights that autocast keeps, which end with it and would be
-            # those of old weights.
-            decoder.graphs.captured -= len(decoder.graphs.replays)
+        if decoder.graphs_end:
             decoder.graphs.forget()
         if not self.keep_cache:
             decoder.clear()

@@ -12,38 +12,51 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as nn_functional
 
+from rlkit.engines.cached.projections import Derive, Projection, plain_part, projection
 from rlkit.models.fused import head_norms, standard
+from rlkit.models.head import Float32Head, Head
 
 Attention = Callable[
     [Tensor, Tensor, Tensor, int], Tensor
 ]  # queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
 
 
-Projection = Callable[[Tensor], Tensor]  # of tokens that are normalised already
-
-
 class Layer(NamedTuple):
     """A decoder layer, and what is made of its weights before the first step."""
 
     module: Any
-    project: Projection  # to queries, keys and values side by side
-    gates: Projection  # to gate and up side by side
+    project: Projection  # normalised tokens to queries, keys and values side by side
+    out: Projection  # what attention gives to the residual stream
+    gates: Projection  # normalised tokens to gate and up side by side
+    down: Projection  # gated to the residual stream
     scale: Tensor | None  # [Hq + Hk, D], of the norm of queries and keys
 
 
 class Trunk:
     """The forward of a trunk, without gradient, its weights as they are when this is made or
-    refreshed."""
+    refreshed.
 
-    def __init__(self, trunk: Any):
+    Args:
+      trunk: the transformer of a causal LM, of a family in `FORWARDS`.
+      half: the type of autocast, to compute as autocast does without it. Autocast converts all
+        weights in each step; here copies in this type are kept (2 bytes a weight), and `refresh`
+        converts them again. Products, keys and values are in `half`. The embedding, norms, angles
+        and the residual stream stay in the precision of their weights, and attention's queries are
+        rounded as autocast rounds them. None: the types of the weights, under whatever autocast is
+        on. A trunk with projections that have to be called (projections.py) ignores it.
+    """
+
+    def __init__(self, trunk: Any, half: torch.dtype | None = None):
         self.trunk = trunk
+        plain = all(plain_part(m, half) for layer in trunk.layers for m in _projections(layer))
+        self.half = half if plain else None
         self.derived: list[
             tuple[Tensor, Callable[[], Tensor]]
         ] = []  # what is made of weights, and how
-        self.layers = [_layer(module, self.derive) for module in trunk.layers]
+        self.layers = [_layer(module, self.derive, self.half) for module in trunk.layers]
 
     @torch.no_grad()
     def derive(self, make: Callable[[], Tensor]) -> Tensor:
@@ -59,12 +72,18 @@ class Trunk:
 
     def __call__(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """The last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
+        if self.half is None:
+            return self._states(ids, positions, attention)
+        with torch.autocast(ids.device.type, enabled=False):
+            return self._states(ids, positions, attention)
+
+    def _states(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         x = self.trunk.embed_tokens(ids)
         cos, sin = (
             part[:, :, None] for part in self.trunk.rotary_emb(x, positions)
         )  # [R, m, 1, D]
-        half = cos.shape[-1] // 2
-        sin = torch.cat((sin[..., :half].neg(), sin[..., half:]), -1)
+        middle = cos.shape[-1] // 2
+        sin = torch.cat((sin[..., :middle].neg(), sin[..., middle:]), -1)
         for number, layer in enumerate(self.layers):
             attn = layer.module.self_attn
             mlp = layer.module.mlp
@@ -76,25 +95,61 @@ class Trunk:
             if layer.scale is not None:
                 both = normalised(both, attn.q_norm.variance_epsilon) * layer.scale
             both = (both * cos).addcmul_(
-                both.roll(half, -1), sin
+                both.roll(middle, -1), sin
             )  # rotate_half, its sign in the sine
+            both = both if self.half is None else both.to(self.half)
             query, key, value = (
                 part.transpose(1, 2) for part in (both[:, :, :-keys], both[:, :, -keys:], values)
             )
-            x = x + attn.o_proj(attention(query, key, value, number).flatten(2))
+            x = x + layer.out(attention(query, key, value, number).flatten(2))
             gate, up = layer.gates(
                 normalised(x, layer.module.post_attention_layernorm.variance_epsilon)
             ).chunk(2, -1)
-            x = x + mlp.down_proj(mlp.act_fn(gate) * up)
+            x = x + layer.down(mlp.act_fn(gate) * up)
         return normalised(x, self.trunk.norm.variance_epsilon) * self.trunk.norm.weight
 
 
-Derive = Callable[[Callable[[], Tensor]], Tensor]
+def logits_of(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
+    """What makes logits [m, V] of last hidden states [m, H]: the head, or where the trunk computes
+    in `half` a copy of it in that type. A head that does more than multiply is called."""
+    if forward is None or forward.half is None or head.logits is not head.module:
+        return head
+    if plain_part(head.module, forward.half) is None:
+        return head
+    return projection(forward.derive, None, head.module, half=forward.half)
 
 
-def _layer(module: Any, derive: Derive) -> Layer:
+def casts_weights(head: Head, forward: Trunk | None) -> bool:
+    """Whether steps convert weights, where autocast is on."""
+    if forward is None or forward.half is None:
+        return True
+    copied = head.logits is head.module and plain_part(head.module, forward.half) is not None
+    return not copied and type(head.module) is not Float32Head
+
+
+def autocast_type(device: torch.device) -> torch.dtype | None:
+    """The type of this thread's autocast on a device; None where it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _projections(layer: Any) -> tuple[Any, ...]:
+    attn = layer.self_attn
+    mlp = layer.mlp
+    return (
+        attn.q_proj,
+        attn.k_proj,
+        attn.v_proj,
+        attn.o_proj,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    )
+
+
+def _layer(module: Any, derive: Derive, half: torch.dtype | None) -> Layer:
     attn = module.self_attn
-    mlp = module.mlp
     scale = None
     if head_norms(attn) != (None, None):
         heads = attn.config.num_attention_heads
@@ -107,28 +162,15 @@ def _layer(module: Any, derive: Derive) -> Layer:
                 ]
             )
         )
-    project = projection(derive, module.input_layernorm, attn.q_proj, attn.k_proj, attn.v_proj)
+    q, k, v, o, gate, up, down = _projections(module)
     return Layer(
         module,
-        project,
-        projection(derive, module.post_attention_layernorm, mlp.gate_proj, mlp.up_proj),
-        scale,
+        project=projection(derive, module.input_layernorm, q, k, v, half=half),
+        out=projection(derive, None, o, half=half),
+        gates=projection(derive, module.post_attention_layernorm, gate, up, half=half),
+        down=projection(derive, None, down, half=half),
+        scale=scale,
     )
-
-
-def projection(derive: Derive, norm: Any, *modules: Any) -> Projection:
-    """The modules' outputs side by side, for tokens that have still to be multiplied by the weight
-    of their norm.
-
-    One matrix where a call costs more than the copy, on a CPU; elsewhere the modules themselves, as
-    where they hold adapters.
-    """
-    if any(type(m) is not nn.Linear or m.weight.device.type != "cpu" for m in modules):
-        return lambda x: torch.cat([module(x * norm.weight) for module in modules], -1)
-    biased = modules[0].bias is not None
-    weight = derive(lambda: torch.cat([m.weight for m in modules]) * norm.weight)
-    bias = derive(lambda: torch.cat([m.bias for m in modules])) if biased else None
-    return lambda x: nn_functional.linear(x, weight, bias)
 
 
 def normalised(x: Tensor, eps: float) -> Tensor:
@@ -151,10 +193,10 @@ FORWARDS: dict[str, type[Trunk]] = {
 }
 
 
-def forward_of(trunk: Any) -> Trunk | None:
+def forward_of(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
     """The forward for this trunk; None where the model's own has to be used.
 
     A known family counts where its layers are as Hugging Face wrote them, adapters in their
     projections or not.
     """
-    return FORWARDS[trunk.config.model_type](trunk) if standard(trunk) else None
+    return FORWARDS[trunk.config.model_type](trunk, half) if standard(trunk) else None

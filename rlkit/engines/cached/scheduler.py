@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rlkit.engines.cached.attention import PARTS, Part, attend, parts_of
 from rlkit.engines.cached.cache import BLOCK, LONGEST, SHARE, Rooms, Slots, fitting
-from rlkit.engines.cached.forward import forward_of
+from rlkit.engines.cached.forward import autocast_type, casts_weights, forward_of, logits_of
 from rlkit.engines.cached.graphs import Graphs, Shape, can_capture
 from rlkit.engines.cached.kernel import kernel_of
 from rlkit.engines.cached.sampler import Sampler
@@ -92,7 +92,11 @@ class Scheduler:
             else max_cached_tokens
         )
         self.check_every = check_every or (1 if device.type == "cpu" else 8)
-        self.forward = forward_of(self.trunk)
+        self.half = autocast_type(device)
+        self.forward = forward_of(self.trunk, self.half)
+        self.logits = logits_of(self.head, self.forward)
+        # graphs may read casts of weights that autocast keeps, and end with it
+        self.graphs_end = self.half is not None and casts_weights(self.head, self.forward)
         self.weights = weights_place(causal)
         self.shares, self.cuda_graphs = can_capture(device), cuda_graphs and can_capture(device)
         self.asked = kernel
@@ -121,6 +125,8 @@ class Scheduler:
         them; what was made of them is renewed."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
         if causal is not self.causal or not all(rest) or weights_place(causal) != self.weights:
+            return False
+        if autocast_type(self.device) != self.half:
             return False
         if self.forward is not None:
             self.forward.refresh()
@@ -544,7 +550,7 @@ class Scheduler:
         self.sampler.begin(at, [row.prompt for row in rows], [row.seed for row in rows])
         for row in rows:
             row.reads = False
-        self.sampler.draw(at, self.head(torch.stack([last[source] for source in sources])))
+        self.sampler.draw(at, self.logits(torch.stack([last[source] for source in sources])))
         self.measure()
 
     def micro_batches(self, slots: list[int]) -> Iterator[list[int]]:
@@ -656,7 +662,7 @@ class Scheduler:
         seen = cache.visible(slots)
         sampler.draw(
             cache.indices[:slots],
-            self.head(self.hidden(sampler.last[:slots, None], seen)[:, 0]),
+            self.logits(self.hidden(sampler.last[:slots, None], seen)[:, 0]),
             begun=True,
         )
 
@@ -688,7 +694,8 @@ def weights_place(causal: Any) -> tuple[Any, ...]:
     of the latter."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [
-        (m.merged, m.disable_adapters, tuple(m.active_adapters)) for m in lora_layers(causal)
+        (m.merged, m.disable_adapters, tuple(m.active_adapters), tuple(m.scaling.items()))
+        for m in lora_layers(causal)
     ]
     return (
         *weights,

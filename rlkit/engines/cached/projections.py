@@ -1,0 +1,171 @@
+"""The products of a decoding step with its weights: of the modules that read the same input, such
+as queries, keys and values, all at once.
+
+    y = x Wᵀ + b + (x Aᵀ) B
+
+W holds the modules' weights side by side. A holds the down factors of their adapters, and B is
+block-diagonal: scaling × the up factor of each. So adapters cost two products for a group, where a
+call of PEFT's modules costs six operations for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nn_functional
+
+from rlkit.models.load import Adapter
+from rlkit.system.adapters import LoRAFactors, plain_lora
+
+Projection = Callable[[Tensor], Tensor]  # tokens [R, m, H] → [R, m, N]
+Derive = Callable[[Callable[[], Tensor]], Tensor]
+
+
+class Part(NamedTuple):
+    """A module that does no more than multiply: what it multiplies by."""
+
+    base: nn.Linear
+    factors: LoRAFactors | None = None
+
+
+def plain_part(module: Any, half: torch.dtype | None = None) -> Part | None:
+    """The parts of a linear layer, or of one with a plain adapter; None where its own call may do
+    something else.
+
+    An adapter must be computed in the precision of its base, as all is under autocast (`half`).
+    """
+    if type(module) is nn.Linear:
+        return Part(module) if is_plain(module) else None
+    factors = plain_lora(module)
+    if factors is None or type(factors.base) is not nn.Linear:
+        return None
+    pair = (factors.down, factors.up)
+    if any(type(m) not in (nn.Linear, Adapter) or m.bias is not None for m in pair):
+        return None
+    same = all(type(m) is Adapter or m.weight.dtype == factors.base.weight.dtype for m in pair)
+    if not (same or half) or not is_plain(module, factors.base, *pair):
+        return None
+    return Part(factors.base, factors)
+
+
+def is_plain(*modules: Any) -> bool:
+    """Whether nothing hangs on the calls of these modules."""
+    return not any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules
+    )
+
+
+def projection(
+    derive: Derive, norm: Any | None, *modules: Any, half: torch.dtype | None = None
+) -> Projection:
+    """The modules' outputs side by side.
+
+    Args:
+      derive: what keeps a tensor that is made of weights, see `Trunk.derive`.
+      norm: the norm before the modules, by whose weight the tokens have still to be multiplied;
+        None where there is none.
+      modules: all read the same tokens. A module that is not plain makes all of them be called.
+      half: the type to compute in, of which copies are kept; None: that of the weights.
+    One matrix is made of several modules where they are copied to `half` anyway, and on a CPU,
+    where a call costs more than the copy; elsewhere each has a product of its own. In float32 on a
+    CPU, the weight of the norm is multiplied into the matrix.
+    """
+    parts = [part for part in (plain_part(m, half) for m in modules) if part is not None]
+    if len(parts) < len(modules):
+        return called(norm, modules)
+    weights = [part.base.weight for part in parts]
+    dtype = half or weights[0].dtype
+    on_cpu = weights[0].device.type == "cpu"
+    folded = norm if on_cpu and dtype == torch.float32 else None
+
+    def base_weight() -> Tensor:
+        weight = torch.cat([part.base.weight.to(dtype) for part in parts])
+        return weight if folded is None else weight * folded.weight
+
+    def base_bias() -> Tensor:
+        biases = [
+            part.base.weight.new_zeros(len(part.base.weight))
+            if part.base.bias is None
+            else part.base.bias
+            for part in parts
+        ]
+        return torch.cat([bias.to(dtype) for bias in biases])
+
+    copied = any(weight.dtype != dtype for weight in weights)
+    biased = any(part.base.bias is not None for part in parts)
+    if copied or (on_cpu and (len(parts) > 1 or folded is not None)):
+        pairs = [(derive(base_weight), derive(base_bias) if biased else None)]
+    else:
+        pairs = [(part.base.weight, part.base.bias) for part in parts]
+    multiply = products(pairs)
+    if any(part.factors for part in parts):
+        multiply = with_adapters(multiply, *factors_of(derive, parts, folded, dtype))
+    if norm is None or folded is not None:
+        return multiply if half is None else lambda x: multiply(x.to(dtype))
+    return lambda x: multiply((x * norm.weight).to(dtype))
+
+
+def called(norm: Any | None, modules: Sequence[Any]) -> Projection:
+    """The modules as they are."""
+
+    def call(x: Tensor) -> Tensor:
+        x = x if norm is None else x * norm.weight
+        outs = [module(x) for module in modules]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    return call
+
+
+def products(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projection:
+    """The products with some weights, side by side."""
+    if len(pairs) == 1:
+        weight, bias = pairs[0]
+        return lambda x: nn_functional.linear(x, weight, bias)
+    return lambda x: torch.cat([nn_functional.linear(x, *pair) for pair in pairs], -1)
+
+
+def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
+    """base(x) + (x downᵀ) up, for down [ranks, H] and up [ranks, N]."""
+
+    def adapted(x: Tensor) -> Tensor:
+        y = base(x)
+        low = nn_functional.linear(x, down)
+        # under autocast, which changes nothing in place, y is in its type
+        y.view(-1, y.shape[-1]).addmm_(low.view(-1, low.shape[-1]), up.to(y.dtype))
+        return y
+
+    return adapted
+
+
+def factors_of(
+    derive: Derive, parts: Sequence[Part], norm: Any | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The adapters' down factors side by side [ranks, H], and scaling × their up factors on a
+    diagonal [ranks, N].
+
+    The weight of the norm, where there is one, is multiplied into the former. Scaled up factors are
+    rounded to `dtype` once.
+    """
+
+    def down() -> Tensor:
+        factors = [part.factors.down.weight for part in parts if part.factors]
+        weight = torch.cat([factor.to(dtype) for factor in factors])
+        return weight if norm is None else weight * norm.weight
+
+    def up() -> Tensor:
+        ranks = sum(len(part.factors.down.weight) for part in parts if part.factors)
+        width = sum(len(part.base.weight) for part in parts)
+        out = parts[0].base.weight.new_zeros(ranks, width, dtype=dtype)
+        row = column = 0
+        for part in parts:
+            if part.factors is not None:
+                block = part.factors.scaling * part.factors.up.weight.T
+                out[row : row + len(block), column : column + block.shape[1]] = block
+                row += len(block)
+            column += len(part.base.weight)
+        return out
+
+    return derive(down), derive(up)
