@@ -231,7 +231,9 @@ class Graph:
         gpu = PretendGPU.active
         assert gpu is not None
         gpu.replays += 1
-        with gpu.below():
+        math = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+        # what autocast does was recorded as operations of their own
+        with gpu.below(), math, torch.autocast("cpu", enabled=False):
             for func, args, kwargs, outs in self.ops:
                 result = func(*args, **kwargs)
                 for kept, new in (

@@ -55,12 +55,14 @@ def model_of(family, **changes):
     return model
 
 
-def adapted(model):
+SOME = ["q_proj", "v_proj", "up_proj", "down_proj"]
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(model, targets=SOME, **settings):
     """With an adapter that changes what the model says."""
-    config = LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM"
-    )
-    model = get_peft_model(model, config)
+    config = LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **({"r": 2} | settings))
+    model = get_peft_model(model, config).eval()
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)

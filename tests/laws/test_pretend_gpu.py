@@ -62,6 +62,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(fabric, "num_cuda_devices", lambda: 1)
     monkeypatch.setattr(fabric, "is_cuda_available", lambda: True)
     monkeypatch.setattr(accelerators, "num_cuda_devices", lambda: 1)
+    # transformers leaves the angles of the first model of a process empty where it is loaded inside
+    load_policy(path="tiny")
     with PretendGPU() as pretend:
         yield pretend
 
@@ -210,7 +212,33 @@ def test_graphs_are_captured_again_when_the_cache_has_been_made_again(gpu, compl
         before = gpu.replays
         complete(engine, policy, [tuple(range(100, 100 + length))], [1], max_new_tokens=40)
         replayed.append(gpu.replays - before)
-    assert not recwarn.list and min(replayed) > 30, (replayed, gpu.report())
+    assert not recwarn.list and min(replayed) > 20, (replayed, gpu.report())
+
+
+def test_graphs_live_on_under_autocast_and_see_new_weights(gpu, complete):
+    """Steps read half copies, which are made again in place. They ended with each call when they
+    read the casts of autocast."""
+    policy = load_policy(path="tiny")
+    policy.model.to("cuda")
+    engine = Cached(check_every=4)
+    captured = []
+    replies = []
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(2):
+            drawn = complete(engine, policy, [(100, 101, 102)], [1], max_new_tokens=12)
+            fresh = complete(Cached(), policy, [(100, 101, 102)], [1], max_new_tokens=12)
+            assert [(g.token_ids, g.logprobs) for g in drawn] == [
+                (g.token_ids, g.logprobs) for g in fresh
+            ]
+            captured.append(engine.metrics()["captured_shapes"])
+            replies.append(drawn[0].logprobs)
+            with torch.no_grad():
+                for weight in policy.model.model.layers[1].mlp.parameters():
+                    weight.mul_(1.5)
+    assert captured == [1, 1] and replies[0] != replies[1]
+    decoder = engine.decoder
+    outside = complete(engine, policy, [(100, 101, 102)], [1], max_new_tokens=2)
+    assert engine.decoder is not decoder and outside[0].logprobs != replies[1][:2]
 
 
 def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatch):

@@ -70,8 +70,9 @@ def projection(
       modules: all read the same tokens. A module that is not plain makes all of them be called.
       half: the type to compute in, of which copies are kept; None: that of the weights.
     One matrix is made of several modules where they are copied to `half` anyway, and on a CPU,
-    where a call costs more than the copy; elsewhere each has a product of its own. In float32 on a
-    CPU, the weight of the norm is multiplied into the matrix.
+    where a call costs more than the copy; elsewhere each has a product of its own. On a CPU the
+    weight of the norm is multiplied into the matrix, unless the result were rounded to half
+    precision.
     """
     parts = [part for part in (plain_part(m, half) for m in modules) if part is not None]
     if len(parts) < len(modules):
@@ -79,7 +80,7 @@ def projection(
     weights = [part.base.weight for part in parts]
     dtype = half or weights[0].dtype
     on_cpu = weights[0].device.type == "cpu"
-    folded = norm if on_cpu and dtype == torch.float32 else None
+    folded = norm if on_cpu and dtype.itemsize > 2 else None
 
     def base_weight() -> Tensor:
         weight = torch.cat([part.base.weight.to(dtype) for part in parts])
