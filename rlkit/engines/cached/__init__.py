@@ -3,7 +3,7 @@ an episode.
 
 Each file imports only from those above it.
 
-projections.py what a step multiplies by, adapters included
+products.py    what a step multiplies by, adapters included
 forward.py     a Llama-like trunk in as few calls as it takes
 attention.py   attention over keys and values without copies
 cache.py       keys and values of all slots

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
-from rlkit.engines.cached.projections import Derive, Projection, plain_part, projection
+from rlkit.engines.cached.products import Derive, Projection, plain_part, projection
 from rlkit.models.fused import head_norms, standard
 from rlkit.models.head import Float32Head, Head
 
@@ -46,7 +46,7 @@ class Trunk:
         converts them again. Products, keys and values are in `half`. The embedding, norms, angles
         and the residual stream stay in the precision of their weights, and attention's queries are
         rounded as autocast rounds them. None: the types of the weights, under whatever autocast is
-        on. A trunk with projections that have to be called (projections.py) ignores it.
+        on. A trunk with projections that have to be called (products.py) ignores it.
     """
 
     def __init__(self, trunk: Any, half: torch.dtype | None = None):

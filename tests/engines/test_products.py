@@ -15,7 +15,7 @@ from engines.test_forward import ALL, CONTEXTS, SIZES, SOME, adapted, model_of
 from pretend_gpu import PretendGPU, is_view
 from rlkit.engines import Cached
 from rlkit.engines.cached.forward import FORWARDS, forward_of, logits_of
-from rlkit.engines.cached.projections import plain_part, projection
+from rlkit.engines.cached.products import plain_part, projection
 from rlkit.functional import mix
 from rlkit.models.head import trunk_and_head
 from rlkit.models.load import compute_as_base

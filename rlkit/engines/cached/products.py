@@ -101,7 +101,7 @@ def projection(
         pairs = [(derive(base_weight), derive(base_bias) if biased else None)]
     else:
         pairs = [(part.base.weight, part.base.bias) for part in parts]
-    multiply = products(pairs)
+    multiply = side_by_side(pairs)
     if any(part.factors for part in parts):
         multiply = with_adapters(multiply, *factors_of(derive, parts, folded, dtype))
     if norm is None or folded is not None:
@@ -120,7 +120,7 @@ def called(norm: Any | None, modules: Sequence[Any]) -> Projection:
     return call
 
 
-def products(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projection:
+def side_by_side(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Projection:
     """The products with some weights, side by side."""
     if len(pairs) == 1:
         weight, bias = pairs[0]
