@@ -101,6 +101,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     from rlkit.episodes.stream import StreamState
     from rlkit.system.device import autocast, on_device
     from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
+    from rlkit.training.activations import settle_activations
     from rlkit.training.groups import experience
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.learner import Learner
@@ -114,6 +115,8 @@ def run(x: Experiment, tasks: Splits) -> Report:
     check_teacher(x)
     policy, device = on_device(x)
     text = f"{first_line(x)}\n{header(x, policy, device, tasks)}"
+    activations = settle_activations(x, policy, tasks.train, device)
+    text += f"\n{activations}" if activations else ""
     clock["load"] = time.perf_counter() - started
     cut = small(x)
     with autocast(cut, device):

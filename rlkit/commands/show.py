@@ -30,6 +30,7 @@ MATTER = (
     "batch.group_size",
     "model.path",
     "model.lora.rank",
+    "model.gradient_checkpointing",
     "generation.temperature",
     "generation.max_new_tokens",
     "algorithm.epochs",
@@ -68,9 +69,26 @@ def command(arguments: Arguments) -> int:
         before_import=ask,
         trusted=is_trusted(arguments.overrides),
     )
+    if where:
+        explained = explained._replace(
+            values=with_decision(explained.values, runs.read_start(folder))
+        )
     words = [shlex.quote(word) for word in runs.without_secrets(overrides)]
     print(visible("\n".join(screen(explained, words)), kept="\n"))
     return 0
+
+
+def with_decision(values: Sequence[Value], start: Mapping[str, Any]) -> list[Value]:
+    """The values of a run, with its decision where model.gradient_checkpointing is auto. `start`:
+    the last entry of run.json."""
+    key = "gradient_checkpointing"
+    decided = start.get(key)
+    return [
+        value._replace(value=f"auto ({json.dumps(decided)} in this run)")
+        if value.key == f"model.{key}" and value.value == "auto" and isinstance(decided, bool)
+        else value
+        for value in values
+    ]
 
 
 def _folder_named(overrides: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Policies: loading them, talking to them in token ids, and scoring tokens under them.
 
 Files in the order of their imports: _template_child, chat, compiled, confined, save, shape, head,
-fused, packing, load, log_probs, critic.
+fused, checkpointing, packing, load, log_probs, critic.
 """
 
 from rlkit.models.chat import (

@@ -70,14 +70,14 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
     trunk.update_kernel = UpdateKernel(asked=kernel)
     if kernel == "eager":
         return
-    if serves(trunk):
+    if getattr(trunk, "gradient_checkpointing", False):
+        reason = "it keeps the activations that model.gradient_checkpointing recomputes"
+    elif serves(trunk):
         _, reason = load_or_reason(kernel, "model.kernel", operations)
     else:
-        reason = (
-            "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU, without checkpointing"
-        )
-        if kernel == "fused":
-            raise EngineError(f"model.kernel=fused: {reason}; use auto or eager")
+        reason = "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU"
+    if reason and kernel == "fused":
+        raise EngineError(f"model.kernel=fused: {reason}; use auto or eager")
     trunk.update_kernel = UpdateKernel("eager" if reason else "fused", kernel, reason)
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as nn_functional
 
 from rlkit.errors import ConfigError, TemplateError
 from rlkit.models.chat import make_renderer
+from rlkit.models.checkpointing import checkpoint_activations
 from rlkit.models.fused import Kernel, choose_kernel
 from rlkit.models.head import Float32Head
 from rlkit.models.packing import allow_packing
@@ -65,7 +66,7 @@ def load_policy(
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     attention: str = "sdpa",
     head_precision: Literal["float32"] | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | Literal["auto"] = False,
     lora: LoRA = LoRA(),  # noqa: B008  (a NamedTuple: immutable)
     enable_thinking: bool | None = None,
     interruption: str = "",
@@ -85,8 +86,9 @@ def load_policy(
       attention: implementation name of transformers (sdpa, eager, flash_attention_2).
       head_precision: "float32" computes logits so from a narrower base, in training and rlkit's own
         engines; vLLM has its own.
-      gradient_checkpointing: recomputes activations in backward; less memory, about a third more
-        time.
+      gradient_checkpointing: True recomputes activations in the backward pass: less memory, about a
+        third more time. "auto" loads the model as False does; a training run then switches it on
+        where memory asks for it (rlkit.training.activations).
       lora: adapters; rank 0 trains everything.
       enable_thinking: handed to the chat template; None leaves the template's default.
       interruption: what generation.max_thinking_tokens writes before the closing tag; not trained
@@ -126,9 +128,7 @@ def load_policy(
     if head_precision == "float32":
         # for every forward of the model, Hugging Face's own too
         model.get_output_embeddings().__class__ = Float32Head
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+    checkpoint_activations(model, gradient_checkpointing is True)
     if lora.rank > 0:
         model = add_lora(model, lora)
     choose_kernel(model, kernel)

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rlkit.errors import ConfigError, distribution
-from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, threads_for
+from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, machine_memory, threads_for
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import ThreadedEngine
 
@@ -69,6 +69,18 @@ def use_threads(settings: Any, model: Any, device: Any) -> None:
         torch.set_num_threads(settings.threads)
     elif device.type == "cpu":
         torch.set_num_threads(threads_for(parameters, max(1, cores() // settings.devices)))
+
+
+def total_memory(device: Any) -> int:
+    """Bytes of a device: all of a GPU's memory, or on a CPU the machine's or its control group's.
+
+    It never depends on what is free at the moment, so a decision that rests on it repeats itself.
+    """
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_memory()
 
 
 def keep_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""Cores that this process may use, and how many threads a model is computed with on them."""
+"""Cores and memory that this process may use, and how many threads a model is computed with."""
 
 from __future__ import annotations
 
@@ -42,6 +42,21 @@ def quota(folder: Path) -> float:
     try:
         limit, period = (folder / "cpu.max").read_text().split()
         return float(limit) / float(period)
+    except (OSError, ValueError):  # no such file, or "max": no limit
+        return math.inf
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may ever use: the machine's, or less where a control group
+    limits it. What is free at the moment does not count."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(min([machine, *map(memory_limit, groups())]))
+
+
+def memory_limit(folder: Path) -> float:
+    """Bytes that a control group may hold; inf if it has no limit."""
+    try:
+        return float((folder / "memory.max").read_text())
     except (OSError, ValueError):  # no such file, or "max": no limit
         return math.inf
 

@@ -188,7 +188,7 @@ class ModelSpec:
     trust_remote_code: bool | None = None
     lora: LoRA | None = None
     interruption: str | None = None
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: bool | Literal["auto"] | None = None
     origin: str | None = None  # of a policy that is loaded already: where its weights are from
     suggests: Mapping[str, Any] = field(default_factory=dict)  # numbers for the other groups
 

@@ -1,5 +1,5 @@
-"""Which kernels a run decodes and updates with: decided once, said in one line, noted in run.json,
-and kept when the run goes on."""
+"""Which engine and which kernels a run decodes and updates with: the kernels are decided once, said
+in one line, noted in run.json, and kept when the run goes on."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlkit.distributed import ranks
+from rlkit.models.checkpointing import is_checkpointed
 from rlkit.models.fused import go_on_with, kernel_of, update_kernel, use_update_kernel
 from rlkit.models.head import trunk_and_head
 from rlkit.system.files import lenient, write_atomic
-from rlkit.types import KernelEngine
+from rlkit.types import KernelEngine, SharedEngine
 
 OTHER_RANK = "as another process of the run"
 SHARDS = "the weights lie in shards"
+LARGE = 4_000_000_000  # parameters from which on a GPU's engine should be vLLM's
 
 
 def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
@@ -31,7 +35,7 @@ def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
     """Decide what `auto` is for the whole run, alike on all ranks, and give the line that says so
-    with the reason for a fallback.
+    with the reason for a fallback. On a GPU a line on the engine stands before it.
 
     Call it when the engine has been given weights. `sharded`: they will lie in shards, which
     compiled code cannot read.
@@ -49,7 +53,29 @@ def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
         and automatic
     ):
         use_update_kernel(model, "eager", why)
-    return kernels_line(engine, model)
+    parameters = sum(p.numel() for p in model.parameters())
+    lines = [engine_line(engine, next(model.parameters()).device, parameters)]
+    lines.append(kernels_line(engine, model))
+    return "\n".join(filter(None, lines))
+
+
+def engine_line(engine: Any, device: torch.device, parameters: int) -> str:
+    """`engine: Cached, which …`: the engine of a run on a GPU and why it is used; empty on a CPU.
+
+    From LARGE parameters on, the line advises vLLM instead of an engine of this process.
+    """
+    if device.type != "cuda":
+        return ""
+    name = type(engine).__name__
+    if isinstance(engine, SharedEngine):
+        return f"engine: {name}, which decodes with kernels of its own, from copies of the weights"
+    line = f"engine: {name}, which decodes in this process, from the trainer's own weights"
+    if parameters < LARGE:
+        return line
+    return (
+        f"{line}; for a model of {parameters / 1e9:.1f} billion parameters we advise"
+        " generation=vllm, whose kernels are written for large models (advice, not a measurement)"
+    )
 
 
 def kernels_line(engine: Any, model: Any) -> str:
@@ -88,14 +114,23 @@ def keep_kernels(
     return [text for text in said if text]
 
 
-def note_kernels(folder: Path, used: Mapping[str, str]) -> None:
-    """Adds the kernels to what run.json says of the process that works in the folder; a folder
+def choices_of(engine: Any, model: Any) -> dict[str, Any]:
+    """What a run has settled, for run.json and summary.json: its kernels, and whether updates
+    recompute their activations."""
+    return {
+        "kernels": kernels_in_use(engine, model),
+        "gradient_checkpointing": is_checkpointed(model),
+    }
+
+
+def note_choices(folder: Path, choices: Mapping[str, Any]) -> None:
+    """Add `choices_of` to what run.json says of the process that works in the folder; a folder
     without run.json stays as it is."""
     path = folder / "run.json"
     try:
         starts = json.loads(path.read_text())
-        starts[-1]["kernels"] = dict(used)
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        starts[-1].update(choices)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return
     with lenient("run.json"):
         write_atomic(path, (json.dumps(starts, indent=1) + "\n").encode())

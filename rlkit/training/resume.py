@@ -1,4 +1,5 @@
-"""What a resumed run keeps although no weights hold it: threads, kernels, the correction."""
+"""What a resumed run keeps although no weights hold it: threads, kernels, checkpointing of
+activations, the correction."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlkit.models.checkpointing import is_checkpointed
 from rlkit.training import schedules
+from rlkit.training.activations import keep_activations
 from rlkit.training.experiment import Experiment, correction_in_words
 from rlkit.training.kernels import keep_kernels, kernels_in_use
 from rlkit.training.schedules import Progress
@@ -16,14 +19,15 @@ from rlkit.types import Policy
 
 
 def computed_with(x: Experiment, model: nn.Module) -> dict[str, Any]:
-    """What decides the last bits of a run's numbers: the threads of the CPU, and the kernels that
-    decode and update."""
+    """What decides the last bits of a run's numbers: the threads of the CPU, the kernels that
+    decode and update, and whether updates recompute their activations."""
     kernels = kernels_in_use(x.generation.engine, model)
     on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU's sums do not depend on them
     return {
         "threads": torch.get_num_threads() if on_cpu else None,
         "kernel": kernels.get("decoding"),
         "update_kernel": kernels["updates"],
+        "gradient_checkpointing": is_checkpointed(model),
     }
 
 
@@ -35,8 +39,9 @@ def go_on_as_before(
     *,
     exact: bool,
 ) -> None:
-    """Goes on with the threads and kernels that a checkpoint names, where the config leaves that
-    open. Says what differs from a run that begins: these, the correction, trainer.steps.
+    """Go on with the threads, the kernels and the checkpointing of activations that a checkpoint
+    names, if the config leaves them open. Print what differs from a run that begins: these, the
+    correction, trainer.steps.
 
     Args:
       x: as configured. exact: what this process found of its engine.
@@ -47,6 +52,9 @@ def go_on_as_before(
     if x.trainer.threads is None and threads != torch.get_num_threads():
         torch.set_num_threads(threads)  # the same sums in the same order
         said.append(f"computes with {threads} thread(s), as the run did so far")
+    # first, because an update kernel depends on it
+    recompute = state["gradient_checkpointing"]
+    said.append(keep_activations(x, policy.model, critic, recompute))
     said += keep_kernels(x.generation.engine, policy.model, state, critic)
     config = checkpoint.get("run", {}).get("config", {})
     steps = config.get("trainer", {}).get("steps", x.trainer.steps)

@@ -136,6 +136,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     import rich.style  # noqa: F401  # its import draws from Python's generator: it must not come after the seed
 
     from rlkit.system import rng
+    from rlkit.training.activations import settle_activations
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy, check_teacher
 
@@ -147,6 +148,9 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     print(header(x, policy, device, tasks), flush=True)
     if x.asynchrony.mode == "overlap":
         print(process_in_words(x, device), flush=True)
+    activations = settle_activations(x, policy, tasks.train, device)
+    if activations:
+        print(activations, flush=True)
     with autocast(x, device):
         agreement = check_policy(policy, tasks.train, x)
     sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
@@ -193,7 +197,7 @@ def conclude(
     summary.json and metrics.csv."""
     from rlkit.sandbox import seen
     from rlkit.system.rows import export_csv
-    from rlkit.training.kernels import kernels_in_use
+    from rlkit.training.kernels import choices_of
     from rlkit.training.metrics import peak_memory
 
     validation = results.get("validation", {})
@@ -210,7 +214,7 @@ def conclude(
         "identity": module.provenance.get("identity"),
         "peak_memory_gb": round(peak_memory(device), 3),
         "device": str(device),
-        "kernels": kernels_in_use(module.experiment.generation.engine, module.policy.model),
+        **choices_of(module.experiment.generation.engine, module.policy.model),
         "versions": versions(),
         "sandbox": str(level) if (level := seen()) else None,
     }
@@ -325,12 +329,12 @@ def callbacks_of(
     from rlkit.training.callbacks.checkpoints import RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
-    from rlkit.training.callbacks.metrics import KernelsNoted, MetricsFile, Ownership
+    from rlkit.training.callbacks.metrics import ChoicesNoted, MetricsFile, Ownership
     from rlkit.training.callbacks.stopping import StopOnSignal
 
     metrics = folder / "metrics.jsonl"
     first = [StopOnSignal(), Ownership(folder), DebugBundle(folder), Watchdog()]
-    first += [KernelsNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
+    first += [ChoicesNoted(folder), HeldOut(tasks, metrics, results), MetricsFile(metrics)]
     callbacks = [*first, *(make(folder) for make in x.callbacks.values())]
     # The row is written when every callback has added to it, and a checkpoint says that all that
     # its step writes is there.

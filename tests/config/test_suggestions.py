@@ -73,7 +73,7 @@ def test_every_task_composes_to_sane_numbers_with_every_model(task, model):
     assert config["optimizer"]["lr"] == config["model"]["suggests"]["lora_lr" if adapters else "lr"]
     thinks = config["model"]["enable_thinking"] is not False
     assert (2048 if thinks else 256) <= config["generation"]["max_new_tokens"] <= 8192
-    assert config["trainer"]["steps"] >= 100 and config["model"]["gradient_checkpointing"]
+    assert config["trainer"]["steps"] >= 100
     assert config["generation"]["max_new_tokens"] < config["trainer"]["micro_batch_tokens"]
 
 

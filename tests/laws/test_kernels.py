@@ -19,7 +19,7 @@ from rlkit.errors import ConfigError, EngineError
 from rlkit.models import fused
 from rlkit.models.compiled import JOBS
 from rlkit.runs.kernels import NAME, decide_kernels
-from rlkit.training.kernels import keep_kernels, kernels_in_use, note_kernels, settle_kernels
+from rlkit.training.kernels import keep_kernels, kernels_in_use, note_choices, settle_kernels
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
@@ -243,14 +243,14 @@ def test_the_critic_goes_on_as_the_policy(tiny):
 
 
 def test_a_note_changes_nothing_else_and_needs_no_file(tmp_path):
-    note_kernels(tmp_path, EAGER)
+    note_choices(tmp_path, {"kernels": EAGER})
     assert not list(tmp_path.iterdir())
     for broken in ("", "[]", "{}", "[1]", "null", "[[]]"):
         (tmp_path / "run.json").write_text(broken)
-        note_kernels(tmp_path, EAGER)
+        note_choices(tmp_path, {"kernels": EAGER})
         assert (tmp_path / "run.json").read_text() == broken
     (tmp_path / "run.json").write_text('[{"git": "a"}, {"git": "b"}]')
-    note_kernels(tmp_path, EAGER)
+    note_choices(tmp_path, {"kernels": EAGER})
     assert json.loads((tmp_path / "run.json").read_text()) == [
         {"git": "a"},
         {"git": "b", "kernels": EAGER},

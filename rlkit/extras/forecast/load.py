@@ -47,7 +47,7 @@ def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) 
         limit,
         int(given.get("turns", 2 if several else 1)),
         rank,
-        bool(x.model.gradient_checkpointing),
+        x.model.gradient_checkpointing is True,  # auto: see settle_checkpointing
         x.trainer.micro_batch_tokens,
         engine.get("max_rows") or 256,
         engine.get("max_cached_tokens") or 1 << 20,

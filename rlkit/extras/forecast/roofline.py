@@ -34,6 +34,7 @@ LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is 
 CHUNK = 1 << 25  # entries of a chunk, as in rlkit.models.log_probs
 # moved per trained number: weight, gradient and two moments read, all but the gradient written
 ADAM_BYTES = 28
+FEWEST = 4096  # tokens of a micro-batch, as in rlkit.training.activations
 RESERVED = 1.5e9  # bytes of CUDA itself, kernels and workspaces
 
 
@@ -379,6 +380,19 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
         rate,
         rate / decode_limit(card, shape, tokens / steps, context),
     )
+
+
+def settle_checkpointing(card: Card, shape: Shape, load: Load) -> Load:
+    """The load of model.gradient_checkpointing=auto: micro-batches are halved down to FEWEST tokens
+    before activations are recomputed, as in a run."""
+    tokens = load.micro_batch
+    while True:
+        tried = load._replace(micro_batch=tokens, checkpointing=False)
+        if forecast(card, shape, tried).fits:
+            return tried
+        if tokens < 2 * FEWEST:
+            return load._replace(checkpointing=True)
+        tokens //= 2
 
 
 def changes(card: Card, shape: Shape, load: Load, most: int = 3) -> list[tuple[str, Forecast]]:

@@ -11,7 +11,7 @@ import lightning as L
 from rlkit.distributed import ranks
 from rlkit.system import owner
 from rlkit.system.rows import append_row
-from rlkit.training.kernels import kernels_in_use, note_kernels
+from rlkit.training.kernels import choices_of, note_choices
 from rlkit.training.loggers import log_final, log_histogram, log_settings, log_text
 from rlkit.training.metrics import with_own
 from rlkit.training.schedules.paths import flat
@@ -45,18 +45,17 @@ class Ownership(L.Callback):
         still_owned(self.run)
 
 
-class KernelsNoted(L.Callback):
-    """Writes the kernels of the run to run.json, once a checkpoint that it goes on from has had its
-    say."""
+class ChoicesNoted(L.Callback):
+    """Writes what the run has settled (its kernels, checkpointing of activations) to run.json, once
+    a checkpoint that it goes on from has had its say."""
 
     def __init__(self, run: Path):
         self.run = run
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         if ranks.rank() == 0:
-            note_kernels(
-                self.run, kernels_in_use(module.experiment.generation.engine, module.policy.model)
-            )
+            engine = module.experiment.generation.engine
+            note_choices(self.run, choices_of(engine, module.policy.model))
 
 
 def still_owned(run: Path) -> None:

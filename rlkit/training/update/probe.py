@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from rlkit.environments import environment_of
-from rlkit.episodes.episode import opening
-from rlkit.models.chat import encode_prompt
 from rlkit.models.log_probs import forward_logprobs
 from rlkit.models.packing import pack
+from rlkit.training.activations import longest_lengths
 from rlkit.training.update.record import Update
 from rlkit.training.update.split import micro_batches
 from rlkit.types import Batch, Rollout, Step, Task
@@ -52,18 +50,7 @@ def longest_rollouts(u: Update, tasks: Sequence[Task]) -> Batch:
     """As many rollouts as fill a micro-batch, each as long as the first tasks, the environment and
     the model let one become."""
     x = u.x
-    turns = [(environment_of(x.environment, task), task) for task in tasks[:16]]
-    openings = [opening(task, environment) for environment, task in turns]
-    prompts = [len(encode_prompt(u.policy.renderer, own.prompt, own.schemas)) for own in openings]
-    longest = max(
-        (
-            p + e.max_steps * x.generation.max_new_tokens
-            for p, (e, _) in zip(prompts, turns, strict=True)
-        ),
-        default=1,
-    )
-    width = min(u.policy.context_length, longest)
-    prompt = min(prompts, default=0)
+    prompt, width = longest_lengths(x, u.policy, tasks)
     embedding: Any = u.model.get_input_embeddings()  # type: ignore[operator]
 
     def ids(begin: int, end: int, row: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from rlkit.commands.arguments import Arguments, drop, is_trusted
 from rlkit.errors import ConfigError, nearest
 from rlkit.extras.forecast.load import load_of, shape_of_run
-from rlkit.extras.forecast.roofline import CARDS, changes, forecast
+from rlkit.extras.forecast.roofline import CARDS, changes, forecast, settle_checkpointing
 from rlkit.training.experiment import Experiment
 
 RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4)}
@@ -72,6 +72,9 @@ def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any])
         shape_of_run(x),
         load_of(x, config, given),
     )
+    if x.model.gradient_checkpointing == "auto":
+        load = settle_checkpointing(card, shape, load)
+    word = "recomputed" if load.checkpointing else "kept"
     found = forecast(card, shape, load)
     held = ", ".join(
         f"{name} {size / 1e9:.1f}" for name, size in found.memory.items() if size >= 5e7
@@ -106,6 +109,7 @@ def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any])
                 f" {card.memory / 1e9:.0f} GB ({held})"
             ),
         ),
+        ("activations", f"{word}, in micro-batches of {load.micro_batch} tokens"),
         ("slots", f"{found.slots} of {load.prompts * load.group} rollouts are decoded at once"),
         ("step", f"{found.total:.3g} s: {spent}"),
         (
@@ -117,4 +121,4 @@ def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any])
         ),
         *(("change", words) for words in advice or ["nothing that would gain 5 %"]),
     ]
-    return "\n".join(f"{label:<11}{text}" for label, text in rows)
+    return "\n".join(f"{label:<12}{text}" for label, text in rows)

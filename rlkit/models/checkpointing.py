@@ -1,0 +1,40 @@
+"""Checkpointing of activations: the layers of a model keep only their inputs for the backward pass
+and compute the rest again there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkit.models.fused import choose_kernel, kernel_of
+from rlkit.models.head import trunk_and_head
+from rlkit.system.adapters import base_model
+
+
+def can_checkpoint(model: Any) -> bool:
+    """Whether the model, with or without adapters, can recompute its activations."""
+    return bool(getattr(base_model(model), "supports_gradient_checkpointing", False))
+
+
+def is_checkpointed(model: Any) -> bool:
+    """Whether the model recomputes its activations in the backward pass."""
+    return bool(getattr(base_model(model), "is_gradient_checkpointing", False))
+
+
+def checkpoint_activations(model: Any, on: bool) -> None:
+    """Switch the recomputation of activations on or off, in place, at any time between two updates.
+
+    The update kernel is chosen again, because the fused one keeps its activations: "auto" becomes
+    eager when recomputation is switched on.
+    Raises: EngineError if model.kernel is "fused" and recomputation is switched on.
+    """
+    if is_checkpointed(model) == on:
+        return
+    causal = base_model(model)
+    if on:
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        causal.gradient_checkpointing_disable()
+        causal.disable_input_require_grads()
+    asked = kernel_of(trunk_and_head(causal)[0]).asked
+    if asked is not None:
+        choose_kernel(causal, asked)

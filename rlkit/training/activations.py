@@ -1,0 +1,324 @@
+"""Whether the updates of a run keep their activations or recompute them: what
+model.gradient_checkpointing=auto is, measured on a few tokens and decided once.
+
+The measurement (`measure_activations`) and the rule (`fits`) are apart. A run keeps the decision
+when it is resumed, also on a machine with other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rlkit.distributed import ranks
+from rlkit.environments import environment_of
+from rlkit.episodes.episode import opening
+from rlkit.models.chat import encode_prompt
+from rlkit.models.checkpointing import can_checkpoint, checkpoint_activations, is_checkpointed
+from rlkit.models.critic import SeparateCritic, make_critic
+from rlkit.models.fused import kernel_of
+from rlkit.models.head import trunk_and_head
+from rlkit.models.log_probs import CHUNK_LOGITS, states
+from rlkit.models.packing import kernels_of, pack
+from rlkit.models.shape import model_shape
+from rlkit.system import rng
+from rlkit.system.adapters import base_model, has_adapters
+from rlkit.system.device import autocast, precision, total_memory
+from rlkit.training.experiment import Experiment
+from rlkit.training.schedules import phases
+from rlkit.types import KernelEngine, Policy, Task, bound
+
+AUTO = "auto"
+# Of a device's total, what a run may plan with. The rest is for temporaries of one layer and for
+# gaps between blocks; assumed.
+USABLE = 0.9
+# Bytes of the libraries, or of CUDA with its kernels. Imports take 0.45 GiB on a CPU; the figure of
+# a GPU is assumed.
+LIBRARIES = 1 << 30
+# Of the memory beside the weights, what the cache of keys and values may take
+# (rlkit.engines.Cached).
+CACHE = 0.35
+# Bytes of one entry of a chunk of logits, with all that is made of it: six float32.
+LOGITS = 6 * 4
+# Tokens of a micro-batch that a GPU should have at least. The memory probe halves larger ones
+# there, which costs less than recomputing activations; assumed.
+FEWEST = 4096
+MEASURED = 128  # tokens of the longest row that is measured
+
+
+class Needs(NamedTuple):
+    """Bytes that one device holds in an update that keeps its activations."""
+
+    weights: int  # of policy, critic, references and the copy for decoding
+    training: int  # gradients, and two moments a trained parameter
+    activations: int  # of one micro-batch
+    logits: int  # of one chunk
+
+    @property
+    def update(self) -> int:
+        return sum(self)
+
+
+class Decision(NamedTuple):
+    """What `auto` is, and the figures it rests on."""
+
+    recompute: bool
+    needs: Needs
+    cache: int  # bytes of the engine's keys and values
+    tokens: int  # of the micro-batch
+    total: int  # bytes of the device, or this process's part of them
+
+
+def fits(needs: Needs, cache: int, total: int) -> bool:
+    """Whether an update that keeps its activations fits, in bytes:
+    needs + cache + LIBRARIES ≤ USABLE · total."""
+    return needs.update + cache + LIBRARIES <= USABLE * total
+
+
+def cache_share(weights: int, total: int, most: int | None = None) -> int:
+    """Bytes of the cache of keys and values: CACHE · (total - weights), or `most` if that is
+    less."""
+    share = int(CACHE * max(0, total - weights))
+    return share if most is None else min(share, most)
+
+
+# ---------------------------------------------------------------------------------------- measuring
+
+
+def saved_bytes(run: Callable[[], Any], apart: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd keeps for the backward pass of what `run` gives: distinct storages,
+    without those of the tensors `apart`, such as weights."""
+    storages: dict[int, Any] = {}
+
+    def note(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage  # held, so that no other one takes its address
+
+    with torch.enable_grad(), saved_tensors_hooks(note, _no_backward):
+        given = run()
+    own = {tensor.untyped_storage().data_ptr() for tensor in apart}
+    found = sum(s.nbytes() for address, s in storages.items() if address not in own)
+    del given
+    return found
+
+
+def _no_backward(_: Any) -> Tensor:
+    raise AssertionError("what is only measured has no backward pass")
+
+
+def measure_activations(model: nn.Module, rows: int, width: int) -> int:
+    """Bytes that a trunk keeps for the backward pass of `rows` packed rows of `width` tokens.
+
+    The trunk reads one row of n, 2n and 4n ≤ MEASURED tokens, and the three sizes give the
+    coefficients of a + b·L + c·L² for a row of L tokens. `a` holds the weights that autocast has
+    cast; c is 0 unless attention writes out its scores.
+    Returns: a + rows · (b·width + c·width²).
+    """
+    context = model_shape(base_model(model).config).context or MEASURED
+    n = max(2, min(MEASURED, context) // 4)
+    apart = [*model.parameters(), *model.buffers()]
+    device = next(model.parameters()).device
+    kernels = kernels_of(device)._replace(steps=False)  # a single row would be padded to thousands
+    small, middle, large = (
+        saved_bytes(partial(_read_row, model, length, device, kernels), apart)
+        for length in (n, 2 * n, 4 * n)
+    )
+    c = ((large - middle) / (2 * n) - (middle - small) / n) / (3 * n)
+    if c < 0:  # rounding to whole blocks
+        c = 0.0
+    b = (large - middle) / (2 * n) - 6 * n * c
+    a = large - 4 * n * b - 16 * n * n * c
+    return int(max(0.0, a) + rows * (b * width + c * width * width))
+
+
+def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any) -> Tensor:
+    """The states of one row of `length` read tokens; every token but the first is sampled."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    ids = torch.arange(length + 1, device=device)[None] % embedding.num_embeddings
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+    return states(model, pack(ids, mask, kernels=kernels))
+
+
+class Lengths(NamedTuple):
+    """Tokens of the longest rollouts: the shortest prompt tried, and a whole context."""
+
+    prompt: int
+    width: int
+
+
+def longest_lengths(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> Lengths:
+    """How long the first tasks, the environment and the model let a rollout become."""
+    turns = [(environment_of(x.environment, task), task) for task in tasks[:16]]
+    openings = [opening(task, environment) for environment, task in turns]
+    prompts = [len(encode_prompt(policy.renderer, own.prompt, own.schemas)) for own in openings]
+    longest = max(
+        (
+            p + e.max_steps * x.generation.max_new_tokens
+            for p, (e, _) in zip(prompts, turns, strict=True)
+        ),
+        default=1,
+    )
+    return Lengths(min(prompts, default=0), min(policy.context_length, longest))
+
+
+# ----------------------------------------------------------------------------------------- deciding
+
+
+def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.device) -> Decision:
+    """Measure what an update of the run needs on a device, and decide.
+
+    The micro-batch has trainer.micro_batch_tokens tokens, or all rollouts of an update at their
+    longest if those are fewer. On one GPU it has FEWEST tokens at most, because the memory probe
+    halves larger ones before the first step. Numbers that a schedule changes count as they begin.
+    """
+    with rng.kept(), autocast(x, device, updates=True):
+        width = max(longest_lengths(phase, policy, tasks).width for phase in phases(x).values())
+        rows = max(_rows(phase, width, device) for phase in phases(x).values())
+        critic = _separate_critic(x, policy.model)
+        trunks = [policy.model] if critic is None else [policy.model, critic.model]
+        activations = sum(measure_activations(trunk, rows, width) for trunk in trunks)
+    weights, training = _held(x, policy.model, critic, device)
+    _, head = trunk_and_head(policy.model)
+    entries = min(CHUNK_LOGITS, rows * width * head.weight.shape[0])
+    needs = Needs(weights, training, activations, LOGITS * entries)
+    total = total_memory(device)
+    if device.type == "cpu" and ranks.size() > 1:
+        total //= x.trainer.devices  # the processes of a machine share it
+    cache = _cache(x, policy.model, width, weights, total, device)
+    return Decision(not fits(needs, cache, total), needs, cache, rows * width, total)
+
+
+def _rows(x: Experiment, width: int, device: torch.device) -> int:
+    """Rollouts of `width` tokens in the largest micro-batch that has to fit."""
+    tokens = x.trainer.micro_batch_tokens
+    if device.type == "cuda" and ranks.size() == 1:
+        tokens = min(tokens, FEWEST)
+    rollouts = -(-x.batch.prompts * x.batch.group_size // x.algorithm.minibatches)
+    return max(1, min(tokens // width, -(-rollouts // ranks.size())))
+
+
+def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
+    """The separate critic that the run will have, to be measured; None without one."""
+    critics = [phase.algorithm.critic for phase in phases(x).values()]
+    if any(critic.active and critic.model == "separate" for critic in critics):
+        made = make_critic(model, model="separate")
+        assert isinstance(made, SeparateCritic)
+        return made
+    return None
+
+
+def _held(
+    x: Experiment, model: nn.Module, critic: nn.Module | None, device: torch.device
+) -> tuple[int, int]:
+    """Bytes of weights, and of gradients with two moments in float32, on this device.
+
+    A reference or a teacher that is loaded from a path counts as one copy of the policy's base.
+    """
+    base = sum(p.nbytes for p in model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    own = sum(p.nbytes for p in trained)
+    weights = base
+    if critic is not None:
+        trained += [p for p in critic.parameters() if p.requires_grad]
+        weights += sum(p.nbytes for p in critic.parameters())
+    references = {
+        id(phase.reference): phase.reference
+        for phase in phases(x).values()
+        if phase.needs_reference and phase.reference.name != "live"
+    }
+    for reference in references.values():
+        loaded = bound(reference.init).get("path")
+        weights += own if has_adapters(model) and not loaded else base
+    teachers = x.teacher.models.values() if x.needs_teacher else ()
+    weights += base * sum(bool(bound(teacher.init).get("path")) for teacher in teachers)
+    training = sum(p.nbytes + 2 * 4 * p.numel() for p in trained)
+    if x.trainer.strategy == "fsdp":
+        weights //= ranks.size()
+        training //= ranks.size()
+    if precision(x, device) == "bf16-mixed":
+        weights += 2 * sum(p.numel() for p in model.parameters())  # the copy for decoding
+    alone = device.type == "cuda" and torch.cuda.device_count() > 1
+    if x.asynchrony.mode == "overlap" and not alone:
+        weights += base  # of the process that samples
+    return weights, training
+
+
+def _cache(
+    x: Experiment,
+    model: nn.Module,
+    width: int,
+    weights: int,
+    total: int,
+    device: torch.device,
+) -> int:
+    """Bytes of the engine's cache beside an update: its share on a GPU; on a CPU no more than all
+    rows fill at their longest, because untouched pages take no memory. Other engines keep none."""
+    engine: Any = x.generation.engine
+    if not isinstance(engine, KernelEngine) or not getattr(engine, "keep_cache", True):
+        return 0
+    if device.type == "cuda":
+        return cache_share(weights, total)
+    config = base_model(model).config
+    shape = model_shape(config)
+    token = 2 * config.num_hidden_layers * shape.kv_heads * shape.head_dim * 4
+    rows = getattr(engine, "max_rows", x.batch.prompts * x.batch.group_size)
+    return cache_share(weights, total, rows * width * token)
+
+
+def settle_activations(
+    x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.device
+) -> str:
+    """Decide what model.gradient_checkpointing=auto is for the whole run, alike on all ranks.
+
+    It changes the policy and gives the line that says so; empty if the config names a value.
+
+    Call it before the kernels are settled and before a critic is made: both follow the policy. With
+    model.kernel=fused activations are kept in any case, and the line says if they do not fit.
+    """
+    if x.model.gradient_checkpointing != AUTO:
+        return ""
+    if not can_checkpoint(policy.model):
+        return "activations: kept (this model cannot recompute them)"
+    decision = ranks.broadcast(lambda: decide(x, policy, tasks, device))
+    fused = kernel_of(trunk_and_head(policy.model)[0]).asked == "fused"
+    checkpoint_activations(policy.model, decision.recompute and not fused)
+    return activations_line(decision, fused=fused)
+
+
+def activations_line(decision: Decision, *, fused: bool = False) -> str:
+    """`activations: kept (one micro-batch of 9,600 tokens takes 0.41 GiB; all together …)`.
+    `fused`: model.kernel=fused keeps them whatever was decided."""
+    gib = 2**30
+    together = decision.needs.update + decision.cache + LIBRARIES
+    figures = (
+        f"one micro-batch of {decision.tokens:,} tokens takes"
+        f" {decision.needs.activations / gib:.2f} GiB; with all else {together / gib:.2f} of"
+        f" {USABLE * decision.total / gib:.2f} GiB, {USABLE:.0%} of the total"
+    )
+    if decision.recompute and fused:
+        return (
+            f"activations: kept although they do not fit, because model.kernel=fused cannot"
+            f" recompute them ({figures}); lower trainer.micro_batch_tokens, or set"
+            " model.kernel=auto, with which model.gradient_checkpointing=auto recomputes them"
+        )
+    return f"activations: {'recomputed' if decision.recompute else 'kept'} ({figures})"
+
+
+def keep_activations(
+    x: Experiment, model: nn.Module, critic: nn.Module | None, recompute: bool
+) -> str:
+    """Go on with what a checkpoint says, if the config leaves it open, also in a separate critic; a
+    sentence if this machine would have decided otherwise."""
+    if x.model.gradient_checkpointing != AUTO or is_checkpointed(model) == recompute:
+        return ""
+    checkpoint_activations(model, recompute)
+    if isinstance(critic, SeparateCritic):
+        checkpoint_activations(critic.model, recompute)
+    word = "recomputed" if recompute else "kept"
+    return f"activations are {word}, as the run did so far (model.gradient_checkpointing)"
