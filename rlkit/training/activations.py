@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rlkit.distributed import ranks
+from rlkit.engines import Cached
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
@@ -31,7 +32,7 @@ from rlkit.system.adapters import base_model, has_adapters
 from rlkit.system.device import autocast, precision, total_memory
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
-from rlkit.types import KernelEngine, Policy, Task, bound
+from rlkit.types import Policy, Task, bound
 
 AUTO = "auto"
 # Of a device's total, what a run may plan with. The rest is for temporaries of one layer and for
@@ -204,7 +205,7 @@ def _rows(x: Experiment, width: int, device: torch.device) -> int:
 
 
 def _separate_critic(x: Experiment, model: nn.Module) -> SeparateCritic | None:
-    """The separate critic that the run will have, to be measured; None without one."""
+    """A separate critic like the run's, to be measured and dropped; None if the run has none."""
     critics = [phase.algorithm.critic for phase in phases(x).values()]
     if any(critic.active and critic.model == "separate" for critic in critics):
         made = make_critic(model, model="separate")
@@ -259,16 +260,15 @@ def _cache(
 ) -> int:
     """Bytes of the engine's cache beside an update: its share on a GPU; on a CPU no more than all
     rows fill at their longest, because untouched pages take no memory. Other engines keep none."""
-    engine: Any = x.generation.engine
-    if not isinstance(engine, KernelEngine) or not getattr(engine, "keep_cache", True):
+    engine = x.generation.engine
+    if not isinstance(engine, Cached) or not engine.keep_cache:
         return 0
     if device.type == "cuda":
         return cache_share(weights, total)
-    config = base_model(model).config
+    config = base_model(model).config.get_text_config()
     shape = model_shape(config)
     token = 2 * config.num_hidden_layers * shape.kv_heads * shape.head_dim * 4
-    rows = getattr(engine, "max_rows", x.batch.prompts * x.batch.group_size)
-    return cache_share(weights, total, rows * width * token)
+    return cache_share(weights, total, engine.max_rows * width * token)
 
 
 def settle_activations(

@@ -47,6 +47,13 @@ def test_memory_is_counted(report, tiny):
     assert report.memory.peak > sum(report.memory[:4])
 
 
+def test_the_header_tells_whether_activations_are_kept(report):
+    """1,000 tokens, as trainer.micro_batch_tokens allows; whole rollouts."""
+    (line,) = [own for own in report.header.splitlines() if own.startswith("activations: ")]
+    tokens = int(line.split(" tokens")[0].split()[-1].replace(",", ""))
+    assert line.startswith("activations: kept (one micro-batch of ") and 500 < tokens <= 1000
+
+
 def test_shared_storage_counts_once():
     a = torch.zeros(10)
     assert check.size_of([a, {"view": a[:2]}, (torch.zeros(3),)]) == 52

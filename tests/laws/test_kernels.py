@@ -7,6 +7,7 @@ import json
 import shutil
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,13 @@ from rlkit.errors import ConfigError, EngineError
 from rlkit.models import fused
 from rlkit.models.compiled import JOBS
 from rlkit.runs.kernels import NAME, decide_kernels
-from rlkit.training.kernels import keep_kernels, kernels_in_use, note_choices, settle_kernels
+from rlkit.training.kernels import (
+    engine_line,
+    keep_kernels,
+    kernels_in_use,
+    note_choices,
+    settle_kernels,
+)
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
@@ -180,6 +187,39 @@ def test_an_engine_with_kernels_of_its_own_is_not_named(tiny):
         settle_kernels(OWN, tiny.model) == "kernels: updates fused"
         and keep_kernels(OWN, tiny.model, {"kernel": None, "update_kernel": "fused"}) == []
     )
+
+
+GPU = torch.device("cuda")
+
+
+class Served(Batched):
+    """An engine behind servers."""
+
+    lent = None
+
+
+def test_a_gpu_names_its_engine_and_large_models_are_advised_vllm():
+    """By the count of parameters alone: 4B has 4.02 billion."""
+    small = engine_line(Cached(), GPU, 1_720_574_976)
+    large = engine_line(Cached(), GPU, 4_022_468_096)
+    assert small.startswith("engine: Cached, which decodes in this process")
+    assert "vllm" not in small and large.startswith(f"{small}; for a model of 4.0 billion")
+    assert "we advise generation=vllm" in large and "not a measurement" in large
+    served = engine_line(Served(lambda *_: []), GPU, 4_022_468_096)
+    assert served.startswith("engine: Served, ") and "advise" not in served
+    assert engine_line(Cached(), torch.device("cpu"), 4_022_468_096) == ""
+
+
+def test_the_engine_is_named_before_the_kernels_on_a_gpu_only(tiny, complete, monkeypatch):
+    engine = Cached()
+    load(engine, tiny, complete)
+    said = settle_kernels(engine, tiny.model)
+    assert said.startswith("kernels: ") and "\n" not in said
+    weight = SimpleNamespace(device=GPU, numel=lambda: 5_000_000_000)
+    monkeypatch.setattr(tiny.model, "parameters", lambda: iter([weight]))
+    first, second = settle_kernels(engine, tiny.model).splitlines()
+    assert first.startswith("engine: Cached") and "5.0 billion" in first
+    assert second == said
 
 
 def test_shards_and_a_model_that_changes_are_decoded_without_compiled_code(

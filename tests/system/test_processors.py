@@ -6,13 +6,14 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlkit.system import processors
-from rlkit.system.device import use_threads
-from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, threads_for
+from rlkit.system.device import total_memory, use_threads
+from rlkit.system.processors import PARAMETERS_PER_THREAD, cores, machine_memory, threads_for
 from rlkit.training.experiment import TrainerSettings
 
 
@@ -61,6 +62,43 @@ def test_a_container_limits_the_cores(membership, files, expected, tmp_path, mon
     monkeypatch.setattr(processors, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert cores() == expected
+
+
+@pytest.mark.parametrize(
+    "membership, files, expected",
+    [
+        ("0::/", {}, 8 << 30),
+        ("0::/", {"memory.max": "max"}, 8 << 30),
+        ("0::/", {"memory.max": str(3 << 30)}, 3 << 30),
+        ("0::/job/step", {"job/memory.max": str(2 << 30), "job/step/memory.max": "max"}, 2 << 30),
+        ("0::/", {"memory.max": str(1 << 60)}, 8 << 30),  # more than the machine has
+        (None, {}, 8 << 30),
+    ],
+)
+def test_a_container_limits_the_memory(membership, files, expected, tmp_path, monkeypatch):
+    """Its total counts; what is free at the moment is never asked for."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text + "\n")
+    if membership is not None:
+        (tmp_path / "membership").write_text(membership + "\n")
+    monkeypatch.setattr(processors, "CGROUP", tmp_path)
+    monkeypatch.setattr(processors, "MEMBERSHIP", tmp_path / "membership")
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": (8 << 30) // 4096}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    assert machine_memory() == total_memory("cpu") == expected
+
+
+def test_a_gpu_has_the_memory_of_its_properties(monkeypatch):
+    asked = []
+
+    def properties(device):
+        asked.append(device)
+        return SimpleNamespace(total_memory=80 << 30)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    device = torch.device("cuda", 1)
+    assert total_memory(device) == 80 << 30 and asked == [device]
 
 
 def test_a_given_number_wins_and_a_gpu_keeps_torchs(monkeypatch):

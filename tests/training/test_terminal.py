@@ -146,7 +146,8 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
             f" {cores()} core(s), precision 32-true"
         ),
         "batch: 2 prompts × 4 samples → 2 update(s) of 4 rollouts a step, 2 steps",
-        "sandbox: no reward and no tool asks for one\ntools: calculator\nkernels: ",
+        "sandbox: no reward and no tool asks for one\nactivations: kept (one micro-batch of ",
+        "\ntools: calculator\nkernels: ",
         " left",
         "less outputs/",
     ):

@@ -16,6 +16,7 @@ from rlkit.extras.forecast.roofline import (
     decode_step,
     forecast,
     memory_of,
+    settle_checkpointing,
     shape_of,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "forecast",
     "load_of",
     "memory_of",
+    "settle_checkpointing",
     "shape_of",
     "shape_of_run",
 ]

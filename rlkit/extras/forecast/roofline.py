@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rlkit.models.shape import model_shape
+from rlkit.training.activations import FEWEST
 
 # What the decode engine does.
 # moved by the sampling noise per row and vocabulary entry, at most: two-level Gumbel-max needs 2 √V
@@ -34,7 +35,6 @@ LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is 
 CHUNK = 1 << 25  # entries of a chunk, as in rlkit.models.log_probs
 # moved per trained number: weight, gradient and two moments read, all but the gradient written
 ADAM_BYTES = 28
-FEWEST = 4096  # tokens of a micro-batch, as in rlkit.training.activations
 RESERVED = 1.5e9  # bytes of CUDA itself, kernels and workspaces
 
 

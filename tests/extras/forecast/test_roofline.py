@@ -14,9 +14,11 @@ from rlkit.extras.forecast import (
     decode_step,
     forecast,
     memory_of,
+    settle_checkpointing,
     shape_of,
 )
 from rlkit.models.load import pretrained_config
+from rlkit.training.activations import FEWEST
 
 SMALL, H200 = KNOWN["Qwen/Qwen3-0.6B"], CARDS["h200"]
 STEP = Load(prompts=16, group=8, prompt=150, reply=300, longest=600, rank=16, checkpointing=True)
@@ -106,6 +108,20 @@ def test_advice_makes_a_run_fit_and_names_each_key_once():
     found = changes(CARDS["4090"], big, load)
     keys = [words.partition("=")[0] for words, _ in found]
     assert found[-1][1].fits and "model.lora.rank" in keys and 1 <= len(keys) == len(set(keys)) <= 3
+
+
+def test_auto_halves_micro_batches_before_it_recomputes():
+    """On 80 GB adapters of 0.6B fit as they are, those of 4B in smaller micro-batches, all weights
+    of 4B not at all."""
+    card = CARDS["h100"]
+    load = STEP._replace(checkpointing=True, micro_batch=16384)
+    small, middle = (
+        settle_checkpointing(card, KNOWN[f"Qwen/Qwen3-{name}"], load) for name in ("0.6B", "4B")
+    )
+    assert small == load._replace(checkpointing=False)
+    assert not middle.checkpointing and FEWEST <= middle.micro_batch < 16384
+    all_weights = load._replace(rank=0, copies=1)
+    assert settle_checkpointing(card, KNOWN["Qwen/Qwen3-4B"], all_weights) == all_weights
 
 
 def test_advice_on_a_run_that_fits_pays():
