@@ -34,7 +34,9 @@ def checkpoint_activations(model: Any, on: bool) -> None:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         causal.gradient_checkpointing_disable()
-        causal.disable_input_require_grads()
+    # Only the reentrant kind needs the hook on the embeddings, and a hook rules out the fused
+    # decoder: this process would decode by another kernel than the one of asynchrony=overlap.
+    causal.disable_input_require_grads()
     asked = kernel_of(trunk_and_head(causal)[0]).asked
     if asked is not None:
         choose_kernel(causal, asked)

@@ -128,9 +128,10 @@ def load_policy(
     if head_precision == "float32":
         # for every forward of the model, Hugging Face's own too
         model.get_output_embeddings().__class__ = Float32Head
-    checkpoint_activations(model, gradient_checkpointing is True)
     if lora.rank > 0:
         model = add_lora(model, lora)
+    # after the adapters: PEFT hangs a hook on the embeddings of a model that recomputes
+    checkpoint_activations(model, gradient_checkpointing is True)
     choose_kernel(model, kernel)
     # gradient checkpointing works in this mode alone; engines sample in the other one
     model.train()

@@ -287,6 +287,8 @@ def test_switched_on_and_off_again_the_model_computes_as_before(rank):
     first = gradients()
     checkpoint_activations(model, True)
     assert is_checkpointed(model) and fused.update_kernel(model) == "eager"
+    # one would rule out the fused decoder here, and not in the process of asynchrony=overlap
+    assert len(model.get_input_embeddings()._forward_hooks) == hooks == 0
     again = gradients()
     assert all(g is not None for g in again)
     for a, b in zip(first, again, strict=True):  # fused and eager round differently
