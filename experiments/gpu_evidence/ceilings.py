@@ -1,0 +1,159 @@
+"""Part a: what the card reaches, what is installed, the tests marked gpu, and CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from inside import Watch, watched
+from rows import Report, figures_of, read_rows
+from weights import Setting, embedded_policy, grouped_prompts, sample, wait_for
+
+from rlkit.engines import Cached
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "triton", "transformers", "peft", "lightning", "numpy", "vllm", "trl")
+
+
+def pieces(setting: Setting) -> dict[str, Callable[[Report], str | None]]:
+    return {
+        "ceilings": partial(measure_ceilings, setting),
+        "versions": partial(list_versions, setting),
+        "graphs, 32 then 1024 tokens": partial(count_after_calls, setting),
+        "graphs, three turns": partial(count_after_turns, setting),
+        "tests": partial(run_tests, setting),
+    }
+
+
+def seconds_of(work: Callable[[], Any], device: str, rounds: int = 5) -> float:
+    """The least seconds of some rounds, after one that warms up."""
+    spent = []
+    for _ in range(rounds + 1):
+        wait_for(device)
+        begun = time.perf_counter()
+        work()
+        wait_for(device)
+        spent.append(time.perf_counter() - begun)
+    return min(spent[1:])
+
+
+def measure_ceilings(setting: Setting, report: Report) -> None:
+    """Bytes a second of a copy on the device, read and written, and operations a second of a
+    bfloat16 product."""
+    device = setting.device
+    source = torch.ones(setting.pick(1 << 30, 1 << 22), dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    rate = 2 * source.nbytes / seconds_of(partial(target.copy_, source), device)
+    report("ceilings", "copy", terabytes_per_s=round(rate / 1e12, 4))
+    n = setting.pick(8192, 256)
+    a = torch.randn(n, n, dtype=torch.bfloat16, device=device)
+    flops = 2 * n**3 / seconds_of(lambda: a @ a, device)
+    report("ceilings", "bfloat16 product", teraflops=round(flops / 1e12, 3), size=n)
+
+
+def copy_rate(out: Path) -> float | None:
+    """Bytes a second of the measured copy; None before it was measured."""
+    for row in figures_of(read_rows(out), "a").get("ceilings", ()):
+        if row.get("row") == "copy":
+            return float(row["terabytes_per_s"]) * 1e12
+    return None
+
+
+def list_versions(setting: Setting, report: Report) -> None:
+    """The device, the packages, and which of the newer arguments torch's attention takes."""
+    from torch.nn.attention import varlen
+
+    found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    arguments = inspect.signature(varlen.varlen_attn).parameters
+    for name in ("enable_gqa", "block_table", "num_splits"):
+        found[f"varlen_attn takes {name}"] = name in arguments
+    found["cores"] = os.cpu_count()
+    if setting.device == "cuda":
+        card = torch.cuda.get_device_properties(0)
+        found |= {"card": card.name, "memory_gb": round(card.total_memory / 1e9, 1)}
+        found["capability"] = f"{card.major}.{card.minor}"
+        query = "--query-gpu=driver_version,clocks.max.sm,power.limit"
+        said = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True
+        )
+        found["driver, clock, power"] = said.stdout.strip()
+    for name, value in found.items():
+        report("versions", name, value=value)
+
+
+def report_graphs(report: Report, call: str, watch: Watch, engine: Cached) -> None:
+    """The counts so far, after a call of an engine."""
+    shapes = engine.metrics().get("captured_shapes")
+    report(
+        "CUDA graphs",
+        call,
+        captures=watch.captures,
+        replays=watch.replays,
+        refused=watch.refused,
+        captured_shapes=shapes,
+        looks=len(watch.looks),
+        why=next((text for text in watch.warned if "captured" in text), "")[:300],
+    )
+
+
+def count_after_calls(setting: Setting, report: Report) -> None:
+    """The start-up check draws 32 tokens, the first rollout more: a cache that is made again must
+    not end the captures. The same call once more should capture nothing."""
+    policy = embedded_policy(setting.device)
+    engine = Cached()
+    rows = setting.pick(64, 8)
+    longer = setting.pick(1024, 48)
+    with watched(engine) as watch:
+        for call, tokens in (("32 tokens", 32), ("longer", longer), ("the same again", longer)):
+            sample(engine, policy, grouped_prompts(rows, 60), tokens)
+            report_graphs(report, f"{call}: {tokens}", watch, engine)
+
+
+def count_after_turns(setting: Setting, report: Report) -> None:
+    """Episodes of three turns, whose contexts grow, three times over."""
+    policy = embedded_policy(setting.device)
+    engine = Cached()
+    rows = setting.pick(256, 8)
+    prompt = setting.pick(350, 40)
+    tokens = setting.pick(96, 8)
+    with watched(engine) as watch:
+        for call in range(3):
+            prompts = grouped_prompts(rows, prompt + 20 * call, start=call)
+            sample(engine, policy, prompts, tokens, turns=3)
+            report_graphs(report, f"call {call + 1}", watch, engine)
+
+
+def run_tests(setting: Setting, report: Report) -> str | None:
+    """pytest -m gpu. Warnings of other versions of torch are no errors here."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return "hypothesis is not installed, which tests/conftest.py imports (wheels.sh has it)"
+    quiet = ["-o", "addopts=", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
+    files = setting.pick("tests/gpu", "tests/gpu/test_attention.py")
+    command = [sys.executable, "-m", "pytest", *quiet, "--import-mode=importlib", "-m", "gpu"]
+    done = subprocess.run([*command, "-q", "-rf", files], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    counts = {
+        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])
+    }
+    report("tests", "pytest -m gpu", exit_status=done.returncode, **counts)
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            report("tests", line.split(" - ")[0][:200], said=line.partition(" - ")[2][:300])
+    return None

@@ -1,0 +1,136 @@
+"""What the evidence reads inside `rlkit.engines.cached`; no other file here knows its names.
+
+Where a name is gone, the figure is None and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+
+class Look(NamedTuple):
+    """One call of the decoder: some tokens for each row, then the host looks which rows ended."""
+
+    begun: float  # seconds of the host's clock
+    launched: float  # of the first replay of a graph inside, `begun` without one
+    ended: float
+    rounds: int  # tokens that a drawing row got
+
+
+@dataclass
+class Watch:
+    """What an engine did while it was watched."""
+
+    captures: int = 0
+    replays: int = 0
+    launched: float = 0.0
+    looks: list[Look] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+
+    @property
+    def refused(self) -> int:
+        """Warnings that a model cannot be captured."""
+        return sum("cannot be captured" in text for text in self.warned)
+
+    def host_ms(self, first: int = 0) -> float:
+        """Mean milliseconds between the end of a look and the first launch of the next one, in
+        which the card stands still, from the look `first` on; nan with fewer than two looks."""
+        gaps = [b.launched - a.ended for a, b in itertools.pairwise(self.looks[first:])]
+        return 1e3 * sum(gaps) / len(gaps) if gaps else math.nan
+
+
+@contextmanager
+def watched(engine: Any) -> Iterator[Watch]:
+    """Count captures, replays and refusals of CUDA graphs, and time each look of the decoder."""
+    watch = Watch()
+    make_decoder = engine.make_decoder
+
+    def made(policy: Any) -> Any:
+        decoder = make_decoder(policy)
+        vars(decoder).pop("advance", None)  # of an earlier watch
+        decoder.advance = partial(look, decoder, decoder.advance)
+        return decoder
+
+    def look(decoder: Any, advance: Callable[[], Any]) -> Any:
+        rounds = decoder.rounds
+        watch.launched = 0.0
+        begun = time.perf_counter()
+        replies = advance()
+        ended = time.perf_counter()
+        launched = watch.launched or begun
+        watch.looks.append(Look(begun, launched, ended, decoder.rounds - rounds))
+        return replies
+
+    with counted_graphs(watch), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.make_decoder = made
+        try:
+            yield watch
+        finally:
+            del engine.make_decoder
+            vars(engine.decoder or watch).pop("advance", None)
+            watch.warned = [str(warning.message) for warning in caught]
+
+
+@contextmanager
+def counted_graphs(watch: Watch) -> Iterator[None]:
+    """Count captured graphs and their replays: `capture` of cached/graphs.py returns the replay."""
+    graphs: Any = None
+    with suppress(ImportError):
+        graphs = importlib.import_module("rlkit.engines.cached.graphs")
+    capture = getattr(graphs, "capture", None)
+    if capture is None:
+        yield
+        return
+
+    def counted(*given: Any, **named: Any) -> Any:
+        replay = capture(*given, **named)
+        watch.captures += 1
+
+        def again() -> None:
+            watch.replays += 1
+            watch.launched = watch.launched or time.perf_counter()
+            replay()
+
+        return again
+
+    with mock.patch.object(graphs, "capture", counted):
+        yield
+
+
+@contextmanager
+def limited_by_seed(limit_of: Callable[[int], int]) -> Iterator[bool]:
+    """Give each completion a limit of its own, by its seed. Gives False where that is impossible:
+    all rows then draw up to generation.max_new_tokens.
+
+    A limit in SamplingParams would be the same for all rows: the decoder samples completions with
+    different numbers one kind after another.
+    """
+    sampler: Any = None
+    with suppress(ImportError):
+        sampler = importlib.import_module("rlkit.engines.cached.sampler").Sampler
+    begin = getattr(sampler, "begin", None)
+    if begin is None:
+        yield False
+        return
+
+    def begun(self: Any, at: Any, contexts: Any, seeds: Any, *more: Any, **named: Any) -> Any:
+        out = begin(self, at, contexts, seeds, *more, **named)
+        own = torch.tensor([limit_of(int(seed)) for seed in seeds], device=self.limit.device)
+        self.limit[at] = torch.minimum(self.limit[at], own)
+        return out
+
+    with mock.patch.object(sampler, "begin", begun):
+        yield True

@@ -1,0 +1,407 @@
+"""Parts b and c: decoding steps, and one update by part. Models have random weights, which are
+made on the card."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from ceilings import copy_rate, seconds_of
+from inside import watched
+from rows import Report
+from weights import (
+    GROUP,
+    RANK,
+    SHAPES,
+    Setting,
+    card_of,
+    embedded_policy,
+    grouped_prompts,
+    median,
+    random_policy,
+    sample,
+    wait_for,
+)
+
+from rlkit.engines import Cached
+from rlkit.engines.transformers import draw
+from rlkit.extras.forecast import decode_limit
+from rlkit.models import LoRA, forward_logprobs, pack
+from rlkit.models.log_probs import states
+from rlkit.models.packing import Kernels, attend_packed
+from rlkit.training.selfcheck import own_log_probs
+from rlkit.types import Policy
+
+Pieces = dict[str, Callable[[Report], str | None]]
+ARMS = {"base": 0, "adapters": RANK}
+
+
+def forget() -> None:
+    """Free the memory of models that are gone, and count the peak from here."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gb(device: str) -> float | None:
+    """Most memory that torch has held on a GPU since `forget`; None elsewhere."""
+    cuda = torch.device(device).type == "cuda"
+    return round(torch.cuda.max_memory_allocated() / 1e9, 3) if cuda else None
+
+
+# ------------------------------------------------------------------------------ b. decoding steps
+
+
+def decoding(setting: Setting) -> Pieces:
+    """Shapes × adapters × contexts, each kernel by kernel and by replay, then the kernels of a
+    step, and the draw and the attention alone."""
+    out: Pieces = {}
+    contexts = setting.pick((512, 1024, 4096), (32, 64))
+    for context in sorted(contexts, key=lambda n: (n != setting.pick(1024, 64), n)):
+        for shape in setting.shapes:
+            for arm in ARMS:
+                work = partial(decode, setting, shape, arm, context)
+                out[f"{shape} {arm}, context {context}"] = work
+    for shape in setting.shapes:
+        out[f"{shape}, kernels of a step"] = partial(list_kernels, setting, shape)
+        out[f"{shape}, draw and attention alone"] = partial(time_alone, setting, shape)
+    return out
+
+
+def engine_of(**asked: Any) -> Cached | None:
+    """A cached engine with these options; None where this version has no such option."""
+    known = inspect.signature(Cached.__init__).parameters
+    return Cached(**asked) if set(asked) <= set(known) else None
+
+
+def modes(setting: Setting) -> dict[str, dict[str, Any]]:
+    """How a step can be started: by kernel, as a graph, and where there is one from torch's paged
+    attention. On a CPU only the first."""
+    eager = {"cuda_graphs": False, "kernel": "eager"}
+    if setting.device == "cpu":
+        return {"eager": eager}
+    return {"replay": {}, "eager": eager, "replay, varlen": {"cache": "varlen"}}
+
+
+def decode(setting: Setting, shape: str, arm: str, context: int, report: Report) -> None:
+    """Milliseconds of a step of 256 rows, replies of a fixed length behind prompts that each group
+    of eight shares.
+
+    The median over the looks, so that a pass over the prompts and a capture count for nothing. The
+    limit reads all weights once, and the keys and values of every row, at the copy rate of part a.
+    """
+    forget()
+    rows = setting.pick(256, 16)
+    tokens = setting.pick(128, 8)
+    policy = random_policy(shape=shape, lora=LoRA(rank=ARMS[arm]), device=setting.device)
+    card = card_of(setting.device, copy_rate(setting.out))
+    limit = decode_limit(card, SHAPES[shape], rows, context)
+    for mode, options in modes(setting).items():
+        engine = engine_of(max_rows=rows, **options)
+        if engine is None:
+            report("decode", mode, reason=f"this version has no option {next(iter(options))}")
+            continue
+        with watched(engine) as watch:
+            begun = time.perf_counter()
+            sample(engine, policy, grouped_prompts(rows, context - tokens // 2), tokens)
+            seconds = time.perf_counter() - begun
+        looks = [(look.ended - look.begun) / look.rounds for look in watch.looks if look.rounds]
+        step = median(looks)
+        drawing = rows * tokens / sum(look.rounds for look in watch.looks)
+        rate = drawing / step if step else 0.0
+        report(
+            "decode",
+            mode,
+            ms_a_step=round(1e3 * (step or 0.0), 3),
+            rows_drawing=round(drawing, 1),
+            tokens_per_s=round(rate),
+            limit_tokens_per_s=round(limit),
+            share_of_limit=round(rate / limit, 3),
+            host_ms_a_look=round(watch.host_ms(), 3),
+            seconds_with_prompts=round(seconds, 2),
+            captures=watch.captures,
+            replays=watch.replays,
+            refused=watch.refused,
+            peak_gb=peak_gb(setting.device),
+        )
+
+
+def list_kernels(setting: Setting, shape: str, report: Report) -> None:
+    """The kernels that take the most time of a call with adapters, by torch.profiler; the first
+    call is not counted."""
+    from torch.profiler import ProfilerActivity, profile
+
+    forget()
+    policy = random_policy(shape=shape, lora=LoRA(rank=RANK), device=setting.device)
+    engine = Cached(max_rows=256)
+    prompts = grouped_prompts(setting.pick(256, 16), setting.pick(1024, 32))
+    tokens = setting.pick(32, 4)
+    sample(engine, policy, prompts, tokens)
+    cuda = setting.device == "cuda"
+    kinds = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    with profile(activities=kinds) as seen:
+        sample(engine, policy, prompts, tokens)
+        wait_for(setting.device)
+
+    def microseconds(event: Any) -> float:
+        return event.self_device_time_total if cuda else event.self_cpu_time_total
+
+    events = sorted(seen.key_averages(), key=microseconds, reverse=True)
+    total = sum(map(microseconds, events)) or 1.0
+    for event in events[:10]:
+        report(
+            "kernels",
+            event.key[:90],
+            calls=event.count,
+            ms=round(microseconds(event) / 1e3, 2),
+            share=round(microseconds(event) / total, 3),
+        )
+    calls = sum(event.count for event in events)
+    report("kernels", "all", calls=calls, ms=round(total / 1e3, 2), share=1.0)
+
+
+def time_alone(setting: Setting, shape: str, report: Report) -> None:
+    """The draw over the whole vocabulary, and one layer's attention of 256 rows three ways: keys
+    and values in one piece, gathered from pages first, and read from pages by torch's kernel."""
+    own = SHAPES[shape]
+    device = setting.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    rows = setting.pick(256, 16)
+    length = setting.pick(1024, 64)
+    logits = torch.randn(rows, own.vocab, device=device, dtype=dtype)
+    seeds = torch.arange(rows, device=device)
+    spent = seconds_of(partial(draw, logits, seeds, seeds, 1.0), device)
+    report("alone", "draw", ms=round(1e3 * spent, 4), rows=rows)
+    page = 256  # tokens; flash attention takes multiples of 256
+    pages = -(-length // page)
+    query = torch.randn(rows, own.heads, 1, own.head_dim, device=device, dtype=dtype)
+    pool = torch.randn(
+        2, rows * pages, page, own.kv_heads, own.head_dim, device=device, dtype=dtype
+    )
+    table = torch.randperm(rows * pages, device=device).view(rows, pages)
+    mask = (torch.arange(pages * page, device=device) < length)[None, None, None]
+
+    def attend(keys: Any, values: Any) -> Any:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(query, keys, values, attn_mask=mask, enable_gqa=own.heads != own.kv_heads)
+
+    def gathered() -> Any:
+        return attend(*(side[table].flatten(1, 2).transpose(1, 2) for side in pool))
+
+    whole = [side[table].flatten(1, 2).transpose(1, 2).contiguous() for side in pool]
+    ways: dict[str, Callable[[], Any]] = {
+        "in one piece": lambda: attend(*whole),
+        "gathered from pages": gathered,
+        "varlen_attn with a block table": partial(paged_attention, query, pool, table, length),
+    }
+    for way, work in ways.items():
+        try:
+            spent = seconds_of(work, device)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            report("alone", f"attention, {way}", reason=str(error).partition("\n")[0][:200])
+            continue
+        report("alone", f"attention, {way}", ms=round(1e3 * spent, 4), rows=rows, context=length)
+
+
+def paged_attention(query: Any, pool: Any, table: Any, length: int) -> Any:
+    """torch's attention from pages, for rows of one query each."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows = len(table)
+    used = torch.full((rows,), length, dtype=torch.int32, device=query.device)
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    options: Any = {"seqused_k": used, "block_table": table.int()}
+    with torch.inference_mode():
+        return varlen_attn(
+            query[:, :, 0], pool[0], pool[1], ends, None, 1, length, enable_gqa=True, **options
+        )
+
+
+# ------------------------------------------------------------------------------- c. one update
+
+
+def updates(setting: Setting) -> Pieces:
+    """Shapes × tokens, each with and without checkpointing; attention alone; gaps in bfloat16."""
+    out: Pieces = {}
+    for tokens in setting.pick((16_384, 32_768), (256,)):
+        for shape in setting.pick(("0.6B", "8B"), ("rehearsed",)):
+            for kept in (True, False):
+                how = "checkpointing" if kept else "no checkpointing"
+                work = partial(time_update, setting, shape, tokens, kept)
+                out[f"{shape}, {tokens} tokens, {how}"] = work
+    for shape in setting.pick(("0.6B", "8B"), ("rehearsed",)):
+        out[f"{shape}, attention alone"] = partial(time_attention, setting, shape)
+    for model in ("embedded", *setting.pick(("0.6B",), ("rehearsed",))):
+        out[f"gaps, {model}"] = partial(measure_gaps, setting, model)
+    return out
+
+
+def packed_rows(tokens: int, setting: Setting, **options: Any) -> tuple[Any, int]:
+    """Groups of eight replies behind a prompt of GSM8K's length, about so many packed tokens;
+    and the number of replies."""
+    prompt = setting.pick(350, 16)
+    reply = setting.pick(230, 12)
+    groups = max(1, round(tokens / (prompt + GROUP * reply)))
+    generator = torch.Generator().manual_seed(0)
+    size = (groups * GROUP, prompt + reply)
+    ids = torch.randint(100, 700, size, generator=generator).to(setting.device)
+    ids[:, :prompt] = ids[::GROUP, :prompt].repeat_interleave(GROUP, 0)
+    mask = torch.arange(prompt + reply, device=setting.device).expand(size) >= prompt
+    return pack(ids, mask, **options), groups * GROUP
+
+
+def time_update(
+    setting: Setting, shape: str, tokens: int, checkpointing: bool, report: Report
+) -> None:
+    """Seconds of one forward and backward pass with adapters, of its parts by difference, and of
+    AdamW. `linear` is the trunk without attention: projections, norms and gates."""
+    forget()
+    device = setting.device
+    policy = random_policy(
+        shape=shape, lora=LoRA(rank=RANK), device=device, gradient_checkpointing=checkpointing
+    )
+    model = policy.model
+    packed, _ = packed_rows(tokens, setting)
+    name = "update"
+    size = {"packed_tokens": len(packed.ids), "sampled_tokens": len(packed.targets)}
+    try:
+        whole = seconds_of(
+            lambda: forward_logprobs(model, packed).logprobs.sum().backward(), device, 2
+        )
+        peak = peak_gb(device)
+        trunk = seconds_of(lambda: states(model, packed).float().sum().backward(), device, 2)
+    except torch.OutOfMemoryError as error:
+        report(name, shape, fits=False, said=str(error).partition(". GPU")[0], **size)
+        return
+    layer = attention_seconds(SHAPES[shape], packed, setting)
+    attention = layer * SHAPES[shape].layers * (4 / 3 if checkpointing else 1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    adamw = seconds_of(optimizer.step, device, 2)
+    report(
+        name,
+        shape,
+        fits=True,
+        seconds=round(whole, 4),
+        attention_s=round(attention, 4),
+        linear_s=round(trunk - attention, 4),
+        head_s=round(whole - trunk, 4),
+        adamw_s=round(adamw, 4),
+        peak_gb=peak,
+        **size,
+    )
+
+
+def attention_seconds(own: Any, packed: Any, setting: Setting) -> float:
+    """Of one layer's attention to packed rows, forward and backward."""
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    q, k, v = (
+        torch.randn(
+            1,
+            heads,
+            len(packed.ids),
+            own.head_dim,
+            device=setting.device,
+            dtype=dtype,
+            requires_grad=True,
+        )
+        for heads in (own.heads, own.kv_heads, own.kv_heads)
+    )
+    return seconds_of(
+        lambda: attend_packed(None, q, k, v, None, packed=packed)[0].sum().backward(),
+        setting.device,
+        2,
+    )
+
+
+def time_attention(setting: Setting, shape: str, report: Report) -> None:
+    """One layer's attention to packed rows by each of rlkit's paths, and by `varlen_attn` with
+    repeated heads, which torch 2.11 takes too."""
+    tokens = setting.pick(16_384, 256)
+    ways: dict[str, Any] = {"as rlkit chooses": None}
+    ways["steps"] = Kernels(varlen=False, steps=True)
+    ways["exact lengths"] = Kernels(varlen=False, steps=False)
+    if setting.device == "cuda":
+        ways["varlen"] = Kernels(varlen=True, steps=True)
+        ways["varlen, heads repeated"] = ways["varlen"]
+    for way, kernels in ways.items():
+        packed, _ = packed_rows(tokens, setting, kernels=kernels)
+        own = SHAPES[shape]
+        try:
+            with repeated_heads(way.endswith("repeated")):
+                spent = attention_seconds(own, packed, setting)
+        except (RuntimeError, TypeError) as error:
+            report("attention", way, reason=str(error).partition("\n")[0][:200])
+            continue
+        report("attention", way, ms=round(1e3 * spent, 3), packed_tokens=len(packed.ids))
+
+
+@contextmanager
+def repeated_heads(wanted: bool) -> Any:
+    """`varlen_attn` without `enable_gqa`: keys and values are repeated for their heads before."""
+    from torch.nn.attention import varlen
+
+    before = varlen.varlen_attn
+
+    def repeated(
+        q: Any, k: Any, v: Any, *given: Any, enable_gqa: bool = False, **named: Any
+    ) -> Any:
+        times = q.shape[1] // k.shape[1]
+        k, v = (side.repeat_interleave(times, 1) for side in (k, v))
+        return before(q, k, v, *given, **named)
+
+    if wanted:
+        varlen.varlen_attn = repeated
+    try:
+        yield
+    finally:
+        varlen.varlen_attn = before
+
+
+def measure_gaps(setting: Setting, model: str, report: Report) -> None:
+    """Differences in nats of the log-probs of sampled tokens: sampler, trainer, and the model's own
+    forward, in bfloat16 and for the embedded model in float32 too."""
+    dtypes = ("bfloat16", "float32") if model == "embedded" else ("bfloat16",)
+    for dtype in dtypes:
+        forget()
+        policy = gap_policy(setting, model, dtype)
+        prompts = grouped_prompts(setting.pick(32, 8), 60)
+        replies = sample(Cached(), policy, prompts, setting.pick(128, 8))
+        ids = torch.tensor(
+            [[*p, *r.token_ids] for p, r in zip(prompts, replies, strict=True)],
+            device=setting.device,
+        )
+        mask = torch.arange(ids.shape[1], device=setting.device).expand(ids.shape) >= 60
+        few = slice(0, 4)
+        with torch.no_grad():
+            trainer = forward_logprobs(policy.model, pack(ids, mask)).logprobs
+            own = own_log_probs(policy.model, ids[few], mask[few], 1.0)
+        sampler = torch.tensor([reply.logprobs for reply in replies], device=setting.device)
+        gaps = {
+            "sampler and trainer": sampler.flatten() - trainer[mask],
+            "trainer and own forward": trainer[few][mask[few]] - own,
+            "sampler and own forward": sampler[few].flatten() - own,
+        }
+        for pair, gap in gaps.items():
+            report(
+                "gaps",
+                f"{dtype}, {pair}",
+                mean=float(f"{float(gap.abs().mean()):.2e}"),
+                most=float(f"{float(gap.abs().max()):.2e}"),
+                tokens=gap.numel(),
+            )
+
+
+def gap_policy(setting: Setting, model: str, dtype: str) -> Policy:
+    """Adapters on a base of this dtype, as the presets for pretrained models train."""
+    lora = LoRA(rank=RANK)
+    if model == "embedded":
+        return embedded_policy(setting.device, lora=lora, dtype=dtype)
+    return random_policy(shape=model, lora=lora, dtype=dtype, device=setting.device)

@@ -1,0 +1,99 @@
+"""TRL beside part f. Imported only where TRL is installed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rows import Report
+from weights import Setting
+
+import rlkit
+from rlkit.episodes.stream import StreamState, take
+from rlkit.rewards import numeric
+from rlkit.types import Rollout, Step
+
+
+def train(setting: Setting, overrides: Sequence[str], seed: int, report: Report) -> None:
+    """A row a step. The prompts, their order, the reward, the rate and the sizes are those of the
+    experiment; loss and sampling as in experiments/benchmarks/peers.py."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    x = rlkit.experiment(*overrides, "logger=none")
+    tasks = rlkit.load_tasks(x)
+    count = x.trainer.steps * x.batch.prompts
+    drawn, _ = take(tasks.train, StreamState(), count, seed=seed)
+    rows = x.batch.prompts * x.batch.group_size
+    micro = max(1, rows // 32)
+    config = GRPOConfig(
+        output_dir=str(setting.out / "runs" / f"trl_{seed}"),
+        model_init_kwargs={"dtype": "float32"},
+        per_device_train_batch_size=rows // micro,
+        gradient_accumulation_steps=micro,
+        num_generations=x.batch.group_size,
+        max_completion_length=x.generation.max_new_tokens,
+        max_steps=x.trainer.steps,
+        shuffle_dataset=False,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        loss_type="grpo",
+        scale_rewards="group",
+        learning_rate=x.optimizer.keywords["lr"],
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        bf16=setting.device == "cuda",
+        use_cpu=setting.device == "cpu",
+        gradient_checkpointing=False,
+        chat_template_kwargs={"enable_thinking": False},
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=seed,
+    )
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [
+            score(said[-1]["content"], truth)
+            for said, truth in zip(completions, answer, strict=True)
+        ]
+
+    begun = [time.perf_counter()]
+
+    class Rows(TrainerCallback):
+        def on_log(self, _: Any, state: Any, control: Any, logs: Any = None, **__: Any) -> None:
+            if logs and "reward" in logs:
+                now = time.perf_counter()
+                seconds = now - begun[0]
+                begun[0] = now
+                sampled = rows * logs["completions/mean_length"]
+                report(
+                    "training",
+                    f"step {state.global_step:03}",
+                    reward=round(logs["reward"], 4),
+                    seconds=round(seconds, 3),
+                    sampled=round(sampled),
+                )
+
+    GRPOTrainer(
+        model=str(x.model.path),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(
+            [{"prompt": [dict(m) for m in task.messages], "answer": task.answer} for task in drawn]
+        ),
+        callbacks=[Rows()],
+    ).train()
+
+
+def score(text: str, answer: str) -> float:
+    """rlkit's own reward of a reply of one turn."""
+    task = rlkit.Task("trl", ({"role": "user", "content": ""},), answer)
+    return float(numeric(Rollout(task, (Step((), (), (), (), "stop", content=text),))))

@@ -1,0 +1,147 @@
+"""Random weights in a known shape, made on the card without files, and completions of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rlkit.engines import Cached
+from rlkit.extras.forecast import CARDS, KNOWN, Card, Shape
+from rlkit.functional import mix
+from rlkit.models import LoRA, load_policy, make_policy, pretrained_tokenizer
+from rlkit.models.load import add_lora
+from rlkit.system.loops import run, together
+from rlkit.types import Generation, Policy, SamplingParams
+
+RANK = 16
+GROUP = 8
+SHAPES = {name: KNOWN[f"Qwen/Qwen3-{name}"] for name in ("0.6B", "4B", "8B")}
+SHAPES["rehearsed"] = Shape(2, 64, 4, 2, 16, 128, 1024, True)
+NEVER = (-1,)  # the id of no token: replies end at their limits
+
+
+class Setting(NamedTuple):
+    """What all pieces are given."""
+
+    out: Path
+    device: str = "cuda"  # or cpu
+    rehearse: bool = False  # tiny sizes
+    weights: str | None = None  # folder or hub id of Qwen3-0.6B
+    problems: str | None = None  # folder or hub id of GSM8K
+
+    def pick(self, full: Any, tiny: Any) -> Any:
+        """One of two sizes."""
+        return tiny if self.rehearse else full
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """Names of the shapes that are decoded."""
+        return self.pick(("0.6B", "4B", "8B"), ("rehearsed",))
+
+
+def random_policy(
+    *,
+    shape: str,
+    lora: LoRA = LoRA(),  # noqa: B008  (a NamedTuple: immutable)
+    dtype: str = "auto",
+    device: Any = "cpu",
+    gradient_checkpointing: bool = False,
+    **_: Any,
+) -> Policy:
+    """Random weights of SHAPES[shape] beside the embedded tokenizer, whose replies never end by
+    themselves. It stands in for `load_policy`; the other arguments of that change nothing here.
+
+    Args:
+      dtype: "auto" is bfloat16 on a GPU, float32 elsewhere.
+    """
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    own = SHAPES[shape]
+    config = Qwen3Config(
+        vocab_size=own.vocab,
+        hidden_size=own.hidden,
+        intermediate_size=own.mlp,
+        num_hidden_layers=own.layers,
+        num_attention_heads=own.heads,
+        num_key_value_heads=own.kv_heads,
+        head_dim=own.head_dim,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=own.tied,
+    )
+    half = dtype == "bfloat16" or (dtype == "auto" and torch.device(device).type == "cuda")
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.bfloat16 if half else torch.float32,
+            attn_implementation="sdpa",
+        )
+    model.to(device)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if lora.rank:
+        model = add_lora(model, lora)
+    model.train()
+    return make_policy(model, pretrained_tokenizer("tiny"))._replace(eos_token_ids=NEVER)
+
+
+def embedded_policy(device: str, **given: Any) -> Policy:
+    """The model that ships with rlkit; no reply ends by itself."""
+    return load_policy(path="tiny", device=device, **given)._replace(eos_token_ids=NEVER)
+
+
+def grouped_prompts(rows: int, length: int, start: int = 0) -> list[tuple[int, ...]]:
+    """Random prompts of one length, each for GROUP rows."""
+    generator = torch.Generator().manual_seed(start)
+    distinct = torch.randint(100, 700, (-(-rows // GROUP), length), generator=generator).tolist()
+    return [tuple(distinct[row // GROUP]) for row in range(rows)]
+
+
+def sample(
+    engine: Cached, policy: Policy, prompts: Sequence[Sequence[int]], tokens: int, turns: int = 1
+) -> list[Generation]:
+    """One completion of `tokens` tokens for each prompt, all at once; of several turns the last
+    one. A further turn adds eight tokens behind the reply."""
+    params = SamplingParams(max_new_tokens=tokens)
+
+    async def episode(index: int, prompt: Sequence[int]) -> Generation:
+        try:
+            for turn in range(turns):
+                reply = await engine.generate(index, prompt, mix(turn, index), params)
+                prompt = (*prompt, *reply.token_ids, *range(200, 208))
+            return reply
+        finally:
+            engine.release(index)
+
+    async def all_of_them() -> list[Generation]:
+        await engine.load(policy, 0)
+        return await together([episode(i, prompt) for i, prompt in enumerate(prompts)])
+
+    return run(all_of_them())
+
+
+def wait_for(device: str) -> None:
+    """The device has done all that it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None of no values."""
+    return statistics.median(values) if values else None
+
+
+def card_of(device: str, rate: float | None) -> Card:
+    """This device for the roofline model: an entry of its table, or the H100's, with the copy rate
+    [bytes/s] that was measured here."""
+    if torch.device(device).type != "cuda":
+        card = CARDS["cpu"]
+    else:
+        name = torch.cuda.get_device_name().lower()
+        card = next((own for key, own in CARDS.items() if key in name), CARDS["h100"])
+    return card._replace(bandwidth=rate) if rate else card
