@@ -42,6 +42,7 @@ from unittest import mock
 
 import torch
 import torch.nn.attention.varlen
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -196,6 +197,12 @@ def is_view(out: Any, given: Any) -> bool:
         for o in tree_flatten(out)[0]
         if isinstance(o, torch.Tensor)
     )
+
+
+def in_device_context() -> bool:
+    """Whether `with torch.device("cuda")` is in force."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(m, DeviceContext) and m.device.type == "cuda" for m in modes)
 
 
 class Graph:
@@ -672,8 +679,8 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
         def made(
             data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any
         ) -> Any:
-            if device is None and isinstance(data, Pretend):
-                device = CUDA
+            if device is None:
+                device = CUDA if isinstance(data, Pretend) or in_device_context() else None
             if device is None or torch.device(device).type != "cuda":
                 return (
                     make(data, *args, device=device, **kwargs).requires_grad_(requires_grad)
@@ -684,7 +691,7 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
                 return (
                     data.to(**kwargs) if make is as_tensor else data.detach().clone().to(**kwargs)
                 )
-            new = to(make(data, *args, **kwargs), CUDA)
+            new = to(make(data, *args, device="cpu", **kwargs), CUDA)
             return new.requires_grad_(requires_grad) if requires_grad else new
 
         return made

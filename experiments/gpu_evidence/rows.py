@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def perform(
             append_row(folder, **place, status="row", table=table, key=key, **figures)
 
         print(f"--- {part}: {name}", flush=True)
+        began = time.monotonic()
         try:
             skipped = work(report)
         except Exception as error:
@@ -135,6 +137,6 @@ def perform(
             append_row(folder, **place, status="failed", reason=reason[:800])
             return 3
         status = {"status": "skipped", "reason": skipped} if skipped else {"status": "done"}
-        append_row(folder, **place, **status)
+        append_row(folder, **place, **status, seconds=round(time.monotonic() - began, 1))
     append_row(folder, part=part, status="over")
     return 0

@@ -4,7 +4,8 @@
 #     bash experiments/gpu_evidence/wheels.sh FOLDER [PYTHON]      # PYTHON: of the GPU machine, 3.12 without it
 #
 # Six for rlkit (datasets, dill and multiprocess only for part f), two for the tests marked gpu. antlr4 is only
-# there as a source archive, which cannot be built without an index, so it is built here. All are pure Python.
+# there as a source archive, which cannot be built without an index, so it is built here. The wheel of hypothesis is for
+# PYTHON on x86-64 Linux, the others are pure Python.
 set -euo pipefail
 
 [ $# -ge 1 ] || { echo "usage: bash experiments/gpu_evidence/wheels.sh FOLDER [PYTHON]" >&2; exit 2; }
