@@ -7,6 +7,7 @@ import inspect
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -89,13 +90,17 @@ def list_versions(setting: Setting, report: Report) -> None:
         card = torch.cuda.get_device_properties(0)
         found |= {"card": card.name, "memory_gb": round(card.total_memory / 1e9, 1)}
         found["capability"] = f"{card.major}.{card.minor}"
-        query = "--query-gpu=driver_version,clocks.max.sm,power.limit"
-        said = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True
-        )
-        found["driver, clock, power"] = said.stdout.strip()
+        found["driver, clock, power"] = ask_driver("driver_version,clocks.max.sm,power.limit")
     for name, value in found.items():
         report("versions", name, value=value)
+
+
+def ask_driver(what: str) -> str:
+    """What nvidia-smi says of the card."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return "no nvidia-smi"
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def report_graphs(report: Report, call: str, watch: Watch, engine: Cached) -> None:

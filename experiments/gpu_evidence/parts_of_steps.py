@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ceilings import copy_rate
-from inside import limited_by_seed, watched
+from inside import Watch, limited_by_seed, watched
 from parts_of_passes import Pieces, forget, peak_gb
 from rows import Report
 from weights import RANK, SHAPES, Setting, card_of
@@ -24,7 +24,7 @@ from rlkit.training.selfcheck import check_policy
 from rlkit.training.update.probe import probe_memory
 from rlkit.types import Task
 
-# Tokens of a reply of Qwen3-0.6B on GSM8K without thinking, by share of replies: mean 236.
+# Tokens of a reply on GSM8K without thinking by share of replies, assumed: mean 236.
 REPLY = ((0.0, 40), (0.1, 100), (0.25, 140), (0.5, 200), (0.75, 280), (0.9, 390), (0.97, 600))
 REPLY += ((1.0, 1024),)
 PROMPT = 350  # tokens of a problem of GSM8K with the schema of the calculator
@@ -105,50 +105,57 @@ def steps(setting: Setting, shape: str, prompts: int, report: Report) -> None:
     composed = compose(overrides_of(setting, shape, prompts))
     x = experiment(composed)
     tasks = problems_of(setting.pick(PROMPT - 20, 10), 4 * prompts)
-    policy, device, exact = ready(x, tasks)
-    learner = rlkit.Learner(x, policy, exact=exact)
-    with rlkit.autocast(x, device, updates=True):
-        probe_memory(learner.record(), tasks)
-    report("steps", "after the memory probe", peak_gb=peak_gb(setting.device))
-    forget()
-    stream = rlkit.StreamState()
-    prompt = 0
-    with (
-        limited_by_seed(partial(reply_limit, longest=longest)) as limited,
-        watched(x.generation.engine) as watch,
-    ):
-        for step in range(setting.pick(4, 2)):
-            first = len(watch.looks)
-            begun = time.perf_counter()
-            with rlkit.autocast(x, device, updates=True):
-                sampled, trained, stream = rlkit.experience(
-                    learner.begin(), policy, tasks, stream, step=step, clock=learner.clock
-                )
-                row = learner.step(sampled, trained)
-            seconds = time.perf_counter() - begun
-            prompt = len(sampled[0].steps[0].prompt_ids)
-            rounds = sum(look.rounds for look in watch.looks[first:])
-            drawn = sum(rollout.response_length for rollout in sampled)
-            report(
-                "steps",
-                f"step {step + 1}",
-                step_s=round(seconds, 3),
-                **{f"{name}_s": round(row[f"perf/{name}_s"], 3) for name in ("generate", "update")},
-                rows_drawing=round(drawn / max(1, rounds), 1),
-                host_ms_a_look=round(watch.host_ms(first), 3),
-                sampled=drawn,
-                captures=watch.captures,
-                replays=watch.replays,
-                refused=watch.refused,
-                mismatch=float(f"{row['mismatch/logp_abs_mean']:.2e}"),
-                peak_gb=peak_gb(setting.device),
-                limited=limited,
-            )
+    with watched(x.generation.engine) as watch:
+        policy, device, exact = ready(x, tasks)
+        learner = rlkit.Learner(x, policy, exact=exact)
+        with rlkit.autocast(x, device, updates=True):
+            probe_memory(learner.record(), tasks)
+        report("steps", "after the memory probe", peak_gb=peak_gb(setting.device))
+        forget()
+        with limited_by_seed(partial(reply_limit, longest=longest)) as limited:
+            prompt = take_steps(setting, learner, tasks, watch, partial(report, limited=limited))
     share = mean_reply(longest) / longest if limited else 1.0
     given = {"reply_share": str(share), "prompt_tokens": str(prompt), "turns": "1"}
     load, _ = load_of(x, composed.config, given)
     expected = forecast(card_of(setting.device, copy_rate(setting.out)), SHAPES[shape], load)
     report("steps", "roofline", **roofline_row(expected))
+
+
+def take_steps(
+    setting: Setting, learner: Any, tasks: Sequence[Task], watch: Watch, report: Report
+) -> int:
+    """Whole steps, a row each. Returns: tokens of a prompt."""
+    stream = rlkit.StreamState()
+    prompt = 0
+    x = learner.x
+    for step in range(setting.pick(4, 2)):
+        first = len(watch.looks)
+        begun = time.perf_counter()
+        device = next(learner.model.parameters()).device
+        with rlkit.autocast(x, device, updates=True):
+            sampled, trained, stream = rlkit.experience(
+                learner.begin(), learner.policy, tasks, stream, step=step, clock=learner.clock
+            )
+            row = learner.step(sampled, trained)
+        seconds = time.perf_counter() - begun
+        prompt = len(sampled[0].steps[0].prompt_ids)
+        rounds = sum(look.rounds for look in watch.looks[first:])
+        drawn = sum(rollout.response_length for rollout in sampled)
+        report(
+            "steps",
+            f"step {step + 1}",
+            step_s=round(seconds, 3),
+            **{f"{name}_s": round(row[f"perf/{name}_s"], 3) for name in ("generate", "update")},
+            rows_drawing=round(drawn / max(1, rounds), 1),
+            host_ms_a_look=round(watch.host_ms(first), 3),
+            sampled=drawn,
+            captures=watch.captures,
+            replays=watch.replays,
+            refused=watch.refused,
+            mismatch=float(f"{row['mismatch/logp_abs_mean']:.2e}"),
+            peak_gb=peak_gb(setting.device),
+        )
+    return prompt
 
 
 def roofline_row(expected: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from page import write_page
 from rows import append_row, is_over, read_rows, states_of
 
 HERE = Path(__file__).resolve().parent
+OUT = Path("outputs/gpu_evidence")
 ROOT = HERE.parents[1]
 COMMAND_S = 540  # seconds of one command; machines that are lent may end it after 600
 SHORT = 20  # seconds in which no part is worth starting
@@ -73,7 +74,7 @@ def options() -> argparse.ArgumentParser:
         description=(__doc__ or "").split("\n")[0],
         epilog="README.md says how to use a lent machine",
     )
-    parser.add_argument("--out", type=Path, default=HERE / "evidence", help="of rows and page")
+    parser.add_argument("--out", type=Path, default=OUT, help="of rows and page")
     parser.add_argument("--only", type=parts_named, default=list(PARTS), metavar="a,b")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU")
     parser.add_argument("--wheels", type=Path, help="folder that wheels.sh made")

@@ -100,26 +100,6 @@ def test_peers_draw_the_same_tokens(tmp_path):
     )  # 2 prompts × 2 samples × 8 tokens
 
 
-@pytest.mark.slow
-def test_the_command_for_a_gpu_machine_runs_its_plumbing_on_a_cpu(tmp_path):
-    """A part without what it needs is skipped with a reason; the steps have every figure."""
-    rows = table(
-        tmp_path, "gpu", "--device", "cpu", "--parts", "step", "peers", "--python", sys.executable
-    )
-    by_part = {row["part"]: row for row in rows}
-    assert by_part["peers"]["status"] == "skipped" and "peers_env.sh" in by_part["peers"]["reason"]
-    for part in ("step, adapters", "step, all weights"):
-        found = by_part[part]
-        assert found["status"] == "done", found["reason"]
-        assert all(
-            float(found[name]) > 0
-            for name in ("measured_s", "expected_s", "probed_gb", "measured_gb", "expected_gb")
-        )
-        assert (
-            float(found["mismatch_mean"]) < 1e-3 and int(found["updates"]) > 0
-        )  # float32 on a CPU
-
-
 @pytest.fixture
 def benchmarks(monkeypatch):
     """The folder of the benchmarks, importable."""
