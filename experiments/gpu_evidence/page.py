@@ -21,10 +21,10 @@ TABLES = {
     "CUDA graphs": "Counts since the first call. `refused` has to stay 0, and replays have to grow"
     " in each call. The same call again should capture nothing.",
     "tests": "Tests marked `gpu`; failures by name.",
-    "decode": "256 rows, groups of eight, medians over the looks. The limit reads all weights once"
+    "decode": "Rows in groups of eight, medians over the looks. The limit reads all weights once"
     " and the keys and values of every row, at the measured copy rate.",
     "kernels": "A call with adapters, by torch.profiler; milliseconds of the card.",
-    "alone": "256 rows, one layer of attention.",
+    "alone": "The draw of all rows, and one layer of attention.",
     "update": "Forward and backward with adapters, seconds. The head is the whole less the trunk;"
     " `linear` is the trunk less attention, which is timed alone.",
     "attention": "One layer, forward and backward.",
@@ -116,6 +116,9 @@ def written(value: Any) -> str:
 def remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Figures that are not as they should be, worst first by the order of the parts."""
     lines = []
+    for part in TITLES:
+        failed = list(states_of(rows, part).values()).count("failed")
+        lines += [f"- {part}: {failed} pieces failed; the reasons are below"] if failed else []
     for part, table, check in CHECKS:
         for row in figures_of(rows, part).get(table, ()):
             said = check(row)

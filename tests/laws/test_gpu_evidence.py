@@ -143,9 +143,12 @@ def test_the_page_names_what_is_missing_and_what_stands_out(evidence, tmp_path):
     rows.append_row(tmp_path, **own, status="row", **figures)
     text = page.write_page(tmp_path, "a card").read_text()
     assert "- a, graphs, longer: 1 models cannot be captured. INTERNAL ASSERT" in text
-    assert "- graphs: interrupted." in text
+    assert "- graphs: interrupted." in text and "pieces failed" not in text
     assert all(f"## {part}. {title}" in text for part, title in page.TITLES.items())
     assert text.count("Not begun.") == len(page.TITLES) - 1
+    rows.append_row(tmp_path, part="b", piece="8B", status="failed", reason="OutOfMemoryError")
+    text = page.write_page(tmp_path, "a card").read_text()
+    assert "- b: 1 pieces failed" in text and "- 8B: failed. OutOfMemoryError" in text
 
 
 def test_reply_lengths_have_the_mean_that_the_roofline_is_given(evidence):
