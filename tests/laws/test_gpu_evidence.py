@@ -83,6 +83,8 @@ def test_a_killed_part_leaves_its_rows_and_goes_on(evidence, tmp_path):
     with (tmp_path / rows.FILE).open("a") as file:
         file.write('{"part": "b", "pie')  # torn by the kill
     start_killed(tmp_path, "a row")
+    starts = [row for row in rows.read_rows(tmp_path) if row["status"] == "begun"]
+    assert len(starts) == 2  # the torn line did not swallow the next one
     tables = rows.figures_of(rows.read_rows(tmp_path), "b")
     assert tables == {"table": [{"piece": "piece", "row": "kept", "figure": 1}]}
     assert rows.states_of(rows.read_rows(tmp_path), "b") == {"piece": "begun"}
