@@ -1095,6 +1095,18 @@ class MeasuredEngine(Protocol):
 
 
 @runtime_checkable
+class CachingEngine(Protocol):
+    """An engine that chooses the size of its cache. The last bits of log-probs depend on the size,
+    because a row that gives way is read again. A resumed run keeps it."""
+
+    cached_tokens: int | None  # None before the first weights
+
+    def keep_cached_tokens(self, tokens: int) -> None:
+        """Have a cache of so many tokens, unless the config names a size."""
+        ...
+
+
+@runtime_checkable
 class KernelEngine(Protocol):
     """An engine that chooses between kernels whose log-probs differ in their last bits.
 

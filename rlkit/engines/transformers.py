@@ -262,6 +262,20 @@ class ThinkingBudget:
         self.inside[at] = torch.tensor(inside, dtype=torch.bool, device=last.device)
         self.used[at] += before & self.inside[at]
 
+    def saved(self, at: Tensor) -> list[tuple[bool, int, int, str]]:
+        """The state of these replies, which `restore` takes."""
+        inside, used, written = (x[at].tolist() for x in (self.inside, self.used, self.written))
+        tails = [self.tails[row] for row in at.tolist()]
+        return list(zip(inside, used, written, tails, strict=True))
+
+    def restore(self, at: Tensor, saved: Sequence[tuple[bool, int, int, str]]) -> None:
+        """Replies go on in the rows `at`."""
+        inside, used, written, tails = zip(*saved, strict=True)
+        for tensor, own in ((self.inside, inside), (self.used, used), (self.written, written)):
+            tensor[at] = torch.tensor(own, dtype=tensor.dtype, device=at.device)
+        for row, tail in zip(at.tolist(), tails, strict=True):
+            self.tails[row] = tail
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Rows take the place of others."""
         for tensor in (self.inside, self.used, self.written):

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rlkit.distributed import ranks
 from rlkit.engines import Cached
+from rlkit.engines.cached.cache import cache_share, token_bytes
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.models.chat import encode_prompt
@@ -41,9 +42,6 @@ USABLE = 0.9
 # Bytes of the libraries, or of CUDA with its kernels. Imports take 0.45 GiB on a CPU; the figure of
 # a GPU is assumed.
 LIBRARIES = 1 << 30
-# Of the memory beside the weights, what the cache of keys and values may take
-# (rlkit.engines.Cached).
-CACHE = 0.35
 # Bytes of one entry of a chunk of logits, with all that is made of it: six float32.
 LOGITS = 6 * 4
 # Tokens of a micro-batch that a GPU should have at least. The memory probe halves larger ones
@@ -79,13 +77,6 @@ def fits(needs: Needs, cache: int, total: int) -> bool:
     """Whether an update that keeps its activations fits, in bytes:
     needs + cache + LIBRARIES ≤ USABLE · total."""
     return needs.update + cache + LIBRARIES <= USABLE * total
-
-
-def cache_share(weights: int, total: int, most: int | None = None) -> int:
-    """Bytes of the cache of keys and values: CACHE · (total - weights), or `most` if that is
-    less."""
-    share = int(CACHE * max(0, total - weights))
-    return share if most is None else min(share, most)
 
 
 # ---------------------------------------------------------------------------------------- measuring
@@ -263,12 +254,10 @@ def _cache(
     engine = x.generation.engine
     if not isinstance(engine, Cached) or not engine.keep_cache:
         return 0
-    if device.type == "cuda":
-        return cache_share(weights, total)
-    config = base_model(model).config.get_text_config()
-    shape = model_shape(config)
-    token = 2 * config.num_hidden_layers * shape.kv_heads * shape.head_dim * 4
-    return cache_share(weights, total, engine.max_rows * width * token)
+    token = token_bytes(base_model(model))
+    tokens = engine.cached_tokens or engine.max_cached_tokens
+    share = tokens * token if tokens else cache_share(weights, total)
+    return share if device.type == "cuda" else min(share, engine.max_rows * width * token)
 
 
 def settle_activations(

@@ -60,10 +60,11 @@ class Sampling(NamedTuple):
     kernel: Literal["auto", "eager", "fused"] = (
         "auto"  # of the cached engine, which is given it too
     )
+    cache: Literal["gather", "varlen"] = "gather"  # the same
 
     @property
     def params(self) -> dict[str, Any]:
-        """The fields of SamplingParams: all but the engine and its kernel."""
+        """The fields of SamplingParams: all but the engine, its kernel and its cache."""
         own = self._asdict()
         return {name: own[name] for name in SamplingParams._fields}
 

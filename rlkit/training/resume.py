@@ -1,5 +1,5 @@
-"""What a resumed run keeps although no weights hold it: threads, kernels, checkpointing of
-activations, the correction."""
+"""What a resumed run keeps although no weights hold it: threads, kernels, the size of the engine's
+cache, checkpointing of activations, the correction."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from rlkit.training.activations import keep_activations
 from rlkit.training.experiment import Experiment, correction_in_words
 from rlkit.training.kernels import keep_kernels, kernels_in_use
 from rlkit.training.schedules import Progress
-from rlkit.types import Policy
+from rlkit.types import CachingEngine, Policy
 
 
 def computed_with(x: Experiment, model: nn.Module) -> dict[str, Any]:
     """What decides the last bits of a run's numbers: the threads of the CPU, the kernels that
-    decode and update, and whether updates recompute their activations."""
-    kernels = kernels_in_use(x.generation.engine, model)
+    decode and update, the size of the engine's cache, and whether updates recompute their
+    activations."""
+    engine = x.generation.engine
+    kernels = kernels_in_use(engine, model)
     on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU's sums do not depend on them
     return {
         "threads": torch.get_num_threads() if on_cpu else None,
+        "cached_tokens": engine.cached_tokens if isinstance(engine, CachingEngine) else None,
         "kernel": kernels.get("decoding"),
         "update_kernel": kernels["updates"],
         "gradient_checkpointing": is_checkpointed(model),
@@ -39,9 +42,9 @@ def go_on_as_before(
     *,
     exact: bool,
 ) -> None:
-    """Go on with the threads, the kernels and the checkpointing of activations that a checkpoint
-    names, if the config leaves them open. Print what differs from a run that begins: these, the
-    correction, trainer.steps.
+    """Go on with the threads, the kernels, the size of the cache and the checkpointing of
+    activations that a checkpoint names, if the config leaves them open. Print what differs from a
+    run that begins: these, the correction, trainer.steps.
 
     Args:
       x: as configured. exact: what this process found of its engine.
@@ -55,7 +58,10 @@ def go_on_as_before(
     # first, because an update kernel depends on it
     recompute = state["gradient_checkpointing"]
     said.append(keep_activations(x, policy.model, critic, recompute))
-    said += keep_kernels(x.generation.engine, policy.model, state, critic)
+    engine = x.generation.engine
+    said += keep_kernels(engine, policy.model, state, critic)
+    if state["cached_tokens"] and isinstance(engine, CachingEngine):
+        engine.keep_cached_tokens(state["cached_tokens"])
     config = checkpoint.get("run", {}).get("config", {})
     steps = config.get("trainer", {}).get("steps", x.trainer.steps)
     said.append(schedules.lengthened(x, Progress(**state["progress"]), before=steps))

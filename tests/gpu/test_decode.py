@@ -89,8 +89,8 @@ def test_captured_replies_are_those_of_the_reference_and_of_the_uncaptured_step(
     assert equal(found, reference(policy, CONTEXTS, SEEDS, **settings))
 
 
-def test_captured_turns_in_a_cache_that_grows(policy, complete, replays):
-    """Five turns: the cache moves, and no graph of the memory before is replayed."""
+def test_captured_turns(policy, complete, replays):
+    """Five turns of contexts that grow."""
     found = []
     for captured in (True, False):
         held, turns, seen = dict(enumerate(CONTEXTS)), dict.fromkeys(range(N), 0), {}
@@ -201,10 +201,19 @@ def test_a_capture_that_breaks_off_leaves_cuda_in_order(
     torch.cuda.synchronize()
 
 
-def test_the_cache_holds_half_of_the_free_memory_at_most(policy, complete, reference, monkeypatch):
-    """Where next to nothing is free, contexts wait, one at a time, and are decoded all the same."""
-    expected = reference(policy, CONTEXTS, SEEDS, max_new_tokens=16)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 10, 1 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
-    assert equal(complete(Cached(), policy, CONTEXTS, SEEDS, max_new_tokens=16), expected)
+def test_pages_read_in_place_give_the_replies_of_pages_that_are_gathered(policy, complete):
+    """`generation.cache=varlen` in bfloat16: greedy replies agree in nearly all tokens, since the
+    two kernels round sums differently."""
+    from rlkit.engines.cached.attention import reads_in_place
+
+    if reads_in_place():
+        pytest.skip(reads_in_place())
+    policy.model.to(torch.bfloat16)
+    settings = {"max_new_tokens": 16, "temperature": 0.0}
+    gathered, in_place = (
+        complete(Cached(cache=kind), policy, CONTEXTS, SEEDS, **settings)
+        for kind in ("gather", "varlen")
+    )
+    same = [a.token_ids[0] == b.token_ids[0] for a, b in zip(gathered, in_place, strict=True)]
+    gaps = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(gathered, in_place, strict=True)]
+    assert sum(same) >= 0.9 * N and sum(gaps) / N < 0.05

@@ -11,6 +11,7 @@ import torch
 from pretend_gpu import PretendGPU
 from rlkit.commands import cli
 from rlkit.engines import Cached
+from rlkit.engines.cached.passes import Passes
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.models import load_policy
 from rlkit.training.learner import Learner
@@ -182,9 +183,9 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
     policy.model.to("cuda")
     asked, kernels, step = [], [], Scheduler.step
 
-    def watched(self):
+    def watched(self, longest):
         before = sum(gpu.syncs.values()), gpu.kernels
-        step(self)
+        step(self, longest)
         asked.append(sum(gpu.syncs.values()) - before[0])
         kernels.append(gpu.kernels - before[1])
 
@@ -246,9 +247,9 @@ def test_a_step_that_reads_on_the_host_is_not_captured(gpu, complete, monkeypatc
     one warning."""
     policy = load_policy(path="tiny")
     policy.model.to("cuda")
-    hidden = Scheduler.hidden
+    hidden = Passes.hidden
     monkeypatch.setattr(
-        Scheduler, "hidden", lambda self, ids, mask: (bool(mask.any()), hidden(self, ids, mask))[1]
+        Passes, "hidden", lambda self, ids, *rest: (bool(ids.any()), hidden(self, ids, *rest))[1]
     )
     with pytest.warns(UserWarning, match="cannot be captured") as caught:
         complete(Cached(), policy, [(100, 101)], [1], max_new_tokens=3)

@@ -17,7 +17,7 @@ spec.loader.exec_module(size)
 # Tokens of the core and of each extra. A limit is raised only by a commit that says what was bought
 # with it.
 TOKENS = {
-    "core": 259_450,
+    "core": 262_250,
     "adapters": 8_000,
     "bench": 16_000,
     "forecast": 4_500,
@@ -27,14 +27,13 @@ TOKENS = {
     "vllm": 9_000,
 }
 FILE_TOKENS = 4_500
-LARGER_FILES = {"sandbox/_child.py": 5_000, "types.py": 4_700}
+LARGER_FILES = {"sandbox/_child.py": 5_000, "types.py": 4_720}
 FUNCTION_LINES = 60
 # How often per 1,000 lines several steps may be packed into one expression (`dense_places`).
 DENSE = {"packed": 3.0, "walrus": 1.0, "nested": 0.0}
 # What is about to be rebuilt, with today's numbers: files that are larger, functions that are
 # longer, and dense places of each kind.
 REBUILT = {
-    "engines/cached": {"files": 1, "functions": 0, "packed": 13, "walrus": 4, "nested": 0},
     "episodes/_collect.py": {"files": 0, "functions": 2, "packed": 3, "walrus": 0, "nested": 0},
 }
 FILES = {file.relative_to(size.PACKAGE).as_posix(): file for file in size.PACKAGE.rglob("*.py")}

@@ -93,8 +93,8 @@ def test_keys_and_values_are_kept_in_one_precision(tiny, monkeypatch):
     half times the cache."""
     from rlkit.engines.cached import scheduler
 
-    kept, slots = [], scheduler.Slots
-    monkeypatch.setattr(scheduler, "Slots", lambda *given: kept.append(slots(*given)) or kept[-1])
+    kept, pages = [], scheduler.Pages
+    monkeypatch.setattr(scheduler, "Pages", lambda *given: kept.append(pages(*given)) or kept[-1])
     with torch.autocast("cpu", torch.bfloat16):
         collect(
             tiny,

@@ -146,6 +146,7 @@ LOOKS_SECRET = re.compile(
     r"key|secret|pass(w|phrase)|credential|auth|token|bearer|cookie|private|salt", re.IGNORECASE
 )
 IS_NONE = {  # look like a secret and are none
+    "cached_tokens",
     "control_tokens",
     "eos_token_ids",
     "exclude_keys",

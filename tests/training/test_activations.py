@@ -19,6 +19,7 @@ from rlkit.config.compose import compose, experiment
 from rlkit.config.origins import Value
 from rlkit.config.problems.rows import load_tasks
 from rlkit.distributed import ranks
+from rlkit.engines.cached.cache import cache_share
 from rlkit.models import LoRA, fused, load_policy, make_critic, pack
 from rlkit.models.checkpointing import checkpoint_activations, is_checkpointed
 from rlkit.models.log_probs import states
@@ -28,7 +29,6 @@ from rlkit.training.activations import (
     Decision,
     Needs,
     activations_line,
-    cache_share,
     decide,
     fits,
     keep_activations,
@@ -91,7 +91,6 @@ def test_an_update_fits_where_all_it_holds_is_within_the_usable_memory(
 def test_the_cache_has_a_share_of_what_the_weights_leave():
     assert cache_share(10 * GIB, CARD) == int(0.35 * 70 * GIB)
     assert cache_share(90 * GIB, CARD) == 0
-    assert cache_share(10 * GIB, CARD, most=GIB) == GIB
 
 
 # --------------------------------------------------------------------------------- the measurement

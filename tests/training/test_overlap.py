@@ -231,7 +231,7 @@ def test_an_answer_whose_request_was_not_noted_yet_is_kept():
     process.answers, process.requests, process.here = queue.SimpleQueue(), {}, {}
     process.journal, process.failure = None, None
     groups = StepGroups(4, 3, [], [], StreamState(), StreamState(), "")
-    process.answers.put(sampler.Answer(groups, {}, [], {}, None, {}))
+    process.answers.put(sampler.Answer(groups, {}, [], {}, None, None, {}))
     process._take()
     assert process.here[4].groups is groups
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlkit.commands.cli import main
+from rlkit.engines.cached.cache import Pages
 from rlkit.episodes import load_rollouts
 
 # a length of its own: a run that is continued with more steps is exact
@@ -462,3 +463,27 @@ def test_a_resumed_run_keeps_its_threads_on_a_machine_of_other_cores(tmp_path, m
         )
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_size_of_its_cache_on_a_machine_of_other_memory(
+    tmp_path, monkeypatch
+):
+    """Which rows give way depends on it, and so do the last bits of log-probs."""
+    made, make = [], Pages.__init__
+
+    def watched(self, tokens, *given):
+        made.append(tokens)
+        make(self, tokens, *given)
+
+    monkeypatch.setattr(Pages, "__init__", watched)
+    for tokens, words in [
+        (5000, [*FAST, "trainer.steps=1", "evaluation.n=0", f"hydra.run.dir={tmp_path}"]),
+        (4000, [f"resume={tmp_path}", "trainer.steps=2"]),
+    ]:
+        monkeypatch.setattr(
+            "rlkit.engines.cached.engine.default_tokens",
+            lambda causal, device, tokens=tokens: tokens,
+        )
+        assert main(["train", *words]) == 0
+        assert made[-1] == 5000

@@ -33,11 +33,12 @@ typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef struct { /* as kernel.StepArguments: all of them 64 bits wide */
-    int64_t layers, hidden, inner, heads, key_heads, size, vocabulary, capacity, columns, ends, slots, threads;
+    int64_t layers, hidden, inner, heads, key_heads, size, vocabulary, capacity, page, pages, entries, columns, ends, slots, threads;
     double eps, temperature;
     const float *embedding, *cosine, *sine, *head;                         /* [V, H], [C, D / 2] twice, packed */
     const float *const *project, *const *bias, *const *scale, *const *out, *const *gates, *const *down; /* of each layer */
-    float *const *keys, *const *values;                                    /* of each layer [S, Hk, C, D] */
+    float *const *keys, *const *values;                                    /* of each layer [Hk, pages, page, D] */
+    const int64_t *table;                                                  /* [S, entries], the page of each `page` positions */
     const int64_t *eos;
     int64_t *last, *position, *count, *limit, *seed, *tokens;
     float *logprobs;
@@ -125,21 +126,26 @@ INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
-/* out[groups, D] of queries [groups, D] that share their keys and values [length, D]. p: 5 numbers for each position, of which the
-   first one is its weight in the end. */
-INLINE void attend(int64_t D, int64_t groups, const float *q, const float *k, const float *v, int64_t length, float *p, float *out) {
+/* out[groups, D] of queries [groups, D] that share their keys and values, whose first `length` positions lie in the pages that `table`
+   names. p: 5 numbers for each position, of which the first one is its weight in the end. */
+INLINE void attend(int64_t D, int64_t groups, const float *q, const float *keys, const float *values, const int64_t *table, int64_t page,
+                   int64_t length, float *p, float *out) {
     int64_t filled = (length + LANES - 1) / LANES * LANES;
     float scaling = 1.0f / sqrtf(D), *quarters = p + filled;
     for (int64_t g = 0; g < groups; g++, q += D, out += D) {
-        for (int64_t t = 0; t < length; t++) { /* sums are left in four parts here, and the parts of many positions added together */
-            union {
-                vec all;
-                quad four[LANES / 4];
-            } s = {{0}};
-            for (int64_t i = 0; i < D; i += TILE)
-                for (int c = 0; c < TILE; c += LANES) s.all += LOAD(q + i + c) * LOAD(k + t * D + i + c);
-            for (int c = 1; c < LANES / 4; c++) s.four[0] += s.four[c];
-            *(quad *)(quarters + 4 * t) = s.four[0];
+        for (int64_t from = 0; from < length; from += page) {
+            const float *k = keys + table[from / page] * page * D;
+            int64_t here = length - from < page ? length - from : page;
+            for (int64_t t = 0; t < here; t++) { /* sums are left in four parts here, and the parts of many positions added together */
+                union {
+                    vec all;
+                    quad four[LANES / 4];
+                } s = {{0}};
+                for (int64_t i = 0; i < D; i += TILE)
+                    for (int c = 0; c < TILE; c += LANES) s.all += LOAD(q + i + c) * LOAD(k + t * D + i + c);
+                for (int c = 1; c < LANES / 4; c++) s.four[0] += s.four[c];
+                *(quad *)(quarters + 4 * (from + t)) = s.four[0];
+            }
         }
         float highest = -INFINITY;
         for (int64_t t = 0; t < length; t++)
@@ -151,12 +157,15 @@ INLINE void attend(int64_t D, int64_t groups, const float *q, const float *k, co
         float by = 1.0f / sum(mass);
         for (int64_t i = 0; i < D; i += TILE) {
             vec s[CHAINS][PARTS] = {{{0}}};
-            int64_t t = 0;
-            for (; t + CHAINS <= length; t += CHAINS)
-                for (int n = 0; n < CHAINS; n++)
-                    for (int c = 0; c < PARTS; c++) s[n][c] += p[t + n] * LOAD(v + (t + n) * D + i + c * LANES);
-            for (; t < length; t++)
-                for (int c = 0; c < PARTS; c++) s[0][c] += p[t] * LOAD(v + t * D + i + c * LANES);
+            for (int64_t from = 0; from < length; from += page) {
+                const float *v = values + table[from / page] * page * D + i, *weight = p + from;
+                int64_t here = length - from < page ? length - from : page, t = 0;
+                for (; t + CHAINS <= here; t += CHAINS)
+                    for (int n = 0; n < CHAINS; n++)
+                        for (int c = 0; c < PARTS; c++) s[n][c] += weight[t + n] * LOAD(v + (t + n) * D + c * LANES);
+                for (; t < here; t++)
+                    for (int c = 0; c < PARTS; c++) s[0][c] += weight[t] * LOAD(v + t * D + c * LANES);
+            }
             for (int c = 0; c < PARTS; c++) {
                 for (int n = 1; n < CHAINS; n++) s[0][c] += s[n][c];
                 STORE(out + i + c * LANES) = s[0][c] * by;
@@ -242,13 +251,15 @@ static void *decode(void *given) {
                 if (m->scale[layer]) normalise(own + h * D, D, m->eps, m->scale[layer] + h * D, own + h * D);
                 rotate(own + h * D, m->cosine + at * D / 2, m->sine + at * D / 2, D / 2);
             }
+            const int64_t *table = m->table + row * m->entries;
+            int64_t place = (table[at / m->page] * m->page + at % m->page) * D;
             for (int64_t h = 0; h < m->key_heads; h++) {
-                int64_t place = (row * m->key_heads + h) * m->capacity * D;
-                float *k = m->keys[layer] + place, *v = m->values[layer] + place;
-                memcpy(k + at * D, own + (m->heads + h) * D, sizeof(float) * D);
-                memcpy(v + at * D, own + (both + h) * D, sizeof(float) * D);
+                int64_t head = h * m->pages * m->page * D;
+                float *k = m->keys[layer] + head, *v = m->values[layer] + head;
+                memcpy(k + place, own + (m->heads + h) * D, sizeof(float) * D);
+                memcpy(v + place, own + (both + h) * D, sizeof(float) * D);
                 float *to = o + (r * m->heads + h * groups) * D, *q = own + h * groups * D;
-                attend(D, groups, q, k, v, at + 1, probabilities, to);
+                attend(D, groups, q, k, v, table, m->page, at + 1, probabilities, to);
             }
         }
         product(n, o, m->heads * D, m->out[layer], NULL, 1, x, H);

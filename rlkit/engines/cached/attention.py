@@ -3,9 +3,9 @@ positions as a slot has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -69,23 +69,10 @@ def attend(
 
     Args:
       query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L],
-        True is seen; of any other shape, it is causal, and m = L. Where n rows share a room of
-        keys, m = 1, keys are [R / n, Hk, L, D] and the mask [R / n, 1, n, L].
-    Of each part of the rows (`PARTS`) only the keys are read that one of them sees.
+        True is seen; of any other shape, it is causal, and m = L.
     """
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
-    if len(key) != rows and attention_mask is not None:
-        shared = query.view(len(key), -1, key.shape[1], groups, size).transpose(
-            1, 2
-        )  # [rooms, Hk, n, groups, D]
-        mask = attention_mask.repeat_interleave(
-            groups, 2, output_size=groups * attention_mask.shape[2]
-        )
-        out = nn_functional.scaled_dot_product_attention(
-            shared.flatten(2, 3), key, value, attn_mask=mask, scale=scaling
-        )
-        return out.view(shared.shape).transpose(1, 2).reshape(rows, 1, heads, size), None
     if attention_mask is None or attention_mask.shape[-2:] != (width, key.shape[2]):
         out = nn_functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
@@ -93,37 +80,63 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     grouped = query.reshape(rows, heads // groups, groups * width, size)
     mask = attention_mask if width == 1 or groups == 1 else attention_mask.repeat(1, 1, groups, 1)
-    outs = [
-        nn_functional.scaled_dot_product_attention(
-            grouped[start:stop],
-            key[start:stop, :, :length],
-            value[start:stop, :, :length],
-            attn_mask=mask[start:stop, ..., :length],
-            scale=scaling,
-        )
-        for start, stop, length in PARTS.get() or [(0, rows, key.shape[2])]
-    ]
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    out = nn_functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=mask, scale=scaling
+    )
     return out.view(rows, heads, width, size).transpose(1, 2).contiguous(), None
 
 
-Part = tuple[int, int, int]  # slots from, to; the positions that one of them sees
-PARTS: ContextVar[list[Part] | None] = ContextVar("parts", default=None)
+def attend_in_place(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
+) -> Tensor:
+    """Attention of one new token a row that reads the pages where they are: torch's `varlen_attn`
+    with a block table (torch 2.12, CUDA, half precision).
 
+    Args:
+      query: [R, Hq, 1, D]. keys, values: of a layer [Hk, pages, page, D]. table: [R, n] int32.
+      lengths: [R] int32, the positions that each row sees.
+    Returns: [R, 1, Hq, D].
+    """
+    from torch.nn.attention.varlen import varlen_attn
 
-def parts_of(reach: Tensor) -> list[Part]:
-    """Cuts slots [n] that see so many positions each into parts of nearly one length, where that
-    saves more than further calls cost."""
-    parts: list[Part] = []
-    blocks = (
-        nn_functional.pad(reach, (0, -len(reach) % SIDE_BY_SIDE))
-        .view(-1, SIDE_BY_SIDE)
-        .amax(1)
-        .tolist()
+    rows, heads, _, size = query.shape
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    out: Any = varlen_attn(
+        query.reshape(rows, heads, size),
+        keys.permute(1, 2, 0, 3),
+        values.permute(1, 2, 0, 3),
+        ends,
+        None,
+        1,
+        table.shape[1] * keys.shape[2],
+        enable_gqa=heads != len(keys),
+        seqused_k=lengths,
+        block_table=table,
     )
-    for block, longest in enumerate(blocks):
-        start = block * SIDE_BY_SIDE
-        stop = min((block + 1) * SIDE_BY_SIDE, len(reach))
+    return out[:, None]
+
+
+def reads_in_place() -> str:
+    """Why this torch cannot read pages in place; empty where it can."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen_attn"
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        return f"varlen_attn of torch {torch.__version__} takes no block table"
+    return ""
+
+
+Part = tuple[int, int, int]  # slots from, to; the positions that one of them sees
+
+
+def parts_of(reach: Sequence[int]) -> list[Part]:
+    """Cuts slots that see so many positions each into parts of nearly one length, where that saves
+    more than further calls cost."""
+    parts: list[Part] = []
+    for start in range(0, len(reach), SIDE_BY_SIDE):
+        stop = min(start + SIDE_BY_SIDE, len(reach))
+        longest = max(reach[start:stop])
         if parts:
             before, _, length = parts[-1]
             both = max(length, longest)

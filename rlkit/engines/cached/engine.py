@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from rlkit.engines.cached.attention import attention_kernels, full_attention, grouped_attention
+from rlkit.engines.cached.attention import (
+    attention_kernels,
+    full_attention,
+    grouped_attention,
+    reads_in_place,
+)
+from rlkit.engines.cached.cache import default_tokens
 from rlkit.engines.cached.kernel import compiled
 from rlkit.engines.cached.scheduler import Scheduler
 from rlkit.engines.service import Decoder, Service
@@ -29,10 +35,11 @@ class Cached(Service):
 
     Args:
       max_rows: completions sampled at once, > 0.
-      max_cached_tokens: slots × the longest context that one may reach, > 0: what the cache may
-        hold. On CUDA rooms × it, eight slots a room (cache.py), half of the free memory at most.
-        Further prompts wait, and where an episode outgrows its capacity the youngest wait again;
-        one that is longer than all of it has the cache to itself.
+      max_cached_tokens: the tokens whose keys and values the cache holds, > 0; at least one context
+        of the longest kind, at most max_rows of them. None: 0.35 of the card's or, on a CPU, of the
+        machine's or container's memory beside the weights. On a CPU the memory is taken as it is
+        used. Prompts that do not fit wait. If rows that draw need more, the one that has drawn
+        least gives way and is read again later; it keeps what it has drawn.
       check_every: tokens that every slot draws before the host looks which completions have ended,
         > 0. None: 1 on a CPU, 8 elsewhere. Changes no completion: nothing is drawn behind an end.
       keep_cache: the cache keeps its memory, and the graphs that read it, between calls. False
@@ -42,27 +49,37 @@ class Cached(Service):
       kernel: what computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager":
         calls of torch. "auto": fused where that is possible, eager elsewhere. Changes the last bits
         of log-probs.
+      cache: how a step on CUDA reads the pages. "gather": it copies them for torch's attention.
+        "varlen": `varlen_attn` reads them in place (torch 2.12, 16-bit weights); no card has run it
+        yet. A CPU gathers.
     Raises: ValueError for arguments out of range, EngineError where `kernel` is "fused" and the
-      model or the machine does not allow it.
+      model or the machine does not allow it, or `cache` is "varlen" and this torch cannot.
     """
 
     def __init__(
         self,
         *,
         max_rows: int = 256,
-        max_cached_tokens: int = 1 << 20,
+        max_cached_tokens: int | None = None,
         check_every: int | None = None,
         cuda_graphs: bool = True,
         keep_cache: bool = True,
         kernel: Literal["auto", "eager", "fused"] = "auto",
+        cache: Literal["gather", "varlen"] = "gather",
     ):
         super().__init__()
-        if min(max_rows, max_cached_tokens) < 1 or (check_every is not None and check_every < 1):
+        numbers = max_rows, max_cached_tokens, check_every
+        if any(number is not None and number < 1 for number in numbers):
             raise ValueError(
                 "generation.engine: max_rows, max_cached_tokens and check_every must be >= 1 "
                 f"(are {max_rows}, {max_cached_tokens}, {check_every})"
             )
+        if cache not in ("gather", "varlen"):
+            raise ValueError(f"generation.cache must be gather or varlen (is {cache!r})")
         self.max_rows = max_rows
+        self.max_cached_tokens = max_cached_tokens
+        self.cached_tokens: int | None = None
+        self.cache = cache
         self.keep_cache = keep_cache
         self.kernel = kernel
         self.automatic = kernel == "auto"
@@ -74,7 +91,6 @@ class Cached(Service):
         self.make_scheduler = partial(
             Scheduler,
             max_rows=max_rows,
-            max_cached_tokens=max_cached_tokens,
             check_every=check_every,
             cuda_graphs=cuda_graphs,
         )
@@ -106,10 +122,20 @@ class Cached(Service):
         if (
             isinstance(before, Scheduler)
             and before.asked == kernel
-            and before.serves(policy, causal)
+            and before.tokens == self.cached_tokens
+            and before.passes.serves(policy, causal)
         ):
             return before
-        decoder = self.make_scheduler(policy, causal, kernel=kernel)
+        device = causal.device
+        if self.cached_tokens is None:
+            tokens = self.max_cached_tokens or default_tokens(causal, device)
+            self.cached_tokens = min(tokens, self.max_rows * policy.context_length)
+        in_place = self.cache == "varlen" and device.type == "cuda"
+        if in_place and (why := reads_in_place()):
+            raise EngineError(f"generation.cache=varlen: {why}; use gather")
+        decoder = self.make_scheduler(
+            policy, causal, tokens=self.cached_tokens, kernel=kernel, in_place=in_place
+        )
         self.why_eager = self.why_eager if kernel == "eager" else decoder.why_eager
         if decoder.kernel is not None:
             decoder.kernel.threads = self.threads
@@ -122,6 +148,12 @@ class Cached(Service):
         """captured_shapes: shapes captured as CUDA graphs so far, again after a change included."""
         captured = self.decoder.graphs.captured if isinstance(self.decoder, Scheduler) else 0
         return {**super().metrics(), "captured_shapes": captured}
+
+    def keep_cached_tokens(self, tokens: int) -> None:
+        """A run goes on with a cache of so many tokens, or another process samples with it. A size
+        that the config names stays."""
+        if self.max_cached_tokens is None:
+            self.cached_tokens = tokens
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
@@ -178,7 +210,7 @@ class Cached(Service):
             decoder.clear()
             raise
         decoder.rest()
-        if decoder.graphs_end:
+        if decoder.passes.casts:
             decoder.graphs.forget()
         if not self.keep_cache:
             decoder.clear()

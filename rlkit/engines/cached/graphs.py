@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
     settings: Any  # of the draw
     slots: int  # that go through the model
-    pages: int  # that the step reads for each slot; 0: all of a room
+    pages: int  # that the step reads for each slot
 
     def covers(self, other: Shape) -> bool:
         """Whether a step of this shape also does the other's work: further slots draw nothing, and

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
-from rlkit.engines.cached.cache import Slots
+from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.forward import Trunk
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.errors import EngineError
@@ -50,6 +50,9 @@ class StepArguments(ctypes.Structure):
                 "size",
                 "vocabulary",
                 "capacity",
+                "page",
+                "pages",
+                "entries",
             )
         ),
         *((name, ctypes.c_int64) for name in ("columns", "ends", "slots", "threads")),
@@ -64,6 +67,7 @@ class StepArguments(ctypes.Structure):
                 *LAYERS,
                 "keys",
                 "values",
+                "table",
                 "eos",
                 *STATE,
             )
@@ -120,27 +124,28 @@ class Kernel:
             and not torch.is_autocast_enabled("cpu")
         )
 
-    def __call__(self, cache: Slots, sampler: Sampler, slots: int) -> None:
-        """Draw one more token in those of the first slots that draw, as `Scheduler.decode`. Raises:
-        MemoryError."""
+    def __call__(self, pages: Pages, sampler: Sampler, slots: int, capacity: int) -> None:
+        """Draw one more token in those of the first slots that draw, as `Scheduler.decode`. No slot
+        sees more than `capacity` positions. Raises: MemoryError."""
         step = self.step
-        if self.angles.shape[1] < cache.capacity:
-            self.angles = _angles(self.trunk.trunk, cache.capacity)
-        step.cosine, step.sine = (part.data_ptr() for part in self.angles)
-        for name, store in (("keys", cache.keys), ("values", cache.values)):
+        if self.angles.shape[1] < capacity:
+            self.angles = _angles(self.trunk.trunk, 2 * capacity)
+        step.cosine = self.angles[0].data_ptr()
+        step.sine = self.angles[1].data_ptr()
+        for name, store in (("keys", pages.keys), ("values", pages.values)):
             self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
         for name in (*STATE, "eos"):
             setattr(step, name, getattr(sampler, name).data_ptr())
-        step.capacity, step.columns, step.ends = (
-            cache.capacity,
-            sampler.tokens.shape[1],
-            len(sampler.eos),
-        )
-        step.slots, step.threads, step.temperature = (
-            slots,
-            self.threads or torch.get_num_threads(),
-            float(sampler.temperature),
-        )
+        step.table = pages.table.data_ptr()
+        step.page = pages.page
+        step.pages = pages.pages + 1
+        step.entries = pages.columns
+        step.capacity = capacity
+        step.columns = sampler.tokens.shape[1]
+        step.ends = len(sampler.eos)
+        step.slots = slots
+        step.threads = self.threads or torch.get_num_threads()
+        step.temperature = float(sampler.temperature)
         if self.run(ctypes.byref(step)):
             raise MemoryError(f"no memory for a decoding step of {slots} slots")
 

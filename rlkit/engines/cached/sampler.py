@@ -4,6 +4,7 @@ next token."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,16 @@ STATE = (
     "logprobs",
     "forced",
 )
+
+
+class Saved(NamedTuple):
+    """The part of a completion that was drawn before its row was cut, and the state of its thinking
+    budget."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    forced: tuple[bool, ...]
+    budget: tuple[bool, int, int, str] | None  # inside, used, written, tail
 
 
 class Sampler:
@@ -102,6 +113,43 @@ class Sampler:
         if self.budget is not None:
             self.budget.begin(at, contexts)
 
+    def saved(self, slots: Sequence[int]) -> list[Saved]:
+        """What these slots have drawn so far, so that they can go on elsewhere."""
+        at = torch.tensor(slots, device=self.device)
+        counts = self.count[at].tolist()
+        tokens = self.tokens[at].tolist()
+        logprobs = self.logprobs[at].tolist()
+        forced = self.forced[at].tolist()
+        budgets: Sequence[tuple[bool, int, int, str] | None] = [None] * len(slots)
+        if self.budget is not None:
+            budgets = self.budget.saved(at)
+        return [
+            Saved(tuple(ids[:n]), tuple(scores[:n]), tuple(marks[:n]), budget)
+            for n, ids, scores, marks, budget in zip(
+                counts, tokens, logprobs, forced, budgets, strict=True
+            )
+        ]
+
+    def go_on(self, at: Tensor, saved: Sequence[Saved]) -> None:
+        """The slots `at`, which have just begun, go on behind what they had drawn before; all of it
+        has been read."""
+        width = self.tokens.shape[1]
+
+        def filled(parts: Sequence[Sequence[float]], like: Tensor) -> Tensor:
+            rows = [[*part, *[0] * (width - len(part))] for part in parts]
+            return torch.tensor(rows, dtype=like.dtype, device=self.device)
+
+        counts = [len(own.token_ids) for own in saved]
+        self.count[at] = torch.tensor(counts, device=self.device)
+        self.position[at] += self.count[at]
+        self.tokens[at] = filled([own.token_ids for own in saved], self.tokens)
+        self.logprobs[at] = filled([own.logprobs for own in saved], self.logprobs)
+        self.forced[at] = filled([own.forced for own in saved], self.forced)
+        if self.budget is not None:
+            self.budget.restore(at, [own.budget for own in saved if own.budget is not None])
+            last = [own.token_ids[-1] for own in saved]
+            self.budget.follow(at, torch.tensor(last, device=self.device))
+
     def draw(self, at: Tensor, logits: Tensor, begun: bool = False) -> None:
         """The next token of the slots `at` that draw, from the logits [n, V] of their last tokens.
 
@@ -155,24 +203,8 @@ class Sampler:
         if self.budget is not None:
             self.budget.move(source, target)
 
-    def resize(self, slots: int) -> None:
-        """More slots; those that there are keep their state."""
-        more = slots - len(self.last)
-        if more <= 0:
-            return
-        for owner, own in (
-            (self, STATE),
-            (self.budget, ("inside", "used", "written") if self.budget else ()),
-        ):
-            for name in own:
-                tensor = getattr(owner, name)
-                setattr(owner, name, torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]))
-        if self.budget is not None:
-            self.budget.tails += [""] * more
-
-    def stop(self, left: int) -> None:
-        """Only the first slots go on. A step whose number of slots is rounded up goes through the
-        others too."""
-        self.draws[left:] = False
-        self.ended[left:] = False
-        self.position[left:] = 0
+    def stop(self, at: Tensor) -> None:
+        """These slots draw nothing any more. Steps go through them all the same."""
+        self.draws[at] = False
+        self.ended[at] = False
+        self.position[at] = 0

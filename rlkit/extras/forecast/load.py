@@ -50,7 +50,7 @@ def load_of(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) 
         x.model.gradient_checkpointing is True,  # auto: see settle_checkpointing
         x.trainer.micro_batch_tokens,
         engine.get("max_rows") or 256,
-        engine.get("max_cached_tokens") or 1 << 20,
+        engine.get("max_cached_tokens"),
         scoring=x.needs_reference + (updates > 1 or x.kl.in_reward or a.critic.active),
         copies=int(x.needs_reference and not rank),
         updates=updates,

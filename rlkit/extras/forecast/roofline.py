@@ -20,15 +20,18 @@ from rlkit.training.activations import FEWEST
 NOISE_BYTES = 8
 # the same by the logits: written in bfloat16, read, normalised and searched in float32
 LOGIT_BYTES = 16
-ROOM_USED = 0.7  # share of the reserved positions, all of which attention reads, that hold a token
+# Bytes that a decoding step on CUDA moves for a byte of keys and values that it reads: it gathers
+# pages, which are read, written and read again, over columns rounded up by a quarter on average. It
+# reads every row as far as the longest one. A CPU reads pages in place, each row its own.
+MOVED = 3.75
 # kernels of a layer, and of embedding, head, draw and bookkeeping
 LAYER_KERNELS = 24
 STEP_KERNELS = 40
-# of each of the seven adapted projections: down and up, each with its weight cast, scale, addition
-ADAPTER_KERNELS = 6
-ADAPTER_BYTES = 8  # moved per number of an adapter: read in float32, written and read in bfloat16
+ADAPTER_KERNELS = 8  # of a layer: down and up of each of its four groups of projections
+ADAPTER_BYTES = 2  # moved per number of an adapter, which the engine keeps in bfloat16
+CACHE = 0.35  # share of the memory beside the weights that the engine takes for keys and values
 # graphs captured in a whole run, and seconds of each
-GRAPHS = 24
+GRAPHS = 48
 CAPTURE_S = 0.1
 # What the trainer does.
 LOGITS_HELD = 6 * 4  # bytes of an entry of a chunk of logits, with all that is made of it
@@ -210,7 +213,7 @@ class Load(NamedTuple):
     checkpointing: bool = False
     micro_batch: int = 16384
     max_rows: int = 256
-    max_cached: int = 1 << 20
+    max_cached: int | None = None  # tokens; None: a share of the memory
     scoring: int = 1  # passes without gradient: reference, old policy
     copies: int = 0  # further copies of all weights: a reference beside trained weights
     updates: int = 1  # optimizer steps
@@ -249,24 +252,23 @@ def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float
 
 
 def decode_step(
-    card: Card, shape: Shape, rows: float, context: float, rank: int = 0
+    card: Card, shape: Shape, rows: float, context: float, rank: int = 0, longest: float = 0
 ) -> dict[str, float]:
     """Seconds of one decode step by what they go into: rows of this mean context, adapters of this
-    rank."""
+    rank. longest: tokens of the longest row; at least the mean."""
     read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
     flops = 2 * rows * (shape.used + shape.hidden * shape.vocab)
     small = shape.adapters(rank)
+    read_to = MOVED * max(context, longest) if card.itemsize == 2 else context
     return {
         "weights": (
             max(read / card.bandwidth, flops / card.decode_flops)
             + rows * shape.layers * shape.hidden * card.touch_s
         ),
-        "keys and values": (
-            rows * context * shape.kv_bytes(card.itemsize) / ROOM_USED / card.bandwidth
-        ),
+        "keys and values": (rows * read_to * shape.kv_bytes(card.itemsize) / card.bandwidth),
         "noise": rows * shape.vocab * card.entry_s,
         "adapters": (
-            bool(rank) * shape.layers * 7 * ADAPTER_KERNELS * card.kernel_s
+            bool(rank) * shape.layers * ADAPTER_KERNELS * card.kernel_s
             + small * max(ADAPTER_BYTES / card.bandwidth, 2 * rows / card.decode_flops)
         ),
         "launches": (shape.layers * LAYER_KERNELS + STEP_KERNELS) * card.kernel_s,
@@ -274,8 +276,9 @@ def decode_step(
 
 
 def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], int]:
-    """Bytes by name, and the replies decoded at once: their cache takes at most half of what
-    weights and optimizer leave free.
+    """Bytes by name, and the replies decoded at once. The engine's cache is `CACHE` of the memory
+    beside the weights, and no larger than `load.max_cached` tokens or `max_rows` longest contexts;
+    a CPU takes what the replies need of it.
 
     Backward keeps every layer's norms, rotation, attention, gate, up and residuals; with
     checkpointing one layer's, and the states between layers.
@@ -292,20 +295,13 @@ def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], i
         "reference": 4 * base * load.copies,
         "CUDA": RESERVED * (size == 2),
     }
-    free = card.memory - sum(held.values())
-    room = min(
-        load.prompt + load.turns * load.longest, (load.prompt + load.turns * load.reply) / ROOM_USED
-    )
-    slots = int(
-        max(
-            0,
-            min(
-                load.prompts * load.group,
-                load.max_rows,
-                min(free / 2 / kv, load.max_cached) // room,
-            ),
-        )
-    )
+    beside = max(0.0, card.memory - held["weights"])
+    most = load.max_rows * (load.prompt + load.turns * load.longest)
+    cached = min(load.max_cached or CACHE * beside / kv, most)
+    context = load.prompt + load.turns * load.reply
+    slots = int(min(load.prompts * load.group, load.max_rows, cached // context))
+    if size == 4:
+        cached = slots * context
     queries = shape.head_dim * shape.heads
     keys = shape.head_dim * shape.kv_heads
     kept = (
@@ -318,7 +314,7 @@ def memory_of(card: Card, shape: Shape, load: Load) -> tuple[dict[str, float], i
     return (
         held
         | {
-            "cache of keys and values": slots * room * kv,
+            "cache of keys and values": cached * kv,
             "activations": load.micro_batch * layers,
             "logits": logits,
         },
@@ -339,10 +335,9 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     tokens = replies * load.reply  # sampled
     steps = max(load.turns * load.longest, tokens / max(1, slots))
     context = load.prompt + load.turns * load.reply / 2
-    decode = {
-        f"decode: {name}": steps * value
-        for name, value in decode_step(card, shape, tokens / steps, context, load.rank).items()
-    }
+    longest = load.prompt + (load.turns - 1) * load.reply + load.longest
+    step = decode_step(card, shape, tokens / steps, context, load.rank, longest)
+    decode = {f"decode: {name}": steps * value for name, value in step.items()}
     decode["decode: launches"] += GRAPHS * CAPTURE_S / load.steps * (card.itemsize == 2)
     packed = load.prompts * load.prompt + tokens
     each = 2 * shape.used + 2 * shape.layers * shape.heads * shape.head_dim * context

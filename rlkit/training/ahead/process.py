@@ -37,7 +37,7 @@ from rlkit.training.ahead.weights import WeightSlots, shared_memory
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
 from rlkit.training.schedules.progress import Progress
-from rlkit.types import KernelEngine, Policy, SharedEngine, Task
+from rlkit.types import CachingEngine, KernelEngine, Policy, SharedEngine, Task
 
 GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
 
@@ -154,6 +154,8 @@ class SamplingProcess:
             engine = self.x.generation.engine
             if answer.kernel and isinstance(engine, KernelEngine):
                 engine.elsewhere = answer.kernel
+            if answer.cached_tokens and isinstance(engine, CachingEngine):
+                engine.keep_cached_tokens(answer.cached_tokens)
             seconds = answer.seconds | {"wait_s": time.perf_counter() - begun}
         seconds["handover_s"] += self.publish_s
         self.publish_s = 0.0
@@ -194,13 +196,14 @@ class SamplingProcess:
             self._take()
 
     def slots_of(self, model: Any) -> WeightSlots:
-        """The slots for this model's weights. Before anything else the process is told of them, and
-        of the kernel that the trainer has settled on."""
+        """The slots for this model's weights. Before anything else the process is told of them, of
+        the kernel that the trainer has settled on, and of the size of its cache."""
         if self.slots is None:
             self.slots = WeightSlots(self.memory, self.x.asynchrony.staleness + 1, model)
             engine = self.x.generation.engine
             kernel = engine.kernel if isinstance(engine, KernelEngine) else None
-            self.send(Handshake(self.slots.count, self.slots.layout, kernel))
+            size = engine.cached_tokens if isinstance(engine, CachingEngine) else None
+            self.send(Handshake(self.slots.count, self.slots.layout, kernel, size))
         return self.slots
 
     def send(self, message: Any) -> None:

@@ -42,7 +42,7 @@ from rlkit.training.ahead.source import sample_groups
 from rlkit.training.ahead.weights import WeightSlots
 from rlkit.training.experiment import Experiment
 from rlkit.training.metrics import Clock
-from rlkit.types import KernelEngine, Policy, SharedEngine
+from rlkit.types import CachingEngine, KernelEngine, Policy, SharedEngine
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -57,6 +57,7 @@ class Handshake(NamedTuple):
     layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
     # generation.kernel, as the trainer goes on with it
     kernel: Literal["auto", "eager", "fused"] | None
+    cached_tokens: int | None  # size of the engine's cache; None: the engine decides
 
 
 class Answer(NamedTuple):
@@ -69,6 +70,7 @@ class Answer(NamedTuple):
     sessions: list[float]  # that each episode spent in its session
     engine: dict[str, float]  # figures of the engine, for the step's row
     kernel: Any  # that drew the tokens
+    cached_tokens: int | None  # size of the cache that they were drawn with
     # what functions have changed of that process (rlkit.system.shared_state)
     named: Mapping[tuple[str, ...], str]
 
@@ -149,6 +151,8 @@ def serve(
                         )
                 if message.kernel and isinstance(engine, KernelEngine):
                     engine.kernel = message.kernel
+                if message.cached_tokens and isinstance(engine, CachingEngine):
+                    engine.keep_cached_tokens(message.cached_tokens)
                 continue
             asked = time.perf_counter()
             if message.version != loaded:
@@ -167,7 +171,8 @@ def serve(
                 "sampling_s": time.perf_counter() - got,
             }
             kernel = engine.decodes if isinstance(engine, KernelEngine) else None
-            figures = clock.sessions, clock.engine, kernel
+            size = engine.cached_tokens if isinstance(engine, CachingEngine) else None
+            figures = clock.sessions, clock.engine, kernel, size
             send(pickle.dumps(Answer(groups, seconds, *figures, dict(NAMED))))
     except Interrupted:
         raise

@@ -1,0 +1,184 @@
+"""What the model computes for rows of the cache: new tokens of several contexts at once, or one
+token in every slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit.engines.cached.attention import Part, attend, attend_in_place
+from rlkit.engines.cached.cache import NOBODY, Pages
+from rlkit.engines.cached.forward import autocast_type, casts_weights, forward_of, logits_of
+from rlkit.engines.cached.slots import Row
+from rlkit.models.head import trunk_and_head
+from rlkit.system.adapters import lora_layers
+from rlkit.types import Policy
+
+
+class Seen(NamedTuple):
+    """Where the new tokens of a pass go, and which ones each row attends to.
+
+    places: [R, m] of the new tokens. table: pages that are read [R, n], or None: a pass over whole
+    contexts, which attend to themselves alone. mask: [R, 1, m, n · page], True is seen. lengths:
+    [R] int32 in place of a mask, if the pages are read in place. parts: rows of nearly one length,
+    each of which reads its own number of pages; empty: all rows read all.
+    """
+
+    places: Tensor
+    table: Tensor | None = None
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    parts: tuple[Part, ...] = ()
+
+
+class Passes:
+    """A model over the pages of a cache.
+
+    Args:
+      in_place: decoding steps read pages where they are (`attend_in_place`); else they are gathered
+        for torch's scaled_dot_product_attention.
+    """
+
+    def __init__(self, policy: Policy, causal: Any, pages: Pages, *, in_place: bool = False):
+        self.policy = policy
+        self.causal = causal
+        self.trunk, self.head = trunk_and_head(causal)
+        self.pages = pages
+        self.in_place = in_place
+        self.half = autocast_type(pages.device)
+        self.forward = forward_of(self.trunk, self.half)
+        self.logits = logits_of(self.head, self.forward)
+        # whether graphs end with a call: they may read casts of weights that autocast drops then
+        self.casts = self.half is not None and casts_weights(self.head, self.forward)
+        self.weights = weights_place(causal)
+
+    def serves(self, policy: Policy, causal: Any) -> bool:
+        """Whether these weights lie where those of before did, so that captured graphs read them.
+        What was made of the weights is made again."""
+        rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
+        if causal is not self.causal or not all(rest) or weights_place(causal) != self.weights:
+            return False
+        if autocast_type(self.pages.device) != self.half:
+            return False
+        if self.forward is not None:
+            self.forward.refresh()
+        return True
+
+    def read(self, rows: Sequence[Row]) -> Tensor:
+        """The unread tokens of some rows through the model; the hidden state of each one's last,
+        [R, H]. Either all rows begin, or all know a part of their context."""
+        pages = self.pages
+        device = pages.device
+        new = [row.context[row.known :] for row in rows]
+        width = max(map(len, new))
+        padded = [[*ids, *[self.policy.pad_token_id] * (width - len(ids))] for ids in new]
+        ids = torch.tensor(padded, device=device)
+        lengths = torch.tensor([len(ids) for ids in new], device=device)
+        slots = torch.tensor([row.slot for row in rows], device=device)
+        starts = torch.tensor([row.known for row in rows], device=device)
+        steps = torch.arange(width, device=device)
+        # Padding may reach beyond the longest context; no one reads what it gives.
+        positions = (starts[:, None] + steps).clamp(max=self.policy.context_length - 1)
+        own = steps < lengths[:, None]
+        places = pages.places(slots, positions).where(own, NOBODY * pages.page)
+        seen = Seen(places)
+        if rows[0].known:
+            columns = pages.span(max(len(row.context) for row in rows))
+            reach = torch.arange(columns * pages.page, device=device)
+            mask = (reach <= positions[..., None])[:, None]
+            seen = Seen(places, pages.table[slots, :columns], mask)
+        states = self.hidden(ids, positions, seen)
+        return states[torch.arange(len(rows), device=device), lengths - 1]
+
+    def step(self, last: Tensor, positions: Tensor, columns: int, parts: Sequence[Part]) -> Tensor:
+        """The last token [S] of each of the first S slots through the model, at its position [S];
+        logits [S, V]. Rows attend to the pages of the first `columns` columns. Nothing is read on
+        the host, so the step can be captured."""
+        pages = self.pages
+        slots = len(last)
+        at = positions[:, None]
+        places = pages.places(pages.indices[:slots], at)
+        table = pages.table[:slots, :columns]
+        if self.in_place:
+            seen = Seen(places, table.to(torch.int32), lengths=(positions + 1).to(torch.int32))
+        else:
+            reach = torch.arange(columns * pages.page, device=pages.device)
+            seen = Seen(places, table, (reach <= at)[:, None, None], parts=tuple(parts))
+        return self.logits(self.hidden(last[:, None], at, seen)[:, 0])
+
+    def hidden(self, ids: Tensor, positions: Tensor, seen: Seen) -> Tensor:
+        """Last hidden states [R, m, H] of tokens [R, m] at these positions [R, m]."""
+        if self.forward is not None:
+            return self.forward(ids, positions, partial(self.attention, seen))
+        mask = seen.mask
+        if mask is None:  # any mask of another shape stands for causal attention
+            mask = ids.new_ones(len(ids), 1, 1, 1, dtype=torch.bool)
+        out = self.trunk(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=ModelCache(self.pages, seen),
+            use_cache=True,
+        )
+        return out.last_hidden_state
+
+    def attention(
+        self, seen: Seen, query: Tensor, key: Tensor, value: Tensor, layer: int
+    ) -> Tensor:
+        """Keep the new keys and values, and attend to all that these rows see, [R, m, Hq, D]."""
+        pages = self.pages
+        pages.put(layer, key, value, seen.places)
+        if seen.table is None:
+            return attend(None, query, key.to(value.dtype), value, None)[0]
+        if seen.lengths is not None:
+            own = pages.keys[layer], pages.values[layer]
+            return attend_in_place(query, *own, seen.table, seen.lengths)
+        assert seen.mask is not None
+        outs = []
+        for start, stop, length in seen.parts or ((0, len(query), seen.mask.shape[-1]),):
+            table = seen.table[start:stop, : pages.span(length)]
+            # a part reads no further than its longest row
+            keys, values = (own[:, :, :length] for own in pages.gather(layer, table))
+            mask = seen.mask[start:stop, ..., :length]
+            outs.append(attend(None, query[start:stop], keys, values, mask)[0])
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+class ModelCache:
+    """The pages as a model of transformers takes its cache, for one pass."""
+
+    def __init__(self, pages: Pages, seen: Seen):
+        self.pages = pages
+        self.seen = seen
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values [R, Hk, m, D], and return all that these rows see."""
+        self.pages.put(layer, key, value, self.seen.places)
+        if self.seen.table is None:
+            return key.to(value.dtype), value
+        return self.pages.gather(layer, self.seen.table)
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """For models that ask; positions are always given."""
+        return 0 if self.seen.mask is None else self.seen.mask.shape[-1]
+
+
+def weights_place(causal: Any) -> tuple[Any, ...]:
+    """Where a model's weights lie, and what its modules are: graphs read the former and were made
+    of the latter."""
+    weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
+    adapters = [
+        (m.merged, m.disable_adapters, tuple(m.active_adapters), tuple(m.scaling.items()))
+        for m in lora_layers(causal)
+    ]
+    return (
+        *weights,
+        *adapters,
+        *((type(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in causal.modules()),
+    )

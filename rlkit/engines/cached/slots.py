@@ -1,0 +1,304 @@
+"""Who has which slot and which pages: plain numbers on the host, no tensor arithmetic.
+
+    submit ──▶ queue ──▶ a slot, and pages for the context ──▶ finish ──▶ held, until the next
+                 ▲                     │                                  prompt of the episode
+                 └── cut: no page left ┘
+
+If no page is free, an episode that waits for its environment loses its pages first, then the row
+that has drawn least. Which one that is depends on contexts and seeds alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+
+from rlkit.engines.cached.cache import Pages
+from rlkit.engines.cached.sampler import Saved
+from rlkit.types import agreement
+
+
+@dataclass(eq=False)
+class Row:
+    """A completion that is sampled, or an episode between two of them.
+
+    prompt: what the completion follows. need: tokens that prompt and completion may have at most.
+    known: tokens from the start whose keys and values are in the pages. pages: in the order of the
+    tokens. saved: the part of the completion that was drawn before the row was cut. tokens: of an
+    episode between two completions, what the pages hold. slot: -1 if it has none. reads: whether
+    part of the context has still to be read.
+    """
+
+    key: int
+    prompt: tuple[int, ...]
+    seed: int
+    need: int
+    known: int = 0
+    pages: list[int] = field(default_factory=list)
+    saved: Saved | None = None
+    tokens: tuple[int, ...] = ()
+    slot: int = -1
+    reads: bool = True
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens to read before the next one is drawn."""
+        return self.prompt if self.saved is None else self.prompt + self.saved.token_ids
+
+    @property
+    def order(self) -> tuple[bool, bool, int, tuple[int, ...], int]:
+        """The queue's order: first rows that were cut, then episodes that go on, then the shortest
+        prompt. Samples of one prompt are neighbours."""
+        return self.saved is None, not self.known, len(self.prompt), self.prompt, self.key
+
+
+class Slots:
+    """The queue, the rows in slots, and the episodes that wait for their environment.
+
+    Slots in use are the first ones; a row that is None is a hole, which `fill` closes. reach: the
+    tokens that each slot may hold by the next look. most: the tokens that it may ever hold. room:
+    the tokens that its pages hold. All three are 0 where nothing draws.
+    """
+
+    def __init__(self, pages: Pages):
+        self.pages = pages
+        self.queue: list[Row] = []  # in its order, if `ordered`
+        self.ordered = True
+        self.rows: list[Row | None] = []
+        self.held: dict[int, Row] = {}  # key → an episode that waits for its environment
+        self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot that has read it
+        self.stopped: list[int] = []  # slots whose row has left before its completion ended
+        self.reach, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing reads, draws or waits for a slot."""
+        return not self.queue and not any(self.rows)
+
+    @property
+    def active(self) -> list[Row]:
+        """The rows in slots."""
+        return [row for row in self.rows if row is not None]
+
+    @property
+    def reading(self) -> list[Row]:
+        """The rows in slots whose context has still to be read."""
+        return [row for row in self.rows if row is not None and row.reads]
+
+    def submit(self, key: int, prompt: tuple[int, ...], seed: int, need: int) -> None:
+        """Queue a completion. If its episode still has pages, it keeps the beginning that the new
+        prompt shares with them."""
+        row = self.held.pop(key, None)
+        if row is None:
+            row = Row(key, prompt, seed, need)
+        else:
+            known = min(agreement(row.tokens, prompt), len(prompt) - 1)
+            row.prompt, row.seed, row.need, row.reads = prompt, seed, need, True
+            self._keep(row, known)
+        self.queue.append(row)
+        self.ordered = False
+
+    def _keep(self, row: Row, known: int) -> None:
+        """Give back the pages behind the first `known` tokens. A shared page is not written to, so
+        a part of one is read again."""
+        full = known // self.pages.page
+        if known % self.pages.page and self.pages.holders[row.pages[full]] == 1:
+            full += 1
+        else:
+            known = full * self.pages.page
+        self.pages.give_back(row.pages[full:])
+        row.pages = row.pages[:full]
+        row.known = known
+
+    def release(self, key: int) -> None:
+        """Forget an episode and its running completion."""
+        for row in [row for row in self.queue if row.key == key]:
+            self.pages.give_back(row.pages)
+            self.queue.remove(row)
+        if key in self.held:
+            self.pages.give_back(self.held.pop(key).pages)
+        for row in self.active:
+            if row.key == key:
+                self.stopped.append(row.slot)
+                self._leave(row)
+                self.pages.give_back(row.pages)
+
+    def finish(self, row: Row, token_ids: Sequence[int]) -> None:
+        """The completion of a row has ended. The last token was drawn and not read; the pages of
+        the others stay with the episode."""
+        row.tokens = (*row.prompt, *token_ids[:-1])
+        self._leave(row)
+        kept = self.pages.span(len(row.tokens))
+        self.pages.give_back(row.pages[kept:])
+        row.pages = row.pages[:kept]
+        row.saved = None
+        self.held[row.key] = row
+
+    def _leave(self, row: Row) -> None:
+        """Free a slot; the pages stay with the row."""
+        slot = row.slot
+        if self.read.get(row.prompt) is row:
+            del self.read[row.prompt]
+        self.rows[slot] = None
+        self.pages.write(slot, ())
+        self.reach[slot] = self.most[slot] = self.room[slot] = 0
+        row.slot = -1
+
+    def clear(self) -> None:
+        """Forget every episode."""
+        for row in [*self.queue, *self.active, *self.held.values()]:
+            self.pages.give_back(row.pages)
+        for slot in range(len(self.rows)):
+            self.pages.write(slot, ())
+        self.queue, self.rows, self.stopped = [], [], []
+        self.held, self.read = {}, {}
+        for numbers in (self.reach, self.most, self.room):
+            numbers[:] = 0
+
+    # -------------------------------------------------------------------------------------- filling
+
+    def fill(self) -> list[tuple[int, int]]:
+        """Give free slots to the queue, and move the last rows into the holes that remain. Return
+        the moves as pairs (source, target)."""
+        if not self.ordered:
+            self.queue.sort(key=attrgetter("order"), reverse=True)
+            self.ordered = True
+        holes = [slot for slot, row in enumerate(self.rows) if row is None]
+        free = [*holes, *range(len(self.rows), self.pages.slots)]
+        active = len(self.rows) - len(holes)
+        firsts: dict[tuple[int, ...], Row] = {}  # prompt → its first row among those that enter
+        for slot in free:
+            # Each row that draws needs a page now and then. Without a margin a row would enter
+            # only to be cut at the next look.
+            if not self.queue or not self._admit(slot, firsts, active):
+                break
+            active += 1
+        return self._close([slot for slot in holes if self.rows[slot] is None])
+
+    def _admit(self, slot: int, firsts: dict[tuple[int, ...], Row], margin: int) -> bool:
+        """Give a slot and pages to the next row of the queue, if so many are free afterwards."""
+        row = self.queue[-1]
+        context = row.context
+        fresh = not row.known and row.saved is None
+        shared: list[int] = []
+        known = row.known
+        if fresh and row.prompt in firsts:
+            shared = firsts[row.prompt].pages[: len(context) // self.pages.page]
+        elif fresh and row.prompt in self.read:
+            # the last token is read again, for the first draw
+            shared = self.read[row.prompt].pages[: (len(context) - 1) // self.pages.page]
+            known = len(shared) * self.pages.page
+        wanted = self.pages.span(len(context) + 1) - len(row.pages) - len(shared)
+        if not self._find(wanted + margin, row):
+            return False
+        self.queue.pop()
+        row.known = known
+        self.pages.share(shared)
+        row.pages += [*shared, *(self.pages.take() for _ in range(wanted))]
+        self.rows += [None] * (slot + 1 - len(self.rows))
+        self.rows[slot] = row
+        row.slot = slot
+        self.room[slot] = len(row.pages) * self.pages.page
+        self.pages.write(slot, row.pages)
+        if fresh and not known:
+            firsts.setdefault(row.prompt, row)
+        return True
+
+    def _find(self, wanted: int, row: Row) -> bool:
+        """Whether so many pages are free for a row. Episodes without a slot lose theirs for it:
+        those that wait for their environment, with the fewest tokens first, then those that wait
+        in the queue."""
+        left = self.pages.left
+        while len(left) < wanted and self.held:
+            held = min(self.held.values(), key=lambda own: (len(own.tokens), own.tokens, own.seed))
+            self.pages.give_back(self.held.pop(held.key).pages)
+        if len(left) < wanted:
+            for other in self.queue:  # the first of them enters last
+                if other is not row and other.pages and len(left) < wanted:
+                    self._strip(other)
+        return len(left) >= wanted
+
+    def _strip(self, row: Row) -> None:
+        """Take all pages of a row, which reads its whole context again."""
+        self.pages.give_back(row.pages)
+        row.pages = []
+        row.known = 0
+        self.ordered = False
+
+    def _close(self, holes: Iterable[int]) -> list[tuple[int, int]]:
+        """Move the last rows into the holes, so that the slots in use are the first ones."""
+        moves = []
+        for hole in holes:
+            while self.rows and self.rows[-1] is None:
+                self.rows.pop()
+            if hole >= len(self.rows):
+                break
+            row = self.rows.pop()
+            assert row is not None
+            source = row.slot
+            self.rows[hole] = row
+            row.slot = hole
+            for numbers in (self.reach, self.most, self.room):
+                numbers[hole] = numbers[source]
+                numbers[source] = 0
+            self.pages.write(hole, row.pages)
+            self.pages.write(source, ())
+            moves.append((source, hole))
+        while self.rows and self.rows[-1] is None:
+            self.rows.pop()
+        return moves
+
+    # -------------------------------------------------------------------------------------- drawing
+
+    def begin(self, row: Row) -> None:
+        """The context of a row has been read; it draws from now on."""
+        row.known = len(row.context)
+        row.reads = False
+        self.read.setdefault(row.prompt, row)
+        self.reach[row.slot] = row.known
+        self.most[row.slot] = row.need
+
+    def extend(self, steps: int) -> list[tuple[Row, int]]:
+        """Give every row that draws pages for so many tokens more. Return the rows that had to be
+        cut for it, each with the slot that it had; they wait in the queue."""
+        n = len(self.rows)
+        self.reach[:n] = np.minimum(self.reach[:n] + steps, self.most[:n])
+        cut: list[tuple[Row, int]] = []
+        short = np.nonzero(self.reach[:n] > self.room[:n])[0]
+        for slot in short.tolist():
+            row = self.rows[slot]
+            if row is None:  # cut for one before it
+                continue
+            wanted = self.pages.span(int(self.reach[slot])) - len(row.pages)
+            while row.slot >= 0 and not self._find(wanted, row):
+                weakest = self._weakest()
+                cut.append((weakest, weakest.slot))
+                self._cut(weakest)
+            if row.slot >= 0:
+                start = len(row.pages)
+                row.pages += [self.pages.take() for _ in range(wanted)]
+                self.pages.write(slot, row.pages[start:], start)
+                self.room[slot] = len(row.pages) * self.pages.page
+        return cut
+
+    def _weakest(self) -> Row:
+        """The row that has drawn least; among equals the one with the shortest prompt."""
+        return min(
+            self.active,
+            key=lambda row: (
+                max(0, int(self.reach[row.slot]) - len(row.prompt)),
+                len(row.prompt),
+                row.prompt,
+                row.seed,
+            ),
+        )
+
+    def _cut(self, row: Row) -> None:
+        """Take a row's pages; it waits in the queue to be read again."""
+        self.stopped.append(row.slot)
+        self._leave(row)
+        self._strip(row)
+        self.queue.append(row)
