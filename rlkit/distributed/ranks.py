@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.system.adapters import base_model
-from rlkit.system.sharding import is_sharded, sharded
+from rlkit.system.sharding import holds_shards, is_sharded, sharded
 from rlkit.system.waiting import waiting_outside
 
 T = TypeVar("T")
@@ -302,7 +302,7 @@ def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settin
     """Call function(model, …) as the forward pass of a sharded model, which gathers weights and
     reduces gradients."""
     root = base_model(model)
-    if sharded(root)[:1] == [root]:
+    if holds_shards(root):
         return root.call_inside(function, model, *arguments, **settings)
     return function(model, *arguments, **settings)
 

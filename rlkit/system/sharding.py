@@ -8,19 +8,23 @@ from typing import Any
 from torch import nn
 
 
-def sharded(*models: Any) -> list[Any]:
-    """All submodules of the models that are sharded. A process that has not imported FSDP has
-    none."""
+def holds_shards(module: Any) -> bool:
+    """Whether a module is one of FSDP's. A process that has not imported FSDP has none."""
     if "torch.distributed.fsdp" not in sys.modules:
-        return []
+        return False
     from torch.distributed.fsdp import FSDPModule
 
+    return isinstance(module, FSDPModule)
+
+
+def sharded(*models: Any) -> list[Any]:
+    """All submodules of the models that are sharded."""
     return [
         module
         for model in models
         if isinstance(model, nn.Module)
         for module in model.modules()
-        if isinstance(module, FSDPModule)
+        if holds_shards(module)
     ]
 
 
