@@ -202,20 +202,25 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
     )
 
 
-def test_graphs_are_captured_again_when_the_cache_has_been_made_again(gpu, complete, recwarn):
-    """Prompts that grow from call to call: each larger cache ends the graphs that read the one
-    before, and the memory that they shared."""
+@pytest.mark.slow
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_graphs_serve_calls_whose_contexts_grow(gpu, complete, recwarn, keep_cache):
+    """They outlive a call, and a call like the one before captures nothing. If the cache is given up
+    between calls, they are captured again, into a pool that lives."""
     policy = load_policy(path="tiny")
     policy.model.to("cuda")
-    engine = Cached(check_every=4)
-    replayed = []
-    for length in (20, 200, 400):
-        before = gpu.replays
+    engine = Cached(check_every=4, keep_cache=keep_cache)
+    replayed, captured = [], []
+    for length in (20, 200, 400, 400):
+        before = gpu.replays, gpu.captures
         complete(engine, policy, [tuple(range(100, 100 + length))], [1], max_new_tokens=40)
-        replayed.append(gpu.replays - before)
+        replayed.append(gpu.replays - before[0])
+        captured.append(gpu.captures - before[1])
     assert not recwarn.list and min(replayed) > 20, (replayed, gpu.report())
+    assert bool(captured[-1]) is not keep_cache
 
 
+@pytest.mark.slow
 def test_graphs_live_on_under_autocast_and_see_new_weights(gpu, complete):
     """Steps read half copies, which are made again in place. They ended with each call when they
     read the casts of autocast."""

@@ -161,6 +161,7 @@ def test_a_storage_counts_once_and_weights_do_not_count():
     assert saved_bytes(run, [weight]) == 4 * (4 * 8 + 4 * 8)
 
 
+@pytest.mark.slow
 def test_terms_are_those_that_a_check_counts_by_hand(machine):
     """Weights, gradients, moments, a reference and a separate critic of the embedded model."""
     machine(16 * GIB)
