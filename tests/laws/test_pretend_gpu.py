@@ -205,8 +205,8 @@ def test_a_decoding_step_never_asks_the_host(params, gpu, complete, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_cache", [True, False])
 def test_graphs_serve_calls_whose_contexts_grow(gpu, complete, recwarn, keep_cache):
-    """They outlive a call, and a call like the one before captures nothing. If the cache is given up
-    between calls, they are captured again, into a pool that lives."""
+    """They outlive a call, and a call like the one before captures nothing. If the cache is
+    given up between calls, they are captured again, into a pool that lives."""
     policy = load_policy(path="tiny")
     policy.model.to("cuda")
     engine = Cached(check_every=4, keep_cache=keep_cache)
