@@ -156,6 +156,7 @@ def test_the_page_names_what_is_missing_and_what_stands_out(evidence, tmp_path):
 def test_reply_lengths_have_the_mean_that_the_roofline_is_given(evidence):
     """The mean over seeds against the area under the quantiles; 0.03 is three standard errors of
     20,000 lengths."""
+    pytest.importorskip("rlkit.extras.forecast", reason="the roofline is an extra")
     steps = evidence("parts_of_steps")
     lengths = [steps.reply_limit(seed, 1024) for seed in range(20_000)]
     assert statistics.fmean(lengths) == pytest.approx(steps.mean_reply(1024), rel=0.03)
