@@ -31,6 +31,7 @@ from weights import (
 
 from rlkit.engines import Cached
 from rlkit.engines.transformers import draw
+from rlkit.errors import EngineError
 from rlkit.extras.forecast import decode_limit
 from rlkit.models import LoRA, forward_logprobs, pack
 from rlkit.models.log_probs import states
@@ -108,10 +109,14 @@ def decode(setting: Setting, shape: str, arm: str, context: int, report: Report)
         if engine is None:
             report("decode", mode, reason=f"this version has no option {next(iter(options))}")
             continue
-        with watched(engine) as watch:
-            begun = time.perf_counter()
-            sample(engine, policy, grouped_prompts(rows, context - tokens // 2), tokens)
-            seconds = time.perf_counter() - begun
+        try:
+            with watched(engine) as watch:
+                begun = time.perf_counter()
+                sample(engine, policy, grouped_prompts(rows, context - tokens // 2), tokens)
+                seconds = time.perf_counter() - begun
+        except EngineError as error:  # a mode that this torch does not have
+            report("decode", mode, reason=str(error)[:200])
+            continue
         looks = [(look.ended - look.begun) / look.rounds for look in watch.looks if look.rounds]
         step = median(looks)
         drawing = rows * tokens / sum(look.rounds for look in watch.looks)

@@ -280,8 +280,9 @@ class ThinkingBudget:
         """Rows take the place of others."""
         for tensor in (self.inside, self.used, self.written):
             tensor[target] = tensor[source]
-        for old, new in zip(source.tolist(), target.tolist(), strict=True):
-            self.tails[new] = self.tails[old]
+        tails = [self.tails[row] for row in source.tolist()]  # rows may change places
+        for row, tail in zip(target.tolist(), tails, strict=True):
+            self.tails[row] = tail
 
 
 class Budgeted:

@@ -716,14 +716,14 @@ def test_beyond_the_bound_the_smallest_graph_that_covers_a_step_is_replayed(
     own = graphs.Graphs(tiny.model, torch.device("cpu"))
     for slots, pages in ((8, 4), (8, 4), (8, 2), (8, 2), (4, 1), (4, 3), (8, 8), (16, 2)):
         step = (slots, pages)
-        own(graphs.Shape("settings", *step), lambda step=step: ran.append(step))
-    own(graphs.Shape("others", 4, 1), lambda: ran.append("others"))
+        own(graphs.Shape("settings", slots, (pages,)), lambda step=step: ran.append(step))
+    own(graphs.Shape("others", 4, (1,)), lambda: ran.append("others"))
     assert own.captured == recording["captured"] == 2 and recording["replayed"] == 4
     # kernel by kernel, in the capture, and what no graph covers
     assert ran == [(8, 4), (8, 4), (8, 2), (8, 2), (8, 8), (16, 2), "others"]
     own.forget()
     for _ in range(2):
-        own(graphs.Shape("settings", 16, 2), lambda: ran.append("again"))
+        own(graphs.Shape("settings", 16, (2,)), lambda: ran.append("again"))
     assert own.captured == 3 and len(own.replays) == 1 and own.pool is not None
 
 

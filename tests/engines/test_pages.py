@@ -104,6 +104,10 @@ def test_every_page_is_free_or_held_whatever_happens(seed):
             slots.release(key)
         slots.stopped = []
         slots.fill()
+        if chance < 0.5:
+            slots.sort()
+            lengths = [max(slots.reach[row.slot], len(row.context)) for row in slots.rows]
+            assert lengths == sorted(lengths, reverse=True)
         consistent(slots)
         for row in slots.reading:
             slots.begin(row)

@@ -53,6 +53,7 @@ class Pages:
         self.indices = torch.arange(slots, device=device)
         self.holders = [0] * (self.pages + 1)
         self.left = list(range(1, self.pages + 1))  # a heap: the lowest free page is taken first
+        self.width = 0  # columns that have been in use
         self.changed: set[int] = set()  # slots whose entries the device does not know
 
     # ------------------------------------------------------------------------------------- the host
@@ -83,6 +84,7 @@ class Pages:
         """Enter pages into a slot's row of the table, from the column `start` on; clear the columns
         behind them."""
         stop = start + len(pages)
+        self.width = max(self.width, stop)
         self.entries[slot, start:stop] = pages
         self.entries[slot, stop:] = NOBODY
         self.changed.add(slot)
@@ -91,8 +93,8 @@ class Pages:
         """Tell the device what the host has entered."""
         if self.changed and self.device.type != "cpu":
             rows = sorted(self.changed)
-            entries = torch.from_numpy(self.entries[rows]).to(self.device)
-            self.table[torch.tensor(rows, device=self.device)] = entries
+            entries = torch.from_numpy(self.entries[rows, : self.width]).to(self.device)
+            self.table[torch.tensor(rows, device=self.device), : self.width] = entries
         self.changed.clear()
 
     # ----------------------------------------------------------------------------------- the device

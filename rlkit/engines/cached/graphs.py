@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
     settings: Any  # of the draw
     slots: int  # that go through the model
-    pages: int  # that the step reads for each slot
+    pages: tuple[int, ...]  # that the step reads for the slots of each part
 
     def covers(self, other: Shape) -> bool:
         """Whether a step of this shape also does the other's work: further slots draw nothing, and
@@ -29,7 +29,8 @@ class Shape(NamedTuple):
         return (
             self.settings == other.settings
             and self.slots >= other.slots
-            and self.pages >= other.pages
+            and len(self.pages) == len(other.pages)
+            and all(own >= its for own, its in zip(self.pages, other.pages, strict=True))
         )
 
 
@@ -66,7 +67,7 @@ class Graphs:
         """Run the step, which has this shape, as a graph where that is possible."""
         if shape not in self.replays and len(self.replays) >= MOST_SHAPES:
             covering = [own for own in self.replays if own.covers(shape)]
-            shape = min(covering, key=lambda own: (own.pages, own.slots), default=shape)
+            shape = min(covering, key=lambda own: (sum(own.pages), own.slots), default=shape)
         elif shape not in self.replays and self.model not in self.refused:
             try:
                 if shape not in self.started:

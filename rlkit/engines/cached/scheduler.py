@@ -17,6 +17,7 @@ weights do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ MOST_READ = 1 << 14  # tokens that are read in one pass, padding included
 # are one of READ_AT rows, or have waited a WAIT-th of the steps that the pass would cost all rows.
 READ_AT = 32
 WAIT = 4
+QUARTERS = 4  # parts of a captured step
 SLOTS = 8  # the numbers of slots of captured steps are multiples of this
 SAMPLERS = 8  # states of slots that are kept, one for each kind of sampling
 
@@ -69,6 +71,7 @@ class Scheduler:
         self.check_every = check_every or (1 if device.type == "cpu" else 8)
         self.on_cpu = not can_capture(device)
         self.cuda_graphs = cuda_graphs and not self.on_cpu
+        self.in_parts = not self.on_cpu and not in_place
         # one position more than there are tokens: where an ended row points
         context = policy.context_length + 1
         self.pages = Pages(
@@ -173,6 +176,10 @@ class Scheduler:
             source, target = self.tensor(moves).T
             self.sampler.move(source, target)
             self.sampler.stop(source)
+        if self.in_parts:
+            order = self.slots.sort()
+            if order:
+                self.sampler.move(*self.tensor(order).T)
         enter = self.slots.reading
         if enter:
             # They draw nothing until they have been read. What steps write there meanwhile is
@@ -264,18 +271,32 @@ class Scheduler:
         assert self.params is not None
         rows = len(self.slots.rows)
         if self.on_cpu:
-            self.decode(rows, self.pages.span(longest))
+            self.decode(rows, self.pages.span(longest), self.measured(rows))
             return
         slots = min(bucket(-(-rows // SLOTS)) * SLOTS, self.pages.slots)
-        columns = min(bucket(self.pages.span(longest)), self.pages.columns)
+        parts = self.quarters(slots)
+        columns = [self.pages.span(length) for _, _, length in parts]
         if self.cuda_graphs and not self.sampler.asks_the_host:
-            shape = Shape(captured_settings(self.params), slots, columns)
-            self.graphs(shape, lambda: self.decode(slots, columns))
+            shape = Shape(captured_settings(self.params), slots, tuple(columns))
+            self.graphs(shape, lambda: self.decode(slots, max(columns), parts))
         else:
-            self.decode(slots, columns)
+            self.decode(slots, max(columns), parts)
 
-    def decode(self, slots: int, columns: int) -> None:
-        """One decoding step for the first `slots` slots, over so many columns of the table.
+    def quarters(self, slots: int) -> Sequence[Part]:
+        """Equal parts of the slots, each with the pages that its longest row needs, in one of few
+        numbers. Slots are sorted by length, so a part reads little that it does not need."""
+        number = QUARTERS if self.in_parts else 1
+        edges = sorted({slots * k // number for k in range(number + 1)})
+        parts = []
+        for start, stop in pairwise(edges):
+            longest = int(self.slots.reach[start:stop].max(initial=1))
+            columns = min(bucket(self.pages.span(longest)), self.pages.columns)
+            parts.append((start, stop, columns * self.pages.page))
+        return parts
+
+    def decode(self, slots: int, columns: int, parts: Sequence[Part] = ()) -> None:
+        """One decoding step for the first `slots` slots, over so many columns of the table, or in
+        parts over fewer.
 
         It reads and writes only the state tensors, in place, and never asks the host, so it can be
         captured as a CUDA graph.
@@ -284,7 +305,6 @@ class Scheduler:
         if self.kernel is not None and self.kernel.serves(sampler):
             self.kernel(self.pages, sampler, slots, columns * self.pages.page)
             return
-        parts = self.measured(slots) if self.on_cpu else ()
         logits = self.passes.step(sampler.last[:slots], sampler.position[:slots], columns, parts)
         sampler.draw(self.pages.indices[:slots], logits, begun=True)
 

@@ -251,6 +251,27 @@ class Slots:
             self.rows.pop()
         return moves
 
+    def sort(self) -> list[tuple[int, int]]:
+        """Put the rows with the longest contexts into the first slots, so that neighbours read
+        equally far. Return the moves, which happen at once, as pairs (source, target)."""
+
+        def length(row: Row | None) -> int:
+            assert row is not None  # `fill` has closed the holes
+            return max(int(self.reach[row.slot]), len(row.context))
+
+        rows = sorted(self.rows, key=length, reverse=True)
+        moves = [(row.slot, slot) for slot, row in enumerate(rows) if row and row.slot != slot]
+        if moves:
+            order = [row.slot for row in rows if row]
+            for numbers in (self.reach, self.most, self.room):
+                numbers[: len(order)] = numbers[order]
+            self.rows = rows
+            for slot, row in enumerate(rows):
+                if row and row.slot != slot:
+                    row.slot = slot
+                    self.pages.write(slot, row.pages)
+        return moves
+
     # -------------------------------------------------------------------------------------- drawing
 
     def begin(self, row: Row) -> None:

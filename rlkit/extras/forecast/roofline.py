@@ -20,10 +20,11 @@ from rlkit.training.activations import FEWEST
 NOISE_BYTES = 8
 # the same by the logits: written in bfloat16, read, normalised and searched in float32
 LOGIT_BYTES = 16
-# Bytes that a decoding step on CUDA moves for a byte of keys and values that it reads: it gathers
+# Bytes that a decoding step on CUDA moves for a byte of keys and values that it needs: it gathers
 # pages, which are read, written and read again, over columns rounded up by a quarter on average. It
-# reads every row as far as the longest one. A CPU reads pages in place, each row its own.
-MOVED = 3.75
+# reads a row as far as the longest of its quarter, assumed to be a fifth further. A CPU reads
+# pages in place, each row its own.
+MOVED = 4.5
 # kernels of a layer, and of embedding, head, draw and bookkeeping
 LAYER_KERNELS = 24
 STEP_KERNELS = 40
@@ -252,20 +253,22 @@ def decode_limit(card: Card, shape: Shape, rows: float, context: float) -> float
 
 
 def decode_step(
-    card: Card, shape: Shape, rows: float, context: float, rank: int = 0, longest: float = 0
+    card: Card, shape: Shape, rows: float, context: float, rank: int = 0
 ) -> dict[str, float]:
     """Seconds of one decode step by what they go into: rows of this mean context, adapters of this
-    rank. longest: tokens of the longest row; at least the mean."""
+    rank."""
     read = shape.parameters * card.itemsize * min(1.0, rows * shape.active / shape.experts)
     flops = 2 * rows * (shape.used + shape.hidden * shape.vocab)
     small = shape.adapters(rank)
-    read_to = MOVED * max(context, longest) if card.itemsize == 2 else context
+    moved = MOVED if card.itemsize == 2 else 1.0
     return {
         "weights": (
             max(read / card.bandwidth, flops / card.decode_flops)
             + rows * shape.layers * shape.hidden * card.touch_s
         ),
-        "keys and values": (rows * read_to * shape.kv_bytes(card.itemsize) / card.bandwidth),
+        "keys and values": (
+            rows * context * shape.kv_bytes(card.itemsize) * moved / card.bandwidth
+        ),
         "noise": rows * shape.vocab * card.entry_s,
         "adapters": (
             bool(rank) * shape.layers * ADAPTER_KERNELS * card.kernel_s
@@ -335,8 +338,7 @@ def forecast(card: Card, shape: Shape, load: Load) -> Forecast:
     tokens = replies * load.reply  # sampled
     steps = max(load.turns * load.longest, tokens / max(1, slots))
     context = load.prompt + load.turns * load.reply / 2
-    longest = load.prompt + (load.turns - 1) * load.reply + load.longest
-    step = decode_step(card, shape, tokens / steps, context, load.rank, longest)
+    step = decode_step(card, shape, tokens / steps, context, load.rank)
     decode = {f"decode: {name}": steps * value for name, value in step.items()}
     decode["decode: launches"] += GRAPHS * CAPTURE_S / load.steps * (card.itemsize == 2)
     packed = load.prompts * load.prompt + tokens
