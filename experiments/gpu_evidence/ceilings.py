@@ -96,7 +96,7 @@ def list_versions(setting: Setting, report: Report) -> None:
 
 
 def ask_driver(what: str) -> str:
-    """What nvidia-smi says of the card."""
+    """The card's state as nvidia-smi prints it."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return "no nvidia-smi"

@@ -224,7 +224,7 @@ def curve(setting: Setting, overrides: Sequence[str], report: Report) -> None:
 
 # --------------------------------------------------------------------- f. Qwen3-0.6B on GSM8K
 
-FOUND = {  # what is looked for in the local cache of the hub → a file that has to be there
+FOUND = {  # a repository in the local cache of the hub → a file that it has to hold
     "Qwen/Qwen3-0.6B": "model.safetensors",
     "openai/gsm8k": "main/train-00000-of-00001.parquet",
 }

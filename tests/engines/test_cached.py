@@ -389,26 +389,6 @@ def test_slots_of_very_different_lengths(tiny, complete, reference, monkeypatch)
 # ------------------------------------------------------------------------ episodes that come and go
 
 
-@pytest.fixture(scope="module")
-def small(tiny):
-    """A random model beside the tiny tokenizer, with a context of 160."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=768,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=160,
-        initializer_range=0.3,
-    )
-    return tiny._replace(model=Qwen3ForCausalLM(config).eval(), context_length=160)
-
-
 class Day:
     """Episodes that arrive, wait for something outside, go on, are written anew and are given up,
     in an order that `seed` says."""

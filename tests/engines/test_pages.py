@@ -36,26 +36,6 @@ def refill():
     return found
 
 
-@pytest.fixture(scope="module")
-def small(tiny):
-    """A random model beside the tiny tokenizer, with a context of 160."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=768,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=160,
-        initializer_range=0.3,
-    )
-    return tiny._replace(model=Qwen3ForCausalLM(config).eval(), context_length=160)
-
-
 def tokens(replies):
     return [(reply.token_ids, reply.finish_reason) for reply in replies]
 
@@ -193,7 +173,7 @@ def test_rows_that_give_way_go_on_where_they_were(small, complete, monkeypatch, 
         torch.testing.assert_close(
             torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4
         )
-    assert bounded.decoder.pages.keys[0].shape[1] == 200 // 16 + 2  # 208 tokens and nobody's page
+    assert bounded.decoder.pages.keys[0].shape[1] == 200 // 16 + 2  # 208 tokens and the spare page
 
 
 def test_the_cache_is_made_once_and_no_row_is_read_twice(small, complete, monkeypatch):

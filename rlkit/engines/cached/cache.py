@@ -17,7 +17,7 @@ from rlkit.system.device import total_memory
 
 PAGE = 16  # tokens of a page
 FLASH_PAGE = 256  # tokens of a page that torch's flash attention reads in place: a multiple of this
-NOBODY = 0  # the page that slots without a page of their own write to
+SPARE = 0  # a page that no row holds; slots without a page write there
 SHARE = 0.35  # of the memory beside the weights, for keys and values
 
 
@@ -25,7 +25,7 @@ class Pages:
     """Keys and values of all slots, and the table of their pages.
 
     keys, values: of each layer [Hk, pages, page, D]. They are made by the first pass, whose keys
-    say in which precision, and are never made again. Page 0 is nobody's.
+    say in which precision, and are never made again. No row holds page 0 (SPARE).
     table: [slots, columns], the page of each `page` positions of a slot; 0 where it has none. The
     host writes `entries`, and `flush` brings what has changed to the device. On a CPU both are the
     same memory.
@@ -86,7 +86,7 @@ class Pages:
         stop = start + len(pages)
         self.width = max(self.width, stop)
         self.entries[slot, start:stop] = pages
-        self.entries[slot, stop:] = NOBODY
+        self.entries[slot, stop:] = SPARE
         self.changed.add(slot)
 
     def flush(self) -> None:

@@ -17,7 +17,7 @@ MOST_SHAPES = 48  # shapes that are captured at once; what is left runs kernel b
 
 
 class Shape(NamedTuple):
-    """What a step has to be captured for anew: all that it reads of the host."""
+    """The host's numbers that a captured step depends on; each combination is captured once."""
 
     settings: Any  # of the draw
     slots: int  # that go through the model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkit.engines.cached.attention import Part, attend, attend_in_place
-from rlkit.engines.cached.cache import NOBODY, Pages
+from rlkit.engines.cached.cache import SPARE, Pages
 from rlkit.engines.cached.forward import autocast_type, casts_weights, forward_of, logits_of
 from rlkit.engines.cached.slots import Row
 from rlkit.models.head import trunk_and_head
@@ -84,7 +84,7 @@ class Passes:
         # Padding may reach beyond the longest context; no one reads what it gives.
         positions = (starts[:, None] + steps).clamp(max=self.policy.context_length - 1)
         own = steps < lengths[:, None]
-        places = pages.places(slots, positions).where(own, NOBODY * pages.page)
+        places = pages.places(slots, positions).where(own, SPARE * pages.page)
         seen = Seen(places)
         if rows[0].known:
             columns = pages.span(max(len(row.context) for row in rows))
