@@ -262,7 +262,7 @@ SLOTS: dict[str, dict[str, Any]] = {
 # --------------------------------------------------------------- overrides, from the files of conf/
 
 
-EXTRAS = ("adapters", "bench", "forecast", "notebook", "programs", "report", "vllm")
+EXTRAS = ("adapters", "bench", "forecast", "notebook", "pretrained", "programs", "report", "vllm")
 
 
 def every_extra() -> bool:

@@ -313,12 +313,13 @@ def is_text(value: Any) -> bool:
 
 
 def _is_own_model(target: Any, key: str, value: Any, by: Folder) -> bool:
-    """Whether a value is a model that ships with rlkit, or one that lies in the folder itself."""
-    from rlkit.models.load import EMBEDDED  # brings torch
+    """Whether a value is a model that ships with rlkit, one that this user has fetched, or one that
+    lies in the folder itself."""
+    from rlkit.models.load import EMBEDDED, FETCHED  # bring torch
 
     if (target, key) != MODEL or not isinstance(value, str):
         return False
-    if value in EMBEDDED:
+    if value in EMBEDDED or value.startswith(FETCHED):
         return True
     if by.place is None:
         return False

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.errors import EngineError
+from rlkit.system.files import cache_folder
 from rlkit.system.plain_files import read_plain_file
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
@@ -299,9 +300,8 @@ def _on_disk(data: bytes) -> Any:
 def folder_paths() -> list[Path]:
     """Where libraries are kept: the user's cache folder, and for a user without one a folder beside
     the temporary files."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    cache = given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), ".cache")
-    found = [Path(cache) / "rlkit" / "kernels"] if os.path.isabs(cache) else []
+    cache = cache_folder()
+    found = [] if cache is None else [cache / "kernels"]
     with suppress(OSError):
         found.append(Path(tempfile.gettempdir()) / f"rlkit-kernels-{os.geteuid()}")
     return found

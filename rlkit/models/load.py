@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
-from rlkit.errors import ConfigError, TemplateError
+from rlkit.errors import ConfigError, TemplateError, install
 from rlkit.models.chat import make_renderer
 from rlkit.models.checkpointing import checkpoint_activations
 from rlkit.models.fused import Kernel, choose_kernel
@@ -22,11 +24,13 @@ from rlkit.models.packing import allow_packing
 from rlkit.models.shape import model_shape
 from rlkit.system.adapters import lora_layers
 from rlkit.system.digest import SUMS, folder_damage
+from rlkit.system.files import cache_folder
 from rlkit.types import Policy, ranges, reaches, safe
 
 TINY = Path(__file__).parent / "tiny"
 # path → variant of the weights in TINY: model.VARIANT.safetensors
 EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}
+FETCHED = "get:"  # before the name of a model that `rlkit get` has put into the cache folder
 
 
 @safe("targets")
@@ -78,7 +82,8 @@ def load_policy(
     """Loads a causal LM for training.
 
     Args:
-      path: "tiny" or "tiny_guess" (ship with rlkit), a local folder, or a hub id.
+      path: "tiny" or "tiny_guess" (ship with rlkit), a local folder, a GGUF file, a hub id, or
+        "get:NAME" for a model that `rlkit get NAME` has fetched.
       revision: of a hub id; a commit makes the run reproducible.
       dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay
         float32), float32 otherwise:
@@ -139,28 +144,27 @@ def load_policy(
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
-    """The tokenizer of "tiny", a local folder or a hub id. Raises ConfigError if it is absent or
-    one of its files is damaged."""
+    """The tokenizer at a model's path. Raises ConfigError if it is absent or one of its files is
+    damaged."""
     from transformers import AutoTokenizer
 
-    with _loading(path, weights=False):
-        return AutoTokenizer.from_pretrained(_source(path), **hub)
+    with _loading(path, weights=False) as place:
+        return AutoTokenizer.from_pretrained(**place, **hub)
 
 
 def pretrained_config(path: str, **hub: Any) -> Any:
-    """The config of "tiny", a local folder or a hub id; no weights are read. Raises ConfigError if
-    it is absent or damaged."""
+    """The config at a model's path; no weights are read. Raises ConfigError if it is absent or
+    damaged."""
     from transformers import AutoConfig
 
-    with _loading(path, weights=False):
-        return AutoConfig.from_pretrained(_source(path), **hub)
+    with _loading(path, weights=False) as place:
+        return AutoConfig.from_pretrained(**place, **hub)
 
 
 def pretrained_model(
     path: str, *, dtype: torch.dtype | str, attention: str = "sdpa", **hub: Any
 ) -> Any:
-    """The causal LM of "tiny", a local folder or a hub id, without dropout; dtype "auto" is the one
-    it was saved in.
+    """The causal LM at a model's path, without dropout; dtype "auto" is the one it was saved in.
 
     Raises: ConfigError where it cannot be loaded, or where a file is not the one that `save_policy`
     wrote.
@@ -169,16 +173,30 @@ def pretrained_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    with _loading(path, weights=True):
-        config = without_dropout(AutoConfig.from_pretrained(_source(path), **hub))
-        return AutoModelForCausalLM.from_pretrained(
-            _source(path),
+    with _loading(path, weights=True) as place:
+        config = without_dropout(AutoConfig.from_pretrained(**place, **hub))
+        model = AutoModelForCausalLM.from_pretrained(
+            **place,
             config=config,
             dtype=dtype,
             attn_implementation=attention,
             variant=EMBEDDED.get(path),
             **hub,
         )
+    return _unquantized(model) if "gguf_file" in place else model
+
+
+def _unquantized(model: Any) -> Any:
+    """A model from a GGUF file as an ordinary one: transformers cannot save what it loaded so."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    plain = type(model)._from_config(
+        config, dtype=model.dtype, attn_implementation=config._attn_implementation
+    )
+    plain.load_state_dict(model.state_dict())
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain.eval()
 
 
 def check_vocabulary(
@@ -313,31 +331,63 @@ def check_weights(model: Any, path: str, key: str = "model.path") -> None:
 
 
 def _source(path: str) -> str:
+    """The folder, file or hub id that a model's path stands for. Raises ConfigError for a model
+    that has not been fetched."""
+    if path.startswith(FETCHED):
+        name = path.removeprefix(FETCHED)
+        folder = fetched_folder(name)
+        if folder is None or not folder.is_dir():
+            raise ConfigError(
+                f"model.path={path}: this model is not on this machine. Fetch it once with"
+                f" `rlkit get {name}`"
+            )
+        return str(folder)
     location = TINY if path in EMBEDDED else Path(path).expanduser()
     return str(location) if location.exists() else path
 
 
+def fetched_folder(name: str) -> Path | None:
+    """Where `rlkit get NAME` puts a model; None for a user without a cache folder, and for a name
+    that is none."""
+    cache = cache_folder()
+    return cache / "models" / name if cache and re.fullmatch(r"\w+", name) else None
+
+
 @contextmanager
-def _loading(path: str, *, weights: bool) -> Iterator[None]:
-    """Raises ConfigError where a folder that rlkit wrote has changed since (`weights`: those too),
-    and where the block cannot load it."""
-    why = folder_damage(Path(_source(path)), weights=weights)
+def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
+    """Gives what `from_pretrained` takes for a model's path. Raises ConfigError where a folder that
+    rlkit wrote has changed since (`weights`: those too), and where the block cannot load it."""
+    source = _source(path)
+    why = folder_damage(Path(source), weights=weights)
     if why:
-        raise ConfigError(
-            f"model.path={path}: {why}; export it again (rlkit export run=…), or delete {SUMS} if"
-            " you have changed the folder on purpose"
+        again = (
+            f"fetch it again (rlkit get {path.removeprefix(FETCHED)})"
+            if path.startswith(FETCHED)
+            else "export it again (rlkit export run=…)"
         )
-    try:
-        yield
-    except Exception as error:
-        if (
-            not isinstance(error, OSError | ValueError)
-            and type(error).__name__ != "SafetensorError"
-        ):  # a damaged file of weights
-            raise
         raise ConfigError(
-            f"model.path={path}: cannot be loaded ({str(error).splitlines()[0]}). Give a local"
-            " folder, or a hub id"
+            f"model.path={path}: {why}; {again}, or delete {SUMS} if you have changed the folder on"
+            " purpose"
+        )
+    place = {"pretrained_model_name_or_path": source}
+    if source.endswith(".gguf") and Path(source).is_file():
+        if importlib.util.find_spec("gguf") is None:
+            raise ConfigError(
+                f"model.path={path}: reading this format needs the package gguf; {install('gguf')}"
+            )
+        file = Path(source)
+        place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        yield place
+    except Exception as error:
+        known = isinstance(error, OSError | ValueError)
+        damaged = type(error).__name__ == "SafetensorError"
+        # transformers reads the keys of a GGUF file without asking whether they are there
+        if not (known or damaged or "gguf_file" in place):
+            raise
+        said = str(error).partition("\n")[0] if known or damaged else repr(error)
+        raise ConfigError(
+            f"model.path={path}: cannot be loaded ({said}). Give a local folder, or a hub id"
         ) from error
 
 

@@ -23,6 +23,14 @@ from typing import IO, Any
 from rlkit.errors import ConfigError, Refusal
 
 
+def cache_folder() -> Path | None:
+    """What rlkit may make again at any time: $XDG_CACHE_HOME/rlkit, else ~/.cache/rlkit. None for a
+    user without a home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    cache = given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "rlkit" if os.path.isabs(cache) else None
+
+
 @contextmanager
 def atomic(path: Path) -> Iterator[IO[bytes]]:
     """A file to write into that takes its place, on the disk, when the block ends; where the block

@@ -67,6 +67,8 @@ CANNOT = {
     "run=": "needs a run; tests/runs/test_runs.py and test_export.py have one",
     "-m": "many processes; tests of sweeps run such",
     "environment.command=": "processes; tests/extras/programs/test_gateway.py plays such",
+    "rlkit get": "needs the package index; tests/extras/pretrained has one of its own",
+    "smollm2_135m": "needs rlkit get; tests/extras/pretrained trains it",
     "rlkit report": "needs runs",
     "rlkit runs": "needs runs; tests/runs/test_runs.py lists such",
     "teacher=path": "needs a user's model",
@@ -82,6 +84,7 @@ BROUGHT = {
     "report": "report",
     "serve": "programs",
     "forecast": "forecast",
+    "get": "pretrained",
     "bench": "bench",
 }  # command → the extra that brings it
 NEEDS = {  # what a shown command leaves to the reader
