@@ -709,14 +709,14 @@ def test_beyond_the_bound_the_smallest_graph_that_covers_a_step_is_replayed(
 
 @pytest.mark.slow
 def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, recording):
-    """The second call allocates nothing and captures nothing, with other weights too; other numbers
-    have their own state."""
+    """The third call allocates nothing and captures nothing, with other weights too; other numbers
+    have their own state. A shape is captured when it comes up again, so the second call may."""
     from copy import deepcopy
 
     # no reply ends early: the lengths of rows decide the shapes that are captured
     policy = tiny._replace(model=deepcopy(tiny.model), eos_token_ids=(-1,))
     engine, counts, places = Cached(), [], []
-    for temperature in (1.3, 1.2, 1.0, 1.3):
+    for temperature in (1.3, 1.2, 1.3, 1.0, 1.2):
         for weight in policy.model.model.layers[1].mlp.parameters():
             weight.data.mul_(1.1)
         found = complete(
@@ -727,7 +727,7 @@ def test_cache_and_graphs_outlive_the_call(tiny, contexts, complete, reference, 
         )
         counts.append(engine.metrics()["captured_shapes"])
         places.append([tensor.data_ptr() for tensor in engine.decoder.pages.keys])
-    assert counts[0] == counts[1] > 0 and counts[2] == counts[3] and places[0] == places[3]
+    assert counts[1] == counts[2] > 0 and counts[3] == counts[4] and places[0] == places[4]
 
 
 # --------------------------------------------------------------------------------- the distribution
