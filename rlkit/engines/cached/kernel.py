@@ -19,6 +19,7 @@ from torch.nn import functional as nn_functional
 
 from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.forward import Trunk
+from rlkit.engines.cached.products import Part, plain_part, weight_of
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.errors import EngineError
 from rlkit.models.compiled import library, load_or_reason
@@ -30,7 +31,7 @@ SOURCE = Path(__file__).with_name("_step.c")
 TILE = 32  # columns of a packed matrix that lie together, as in the C file
 # of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to
 # have twice
-MOST_WEIGHTS = 1 << 26
+MOST_WEIGHTS = 1 << 28
 LAYERS = ("project", "bias", "scale", "out", "gates", "down")
 STATE = ("last", "position", "count", "limit", "seed", "tokens", "logprobs", "draws", "ended")
 
@@ -185,31 +186,29 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
     attns = [layer.module.self_attn for layer in trunk.layers]
     mlps = [layer.module.mlp for layer in trunk.layers]
     linear = [
-        part
-        for module in (*attns, *mlps)
-        for name, part in module.named_children()
+        plain_part(module)
+        for parent in (*attns, *mlps)
+        for name, module in parent.named_children()
         if name.endswith("_proj")
     ]
-    unbiased = [
+    outputs = [
         head.module,
         *(a.o_proj for a in attns),
-        *(part for m in mlps for part in (m.gate_proj, m.up_proj, m.down_proj)),
+        *(module for m in mlps for module in (m.gate_proj, m.up_proj, m.down_proj)),
     ]
+    unbiased = [part.base for part in map(plain_part, outputs) if part is not None]
     rotary = trunk.trunk.rotary_emb
     reasons = {
         "it needs float32 weights on a CPU": any(
             p.dtype != torch.float32 or p.device.type != "cpu" for p in causal.parameters()
         ),
-        "adapters or other changed projections are not in it": any(
-            type(part) is not nn.Linear for part in (*linear, head.module)
-        ),
-        "the head does more than multiply": head.logits is not head.module,
         "hooks hang on the model": any(
             m._forward_hooks or m._forward_pre_hooks for m in causal.modules()
         ),
-        "an output has a bias": any(
-            part.bias is not None for part in unbiased if type(part) is nn.Linear
-        ),
+        "a projection does more than multiply and add a plain adapter": None in linear
+        or type(head.module) is not nn.Linear,
+        "the head does more than multiply": head.logits is not head.module,
+        "an output has a bias": any(linear.bias is not None for linear in unbiased),
         "the gate is not silu": config.hidden_act not in ("silu", "swish"),
         "norms differ in eps": len({m.variance_epsilon for m in norms_of(trunk.trunk)}) > 1,
         "the angles depend on the length": rotary.rope_type in ("dynamic", "longrope"),
@@ -222,10 +221,17 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+def part_of(module: Any) -> Part:
+    """The parts of a projection that `unfit` has let pass."""
+    part = plain_part(module)
+    assert part is not None, f"unfit lets {type(module).__name__} pass"
+    return part
+
+
 def tiled(norm: Any | None, *modules: Any) -> Tensor:
-    """The weights of modules side by side, times that of the norm before them: [columns / TILE,
-    rows, TILE], filled up with zeros."""
-    weight = torch.cat([m.weight for m in modules])
+    """The weights of modules with their adapters, side by side, times that of the norm before them:
+    [columns / TILE, rows, TILE], filled up with zeros."""
+    weight = torch.cat([weight_of(part_of(module), torch.float32) for module in modules])
     weight = weight if norm is None else weight * norm.weight
     return (
         nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE))
@@ -240,9 +246,10 @@ def _layer(trunk: Trunk, layer: Any, scale: Tensor | None) -> dict[str, Tensor |
     attn = layer.self_attn
     mlp = layer.mlp
     inputs = attn.q_proj, attn.k_proj, attn.v_proj
+    biases = [part_of(module).base.bias for module in inputs]
 
     def bias() -> Tensor:
-        together = torch.cat([m.bias for m in inputs])
+        together = torch.cat([*biases])
         return nn_functional.pad(together, (0, -len(together) % TILE))
 
     makes: dict[str, Callable[[], Tensor]] = {
@@ -252,7 +259,7 @@ def _layer(trunk: Trunk, layer: Any, scale: Tensor | None) -> dict[str, Tensor |
         "down": partial(tiled, None, mlp.down_proj),
     }
     made: dict[str, Tensor | None] = {name: trunk.derive(make) for name, make in makes.items()}
-    return made | {"scale": scale, "bias": None if attn.q_proj.bias is None else trunk.derive(bias)}
+    return made | {"scale": scale, "bias": None if biases[0] is None else trunk.derive(bias)}
 
 
 def _angles(trunk: Any, positions: int) -> Tensor:
