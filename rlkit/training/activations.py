@@ -25,7 +25,7 @@ from rlkit.models.checkpointing import can_checkpoint, checkpoint_activations, i
 from rlkit.models.critic import SeparateCritic, make_critic
 from rlkit.models.fused import kernel_of
 from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import CHUNK_LOGITS, states
+from rlkit.models.log_probs import logits_at_once, states
 from rlkit.models.packing import kernels_of, pack
 from rlkit.models.shape import model_shape
 from rlkit.system import rng
@@ -177,7 +177,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
         activations = sum(measure_activations(trunk, rows, width) for trunk in trunks)
     weights, training = _held(x, policy.model, critic, device)
     _, head = trunk_and_head(policy.model)
-    entries = min(CHUNK_LOGITS, rows * width * head.weight.shape[0])
+    entries = min(logits_at_once(torch.device(device)), rows * width * head.weight.shape[0])
     needs = Needs(weights, training, activations, LOGITS * entries)
     total = total_memory(device)
     if device.type == "cpu" and ranks.size() > 1:
