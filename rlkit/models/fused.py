@@ -264,7 +264,15 @@ class Norm(torch.autograd.Function):
         rows = x.numel() // n
         scale = torch.empty(0 if weight is None else rows, dtype=torch.float32)
         ctx.sizes = rows, x.shape[1] if cosine is not None else 1, n
-        given = (x, weight, cosine, sine, y, scale, torch.empty(-(-rows // BLOCK), n, dtype=torch.float32))
+        given = (
+            x,
+            weight,
+            cosine,
+            sine,
+            y,
+            scale,
+            torch.empty(-(-rows // BLOCK), n, dtype=torch.float32),
+        )
         threads = torch.get_num_threads()
         operations(x.dtype).forward(*_addresses(*given), *ctx.sizes, eps, threads)
         # a rotation needs no x

@@ -133,6 +133,34 @@ def test_a_compiled_step_has_the_adapters_in_it(tiny, complete, family):
         assert same == (by == 0.0)
 
 
+@each(("family", "adapters"), [("llama", False), ("qwen2", True), ("qwen3", True)])
+def test_a_compiled_step_in_bfloat16_is_as_near_the_exact_numbers(tiny, complete, family, adapters):
+    """As calls of torch are, a tenth for chance: of every log-prob that was drawn, by the same
+    weights in float64."""
+    policy = policy_of(tiny, family)
+    if adapters:
+        policy = policy._replace(model=add_lora(policy.model, LoRA(rank=3)))
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    exact = deepcopy(policy.model).double()
+    gaps = []
+    for asked in ("fused", "eager"):
+        prompts = contexts(40, 1)
+        gap = []
+        for prompt, reply in zip(prompts, sampled(complete, policy, asked, prompts), strict=True):
+            ids = torch.tensor([[*prompt, *reply.token_ids]])
+            with torch.no_grad():
+                logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1)[range(len(reply.token_ids)), list(reply.token_ids)]
+            gap.append(own - torch.tensor(reply.logprobs))
+        gaps.append(float(torch.cat(gap).square().mean()) ** 0.5)
+    assert 0 < gaps[0] <= 1.1 * gaps[1]
+
+
 @contextmanager
 def decoder_in_the_middle(policy, asked):
     """Eleven slots after four steps: one draws nothing, and some have ended."""
@@ -221,8 +249,8 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(tiny, complete):
     """`auto` decodes it by calls of torch; `fused` refuses and says why."""
     from peft import LoraConfig, get_peft_model
 
-    half, hooked, wide, adapted = (policy_of(tiny).model for _ in range(4))
-    half = half.bfloat16()
+    double, hooked, wide, adapted = (policy_of(tiny).model for _ in range(4))
+    double = double.double()
     hooked.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
     wide.lm_head = torch.nn.Linear(96, WORDS, bias=True)
     adapted = get_peft_model(
@@ -230,7 +258,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(tiny, complete):
         LoraConfig(r=2, target_modules=["down_proj"], task_type="CAUSAL_LM", use_dora=True),
     ).get_base_model()
     for model, words in (
-        (half, "float32"),
+        (double, "float32 or bfloat16"),
         (hooked, "hooks"),
         (wide, "bias"),
         (adapted, "adapter"),
