@@ -10,24 +10,18 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from copies import LIMIT, Piped, begin_sweep, heed
 from rlkit.commands.cli import main
-from rlkit.runs.sweeps import runner, warm
-from rlkit.runs.sweeps.runner import SIGNALS
 from rlkit.system import owner
-from rlkit.system.parent import tied
 
-LIMIT = 400  # seconds in which what has to happen does, on the slowest machine
 UNEQUAL = {"seconds", "processor_s", "folder"}  # columns of time and place
 TASK = '''
 import os
@@ -89,119 +83,12 @@ def furnish(command: Command, place: Path, steps: int = 3) -> Path:
     return place
 
 
-def heed() -> None:
-    """Take the signals that a shell without job control, or nohup, has had ignored."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python does when it starts
-
-
-# ------------------------------------------------------------------------- copies for new processes
-
-# A new process takes several seconds of the processor for its imports, and a sweep of two jobs has
-# three. Copies of the tests' process have them already. What both ways share is all of a sweep's
-# own code: its records, signals, owners, and the server that copies itself for each job of a bench.
-
-
-class Copy:
-    """A copy of this process that runs a command, with what is used of subprocess.Popen."""
-
-    def __init__(self, fork: Callable[..., int], before: Callable[[], None]):
-        out, errors = os.pipe(), os.pipe()
-
-        def begin() -> None:
-            for number, (_, end) in enumerate((out, errors), start=1):
-                os.dup2(end, number)
-            for end in (*out, *errors):
-                os.close(end)
-            before()
-
-        self.pid = fork(before=begin)
-        self.returncode: int | None = None
-        for _, end in (out, errors):
-            os.close(end)
-        self.stdout, self.stderr = (os.fdopen(end) for end, _ in (out, errors))
-
-    def communicate(self, timeout: float = LIMIT) -> tuple[str, str]:
-        """What it says until its end."""
-        with self.stdout, self.stderr, ThreadPoolExecutor(2) as pool:
-            readers = [pool.submit(pipe.read) for pipe in (self.stdout, self.stderr)]
-            if wait(readers, timeout).not_done:
-                self.kill()
-                raise subprocess.TimeoutExpired("rlkit", timeout)
-        self.wait()
-        said, errors = (reader.result() for reader in readers)
-        return said, errors
-
-    def poll(self) -> int | None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG) if self.returncode is None else (0, 0)
-        self.returncode = os.waitstatus_to_exitcode(status) if pid else self.returncode
-        return self.returncode
-
-    def wait(self) -> int:
-        if self.returncode is None:
-            _, status = os.waitpid(self.pid, 0)
-            self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class Server(Copy):
-    """A copy of this process as the server of jobs: see rlkit.runs.sweeps.warm."""
-
-    def __init__(self, pid: int):
-        self.pid, self.returncode = pid, None
-
-
-def settle_copy(place: Path, own: Mapping[str, str]) -> None:
-    """In a copy, before its command: what a new process would find, and servers that are copies."""
-    os.chdir(place)
-    os.environ.update(own)
-    sys.path.insert(0, str(place))
-    heed()
-    warm.WarmServer.begin = begin_server  # type: ignore[method-assign]
-    runner.start_process = warm.WarmServer({}).start
-
-
-def begin_server(self: Any) -> None:
-    """In place of WarmServer.begin."""
-    self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = self.environment | tied()
-    pid = os.fork()
-    if pid == 0:
-        status: Any = 1
-        try:
-            self.link.close()
-            os.environ.update(environment)
-            os.setpgid(0, 0)
-            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-            heed()
-            sys.argv = ["-c", str(theirs.fileno()), *self.imports]
-            status = warm.serve_jobs()
-        except SystemExit as end:
-            status = end.code
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(int(status or 0))
-    theirs.close()
-    self.process = Server(pid)
-
-
-# --------------------------------------------------------------------------------- one start of it
-
-
-def begin(command: Command, place: Path) -> subprocess.Popen | Copy:
+def begin(command: Command, place: Path) -> subprocess.Popen | Piped:
     """Starts the command."""
     words = [*command.words, "--config-dir", "conf"]
     own = {"PYTHONPATH": str(place), "DISTURB": str(place), "OMP_NUM_THREADS": "1"}
     if command.fork:
-        return Copy(partial(command.fork, words, os.devnull), lambda: settle_copy(place, own))
+        return begin_sweep(command.fork, words, place, own)
     return subprocess.Popen(
         [sys.executable, "-m", "rlkit", *words],
         cwd=place,

@@ -70,7 +70,7 @@ def undisturbed(tmp_path_factory, forked):
 def test_the_next_call_ends_with_the_rows_of_an_undisturbed_sweep(
     disturb, undisturbed, forked, tmp_path
 ):
-    """One of them with new processes, as a shell starts them; the others with copies of this one."""
+    """One of them with new processes, the others with copies of this one."""
     command = SWEEP if disturb is killed else SWEEP._replace(fork=forked)
     check_the_next_call(command, disturb, undisturbed, tmp_path)
 
