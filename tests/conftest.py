@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import gzip
 import json
@@ -61,14 +62,16 @@ def composing():
     """Hydra composes the same in less than half the time: what it does for each of fifty files of
     options, hundreds of times, is done once.
 
-    A file is read once, and each composition gets a copy. The map for `${…}` in defaults is made
-    where there is one. After the merges, not after each of them, every node is told its parent.
-    Gives a function that switches this off and on.
+    A file is read once, and each composition gets a copy. A folder of options is listed once, and a
+    text with `${…}` is parsed once. The map for `${…}` in defaults is made where there is one.
+    After the merges, not after each of them, every node is told its parent. Gives a function that
+    switches this off and on.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import ConfigRepository
     from hydra.core.object_type import ObjectType
+    from omegaconf import base, grammar_parser
     from omegaconf.base import Box
 
     load, interpolation_map, known = (
@@ -77,6 +80,8 @@ def composing():
         {},
     )
     merge, adopt = ConfigLoaderImpl._compose_config_from_defaults_list, Box._re_parent
+    options, parsed = ConfigRepository.get_group_options, grammar_parser.parse
+    parse_once = functools.lru_cache(10_000)(parsed)
 
     def load_config(self, config_path):
         source = self._find_object_source(config_path, ObjectType.CONFIG)
@@ -90,6 +95,20 @@ def composing():
         if key not in known:
             known[key] = pickle.dumps(load(self, config_path))
         return pickle.loads(known[key])
+
+    def list_once(source, group, results_filter):
+        if source.scheme() != "file":
+            return source.list(group, results_filter)
+        changed = Path(source.path, group).stat()
+        key = (source.path, group, results_filter, changed.st_mtime_ns, changed.st_ino)
+        if key not in known:
+            known[key] = source.list(group, results_filter)
+        return known[key]
+
+    def get_group_options(self, group_name, results_filter=ObjectType.CONFIG):
+        sources = [source for source in self.sources if source.is_group(group_name)]
+        found = [list_once(source, group_name, results_filter) for source in sources]
+        return sorted({name for names in found for name in names})
 
     def where_needed(overrides, defaults, self_added):
         return (
@@ -109,6 +128,8 @@ def composing():
 
     def switch(on):
         ConfigRepository.load_config = load_config if on else load
+        ConfigRepository.get_group_options = get_group_options if on else options
+        base.parse = parse_once if on else parsed
         defaults_list._create_interpolation_map = where_needed if on else interpolation_map
         ConfigLoaderImpl._compose_config_from_defaults_list = merge_all if on else merge
 

@@ -12,15 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
+
+from copies import LIMIT, Piped, begin_sweep, heed
 from rlkit.commands.cli import main
-from rlkit.runs.sweeps.runner import SIGNALS
 from rlkit.system import owner
 
-LIMIT = 400  # seconds in which what has to happen does, on the slowest machine
 UNEQUAL = {"seconds", "processor_s", "folder"}  # columns of time and place
 TASK = '''
 import os
@@ -66,6 +67,7 @@ class Command(NamedTuple):
     rows: str  # the file of its rows
     options: Mapping[str, str]  # file below conf/ → its text, STEPS where the number of steps is
     refuses: bool  # runs of other settings; else it sets them aside
+    fork: Callable[..., int] | None = None  # the fixture `forked`; else all processes are new
 
 
 def furnish(command: Command, place: Path, steps: int = 3) -> Path:
@@ -81,17 +83,14 @@ def furnish(command: Command, place: Path, steps: int = 3) -> Path:
     return place
 
 
-def heed() -> None:
-    """Take the signals that a shell without job control, or nohup, has had ignored."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
-def begin(command: Command, place: Path) -> subprocess.Popen:
+def begin(command: Command, place: Path) -> subprocess.Popen | Piped:
     """Starts the command."""
+    words = [*command.words, "--config-dir", "conf"]
     own = {"PYTHONPATH": str(place), "DISTURB": str(place), "OMP_NUM_THREADS": "1"}
+    if command.fork:
+        return begin_sweep(command.fork, words, place, own)
     return subprocess.Popen(
-        [sys.executable, "-m", "rlkit", *command.words, "--config-dir", "conf"],
+        [sys.executable, "-m", "rlkit", *words],
         cwd=place,
         env=os.environ | own,
         preexec_fn=heed,
@@ -245,18 +244,29 @@ def failing(command: Command, place: Path) -> None:
     assert "1 of 2 jobs finished, 1 failed" in done.stdout and "Traceback" not in done.stderr
 
 
-DISTURBANCES = {
-    "Ctrl-C": signalled(signal.SIGINT),
-    "SIGTERM": signalled(signal.SIGTERM),
-    "SIGHUP": signalled(signal.SIGHUP),
-    "SIGKILL of the parent": killed,
-    "SIGKILL of a job": killed_job,
-    "a damaged record": damaged_record,
-    "a pid of another program": reused_pid,
-    "a second start": second_start,
-    "a changed setting": changed_setting,
-    "a job that fails": failing,
+# All commands of many runs share rlkit.runs.sweeps.runner. So a disturbance that only this meets is
+# tried with one of them; with both, where a command has code of its own for it.
+DISTURBANCES = {  # name → (what happens, the commands that meet it)
+    "Ctrl-C": (signalled(signal.SIGINT), "bench"),
+    "SIGTERM": (signalled(signal.SIGTERM), "train"),
+    "SIGHUP": (signalled(signal.SIGHUP), "train"),
+    "SIGKILL of the parent": (killed, "train bench"),
+    "SIGKILL of a job": (killed_job, "train bench"),
+    "a damaged record": (damaged_record, "train"),
+    "a pid of another program": (reused_pid, "bench"),
+    "a second start": (second_start, "train"),
+    "a changed setting": (changed_setting, "train bench"),
+    "a job that fails": (failing, "bench"),
 }
+
+
+def disturbances(command: Command) -> list[Any]:
+    """What this command meets, for pytest.mark.parametrize."""
+    return [
+        pytest.param(disturb, id=name)
+        for name, (disturb, commands) in DISTURBANCES.items()
+        if command.words[0] in commands.split()
+    ]
 
 
 def check_the_next_call(command: Command, disturb, expected: list[dict], place: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import random
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable
@@ -145,9 +146,43 @@ def diagonal(*tables: Collection[Any]) -> list[tuple]:
     )
 
 
-def combinations(*tables: Collection[Any]) -> list[Any]:
-    """The product as cases of one name, each a tuple; its diagonal is fast."""
-    return cases(product(*tables), diagonal(*tables))
+def draw(table: Iterable[Any], count: int) -> list[Any]:
+    """So many values of a table, or all of a shorter one, in its order: the same in each run."""
+    values = list(table)
+    places = random.Random(0).sample(range(len(values)), min(count, len(values)))
+    return [values[i] for i in sorted(places)]
+
+
+def cover(rows: Iterable[tuple], more: int = 0, also: Collection[tuple] = ()) -> list[tuple]:
+    """Rows of a table in which every value of each of its columns occurs, `also` among them, and so
+    many more, drawn from the rest: the same in each run, in the table's order.
+
+    For products whose cases cost a second each, where what can go wrong goes wrong with one value,
+    or with most pairs of values.
+    """
+    table = list(rows)
+    chosen = [row for row in table if row in also]
+    missing = {pair for row in table for pair in enumerate(row)}
+    missing -= {pair for row in chosen for pair in enumerate(row)}
+    while missing:
+        best = max(table, key=lambda row: len(missing & {*enumerate(row)}))
+        missing -= {*enumerate(best)}
+        chosen.append(best)
+    chosen += draw([row for row in table if row not in chosen], more)
+    return [row for row in table if row in chosen]
+
+
+def combinations(*tables: Collection[Any], slow: int | None = None) -> list[Any]:
+    """Combinations of the tables' options as cases of one name, each a tuple.
+
+    The diagonal is fast: it has every option. Slow is the rest of the product, or so many of it:
+    enough where what can go wrong goes wrong in one option, or in most pairs of two.
+    """
+    fast = diagonal(*tables)
+    rest = [case for case in product(*tables) if case not in fast]
+    if slow is not None:
+        rest = draw(rest, slow)
+    return cases([case for case in product(*tables) if case in fast or case in rest], fast)
 
 
 # -------------------------------------------------------------------- functions of rlkit.functional

@@ -63,7 +63,7 @@ def settings(*overrides):
 
 @pytest.mark.slow
 @examples(
-    chosen_from(OPTIONS), chosen_from(sorted(VALUES)), fast=5, slow=40, phases=[Phase.generate]
+    chosen_from(OPTIONS), chosen_from(sorted(VALUES)), fast=3, slow=15, phases=[Phase.generate]
 )
 def test_each_key_has_the_origin_that_it_has(options, keys):
     if any(text.startswith("model=") for text in options) and "model.suggests.lr" in keys:

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 import parametrise
-from parametrise import cases, presets
+from parametrise import cases, combinations, presets
 from rlkit.algorithm import inputs
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.problems.doubts import warnings
@@ -780,17 +780,21 @@ def test_an_adaptive_coefficient_goes_with_any_suggestion():
     assert isinstance(kl.coef, Controller) and kl.active
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "algorithm",
-    sorted(f.stem for f in (conf_dir() / "algorithm").glob("*.yaml") if f.stem != "sft"),
+PAIRS = combinations(
+    [name for name in parametrise.options("algorithm") if name != "sft"],
+    parametrise.options("kl"),
+    slow=30,
 )
-def test_every_algorithm_composes_with_every_kl(algorithm):
-    for kl in sorted(f.stem for f in (conf_dir() / "kl").glob("*.yaml")):
-        x = experiment(
-            compose([f"algorithm={algorithm}", f"kl={kl}", "teacher=start"])
-        )  # which distillation needs
-        assert kl == "by_algorithm" or (x.kl.name == kl and x.kl.placement == "loss")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_every_algorithm_composes_with_every_kl(pair):
+    algorithm, kl = pair
+    x = experiment(
+        compose([f"algorithm={algorithm}", f"kl={kl}", "teacher=start"])
+    )  # which distillation needs
+    assert kl == "by_algorithm" or (x.kl.name == kl and x.kl.placement == "loss")
 
 
 def test_dapo_with_its_overrides_taken_back_is_grpo():

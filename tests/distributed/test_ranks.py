@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,14 +18,13 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from safetensors.torch import load_file
 
 import ranks_worker
+from copies import start_copy
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, experiment
 from rlkit.distributed import launch, ranks
 from rlkit.errors import ConfigError
 from rlkit.models.load import load_policy
 from rlkit.system.device import quiet
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # ------------------------------------------------------------------------------------------- shares
 
@@ -280,6 +280,20 @@ ON_ONE = {
     "phases_from_two": "phases",
     "draws_on_one": "draws",
 }  # the other way round
+# Which of them each strategy runs. Dealing of work, refills and micro-batches is the same code for
+# both. DDP hands gradients over, and FSDP shards of weights, moments, critic, adapters, references.
+OF = {
+    "ddp": {
+        *("grpo", "ppo", "dapo", "double", "fused", "lora", "phases", "draws"),
+        *("from_one", "phases_from_one", "draws_on_two"),
+        *("from_two", "phases_from_two", "draws_on_one"),
+    },
+    "fsdp": {
+        *("grpo", "ppo", "separate", "fused", "lora_ema", "unpacked", "blocked", "bad"),
+        *("from_one", "lora_from_one"),
+        *("from_two", "lora_from_two"),
+    },
+}
 EXACT, ROUNDED, DRIFTED = (
     1e-6,
     5e-6,
@@ -331,11 +345,10 @@ def one(tmp_path_factory, forked):
     return root
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def two(request, one, forked):
-    """The same runs on two ranks; one that one process has begun; and on one process one that the
-    two have begun."""
-    root = one.parent / request.param
+def run_two(forked, one: Path, strategy: str) -> Path:
+    """Runs of a strategy on two ranks; those that one process has begun; and on one process those
+    that the two have begun."""
+    root = one.parent / strategy
     (root / "blocked" / "checkpoints" / "step_000001.ckpt" / "in the way").mkdir(parents=True)
     goes_on = {name: (key, f"../one/{key}") for name, key in FROM_ONE.items()} | {
         "draws_on_two": ("draws", "draws")
@@ -344,9 +357,38 @@ def two(request, one, forked):
         *((name, name, None) for name in RUNS | OWN),
         *((name, *source) for name, source in goes_on.items()),
     ]
-    (root / "said").write_text(run(forked, root, request.param, runs))
-    run(forked, root, "single", [(name, key, key) for name, key in ON_ONE.items()])
+    mine = OF[strategy]
+    runs = [each for each in runs if each[0] in mine]
+    (root / "said").write_text(run(forked, root, strategy, runs))
+    run(forked, root, "single", [(name, key, key) for name, key in ON_ONE.items() if name in mine])
     return root
+
+
+@pytest.fixture(scope="module")
+def ddp(one, forked):
+    return run_two(forked, one, "ddp")
+
+
+@pytest.fixture(scope="module")
+def fsdp(one, forked):
+    return run_two(forked, one, "fsdp")
+
+
+@pytest.fixture
+def two(request, strategy):
+    """The folder with the runs of a strategy."""
+    return request.getfixturevalue(strategy)
+
+
+def with_runs(*names: str):
+    """A test of `two` with each of these runs, on each strategy that runs it. `name` is the run."""
+    found = [(strategy, name) for strategy in OF for name in names if name in OF[strategy]]
+    assert {*names} == {name for _, name in found}
+    return pytest.mark.parametrize(("strategy", "name"), found)
+
+
+def test_every_run_has_a_strategy_and_each_strategy_runs():
+    assert OF["ddp"] | OF["fsdp"] == {*RUNS, *OWN, *FROM_ONE, *ON_ONE, "draws_on_two"}
 
 
 def gradients(root: Path, name: str) -> list[torch.Tensor]:
@@ -378,7 +420,7 @@ def same_rows(ours: list[dict], theirs: list[dict], rel: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@with_runs(*RUNS)
 def test_two_ranks_have_the_gradients_and_metrics_of_one_process(one, two, name):
     """Every optimiser step of the run. The first of policy and critic start from equal weights;
     later ones carry Adam's rounding, so with SGD and weights in float64 ("double") they stay as
@@ -394,15 +436,14 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one_process(one, two, name)
 
 
 @pytest.mark.slow
-def test_refills_were_needed_and_agreed(one, two):
-    sampled = [[row.get("group/sampled") for row in rows(root / "dapo")] for root in (one, two)]
+@with_runs("dapo")
+def test_refills_were_needed_and_agreed(one, two, name):
+    sampled = [[row.get("group/sampled") for row in rows(root / name)] for root in (one, two)]
     assert sampled[0] == sampled[1] and max(n for n in sampled[0] if n) > 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*FROM_ONE, *(name for name in ON_ONE if name.endswith("from_two"))]
-)
+@with_runs(*FROM_ONE, *(name for name in ON_ONE if name.endswith("from_two")))
 def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
     """Policy or adapters, critic, both optimizers, a moving reference, one of a phase, the KL
     controller: the second step is that of the whole run."""
@@ -425,16 +466,17 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(one, two, name):
 
 
 @pytest.mark.slow
-def test_each_rank_goes_on_with_its_own_generators(two):
+@with_runs("draws")
+def test_each_rank_goes_on_with_its_own_generators(two, name):
     """A reward draws from all of them. On as many ranks a resumed run is the whole one, bit for
     bit; on one process it has rank 0's."""
     whole, again, alone = (
-        torch.load(two / name / "checkpoints" / "step_000002.ckpt", weights_only=True)
-        for name in ("draws", "draws_on_two", "draws_on_one")
+        torch.load(two / run / "checkpoints" / "step_000002.ckpt", weights_only=True)
+        for run in (name, "draws_on_two", "draws_on_one")
     )
-    begun = torch.load(two / "draws" / "checkpoints" / "step_000001.ckpt", weights_only=True)[
-        "rlkit"
-    ]["generators"]
+    begun = torch.load(two / name / "checkpoints" / "step_000001.ckpt", weights_only=True)["rlkit"][
+        "generators"
+    ]
     for generators in (begun, whole["rlkit"]["generators"]):
         assert len(generators) == 2 and not torch.equal(
             generators[0]["torch"], generators[1]["torch"]
@@ -451,18 +493,19 @@ def test_each_rank_goes_on_with_its_own_generators(two):
 
 
 @pytest.mark.slow
-def test_all_ranks_go_on_after_a_save_that_failed(two):
+@with_runs("blocked")
+def test_all_ranks_go_on_after_a_save_that_failed(two, name):
     """A folder stands where the first checkpoint belongs; the second is whole, with its adapters
     for from_pretrained."""
     said = (two / "said").read_text()
     assert (
         said.count("checkpoint step_000001.ckpt not written (Is a directory); the run goes on") == 1
     )
-    assert (two / "blocked" / "checkpoints" / "step_000002.ckpt").is_file()
+    assert (two / name / "checkpoints" / "step_000002.ckpt").is_file()
     written = load_file(
-        two / "blocked" / "checkpoints" / "step_000002.adapter" / "adapter_model.safetensors"
+        two / name / "checkpoints" / "step_000002.adapter" / "adapter_model.safetensors"
     )
-    state = torch.load(two / "blocked" / "checkpoints" / "step_000002.ckpt", weights_only=True)[
+    state = torch.load(two / name / "checkpoints" / "step_000002.ckpt", weights_only=True)[
         "state_dict"
     ]
     assert len(written) == len(state)
@@ -470,12 +513,13 @@ def test_all_ranks_go_on_after_a_save_that_failed(two):
         torch.equal(t, state[f"model.{name.replace('.weight', '.default.weight')}"])
         for name, t in written.items()
     )
-    assert json.loads((two / "blocked" / "summary.json").read_text())["ended"] == "finished"
+    assert json.loads((two / name / "summary.json").read_text())["ended"] == "finished"
 
 
 @pytest.mark.slow
-def test_a_bundle_of_several_ranks_replays_on_one_process(two, monkeypatch, capsys):
-    (bundle,) = (two / "bad" / "debug").iterdir()
+@with_runs("bad")
+def test_a_bundle_of_several_ranks_replays_on_one_process(two, name, capsys):
+    (bundle,) = (two / name / "debug").iterdir()
     assert {p.name for p in bundle.iterdir()} == {
         "traceback.txt",
         "config.yaml",
@@ -491,10 +535,9 @@ def test_a_bundle_of_several_ranks_replays_on_one_process(two, monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_only_the_first_rank_writes(one, two):
-    assert {p.name for p in (two / "grpo").rglob("*")} == {
-        p.name for p in (one / "grpo").rglob("*")
-    }
+@with_runs("grpo")
+def test_only_the_first_rank_writes(one, two, name):
+    assert {p.name for p in (two / name).rglob("*")} == {p.name for p in (one / name).rglob("*")}
 
 
 # ----------------------------------------------------------------------- a rank that does not go on
@@ -518,9 +561,25 @@ FAULTS = {
 }
 
 
+def train(forked, folder: Path, words: list[str]) -> tuple[int, str]:
+    """`rlkit train trainer=ddp` in a folder, which holds a module `faulty`: its exit status, and
+    what it says. The command and the ranks that it starts are copies of this process."""
+
+    def settle() -> None:
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        sys.modules.pop("faulty", None)
+        launch.subprocess = SimpleNamespace(Popen=start_copy)
+
+    words = ["train", *FAST, *words, "trainer=ddp", "hydra.run.dir=run"]
+    child = forked(words, folder / "log", settle)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), (folder / "log").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", FAULTS)
-def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
+def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, forked, how):
     """The fault is in a reward on rank 1, in training alone; the run folder keeps what was done
     before."""
     what, status, said = FAULTS[how]
@@ -529,35 +588,27 @@ def test_a_rank_that_does_not_go_on_ends_the_run_with_a_reason(tmp_path, how):
         f"    if rollout.steps[0].response_ids and os.environ['RANK'] == '1':\n        {what}\n   "
         " return numeric(rollout)\n"
     )
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     fault = [
         "reward=numeric",
         "reward.terms.numeric.fn._target_=faulty.reward",
         "evaluation.n=0",
-        f"trainer.timeout={30 if how == 'hangs' else 60}",
+        f"trainer.timeout={20 if how == 'hangs' else 60}",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "rlkit", "train", *FAST, *fault, "trainer=ddp", "hydra.run.dir=run"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == status, done.stderr[-4000:]
+    ended, told = train(forked, tmp_path, fault)
+    assert ended == status, told[-4000:]
     for text in said:
-        assert text in done.stderr
-    assert "Traceback" not in done.stderr
+        assert text in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(
-    tmp_path, monkeypatch, capsys
+    tmp_path, forked, monkeypatch, capsys
 ):
     (tmp_path / "faulty.py").write_text(
-        "import os, sys\nfrom rlkit.functional import clipped\n\ndef loss(ratio, advantages):\n   "
-        " if os.environ.get('RANK') == '1' and 'rlkit.training.module' in sys.modules:  # no dry"
-        " run\n        raise ValueError('no such kernel')\n    return clipped(ratio, advantages,"
+        "import torch.distributed as group\nfrom rlkit.functional import clipped\n\ndef loss(ratio,"
+        " advantages):\n    if group.is_initialized() and group.get_rank() == 1:  # no dry run\n"
+        "        raise ValueError('no such kernel')\n    return clipped(ratio, advantages,"
         " clip_low=0.2, clip_high=0.2)\n"
     )
     fault = [
@@ -565,26 +616,8 @@ def test_a_rank_that_fails_alone_in_an_update_leaves_a_bundle_that_replays(
         "+algorithm.policy_loss={_target_: faulty.loss, _partial_: true}",
         "evaluation.n=0",
     ]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "rlkit",
-            "train",
-            *FAST,
-            "seed=1",
-            "batch.group_size=4",
-            *fault,
-            "trainer=ddp",
-            "hydra.run.dir=run",
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 1, done.stderr[-4000:]
+    ended, told = train(forked, tmp_path, ["seed=1", "batch.group_size=4", *fault])
+    assert ended == 1, told[-4000:]
     bundles = {
         p.name: {f.name for f in p.iterdir()} for p in (tmp_path / "run" / "debug").iterdir()
     }

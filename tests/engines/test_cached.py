@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parametrise import cases
+from parametrise import cases, combinations
 from rlkit.engines import Cached, Transformers
 from rlkit.engines.cached import graphs
 from rlkit.engines.cached.attention import SIDE_BY_SIDE, parts_of
@@ -449,24 +449,18 @@ class Day:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
-    cases(
-        [{}, {"max_thinking_tokens": 2}, {"max_thinking_tokens": 2, "spelled": True}],
-        lambda m: len(m) == 1,
-    ),
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "slots",
-    cases(
+    "case",
+    combinations(
         [{}, {"max_rows": 3}, {"max_cached_tokens": 400}, {"check_every": 4}],
-        [{"max_cached_tokens": 400}],
+        [{}, {"max_thinking_tokens": 2}, {"max_thinking_tokens": 2, "spelled": True}],
+        slow=2,
     ),
     ids=str,
 )
-def test_episodes_may_come_wait_and_go_in_any_order(small, reference, slots, more):
+def test_episodes_may_come_wait_and_go_in_any_order(small, reference, case):
     """Episodes that lose their pages while they wait outside, rows that are cut, rows released
     while they draw: every completion is that of the reference engine, which knows of no slots."""
+    slots, more = case
     more = dict(more)
     policy = small
     if more.pop("spelled", False):

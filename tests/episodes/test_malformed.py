@@ -233,11 +233,11 @@ def read_and_scored(texts, parsers=tuple(PARSERS)) -> dict[str, Counter]:
     return counts
 
 
-COUNTS = [500, pytest.param(10_000, marks=pytest.mark.slow)]
+COUNTS = [300, pytest.param(1500, marks=pytest.mark.slow)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [2000])
 def test_no_reply_raises_and_each_is_classified(count):
     rng = random.Random(0)
     counts = read_and_scored([malformed(rng) for _ in range(count)])
@@ -263,12 +263,12 @@ def test_no_reply_raises_and_each_is_classified(count):
     [
         (["111,"], 200_000),
         (["<tool_call>"], 10**6),
-        pytest.param(PIECES, 10**6, marks=pytest.mark.slow),
+        (PIECES, 200_000),
     ],
 )
 def test_a_megabyte_is_read_and_scored(pieces, size):
     """A regular expression that reads the rest of a text from every place in it would take an hour:
-    111,111,…,1111 did."""
+    111,111,…,1111 did. At a fifth of a megabyte it takes minutes for each piece."""
     for piece in pieces:
         whole = piece * (size // len(piece))
         read_and_scored([f"{whole}1111"], ["none"])

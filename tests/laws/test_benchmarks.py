@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from copies import as_script, run_script
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "benchmarks"
 
@@ -27,20 +29,30 @@ COLUMNS = {  # benchmark → columns whose every value is a number > 0
 }
 
 
-def table(folder: Path, name: str, *words: str) -> list[dict[str, str]]:
-    """The rows that a benchmark writes with --quick."""
-    command = [
-        sys.executable,
-        str(FOLDER / f"{name}.py"),
-        "--quick",
-        "--threads",
-        "1",
-        "--out",
-        str(folder),
-        *words,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def quick(forked, tmp_path):
+    """(benchmark, words) → the rows that it writes with --quick. It is a copy of this process, and
+    so are the processes that it asks for a figure each."""
+
+    def run(words: list[str]) -> int:
+        sys.path.insert(0, str(FOLDER))
+        import bench
+
+        bench.subprocess = SimpleNamespace(run=run_script, PIPE=None, STDOUT=None)
+        return as_script(words)
+
+    def quick(name: str, *words: str) -> list[dict[str, str]]:
+        command = [str(FOLDER / f"{name}.py"), "--quick", "--threads", "1", "--out", str(tmp_path)]
+        child = forked([*command, *words], tmp_path / "log", call=run)
+        _, status = os.waitpid(child, 0)
+        assert status == 0, (tmp_path / "log").read_text()
+        return read(tmp_path, name)
+
+    return quick
+
+
+def read(folder: Path, name: str) -> list[dict[str, str]]:
+    """The rows of a table."""
     with (folder / f"{name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows and all(row["machine"] and row["date"] and row["torch"] for row in rows)
@@ -52,19 +64,19 @@ def table(folder: Path, name: str, *words: str) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_benchmark_writes_a_table(name, tmp_path):
+def test_a_benchmark_writes_a_table(name, quick):
     """Both forms of the update that memory.py measures have one gradient, or their memory is that
     of two different things."""
-    rows = table(tmp_path, name)
+    rows = quick(name)
     assert all(float(row[column]) > 0 for row in rows for column in COLUMNS[name])
     if name == "memory":
         assert float(rows[0]["gradient_difference"]) < 1e-4  # float32 sums over 151,936 logits
 
 
 @pytest.mark.slow
-def test_bytes_of_an_episode_grow_with_its_tokens(tmp_path):
+def test_bytes_of_an_episode_grow_with_its_tokens(quick):
     """With whole contexts in every step the exponents were 1.4 and more."""
-    fits = [row for row in table(tmp_path, "growth") if not row["turns"]]
+    fits = [row for row in quick("growth") if not row["turns"]]
     assert (
         all(
             0.8 < float(value) < 1.1
@@ -77,12 +89,10 @@ def test_bytes_of_an_episode_grow_with_its_tokens(tmp_path):
 
 
 @pytest.mark.slow
-def test_tokens_grow_with_what_is_scaled(tmp_path):
+def test_tokens_grow_with_what_is_scaled(quick):
     """An axis that changed nothing would have the exponent 0, whatever it cost."""
     fits = {
-        row["axis"]: row
-        for row in table(tmp_path, "scaling", "--axes", "batch", "turns")
-        if not row["size"]
+        row["axis"]: row for row in quick("scaling", "--axes", "batch", "turns") if not row["size"]
     }
     assert float(fits["batch"]["tokens_exponent"]) > 0.9
     assert float(fits["turns"]["tokens_exponent"]) > 0.3  # the prompt stands before all of them
@@ -93,8 +103,8 @@ def test_tokens_grow_with_what_is_scaled(tmp_path):
     "PEERS_PYTHON" not in os.environ,
     reason="PEERS_PYTHON names the interpreter of peers_env.sh's environment",
 )
-def test_peers_draw_the_same_tokens(tmp_path):
-    ours, theirs = table(tmp_path, "peers")
+def test_peers_draw_the_same_tokens(quick):
+    ours, theirs = quick("peers")
     assert (
         ours["sampled_per_step"] == theirs["sampled_per_step"] == "32"
     )  # 2 prompts × 2 samples × 8 tokens

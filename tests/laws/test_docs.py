@@ -221,11 +221,14 @@ def test_commands_are_found():
     assert len(COMMANDS) > 40 and any("-m" in c for c in COMMANDS)
 
 
+RUN = [c for c in COMMANDS if c != REFUSED and not any(part in c for part in CANNOT)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in RUN])
 def test_every_command_shown_is_one_that_rlkit_takes(command):
     """Composed, checked and dry-run: a renamed key or option makes the page that still shows it
-    fail."""
+    fail. Those that can run here are run below."""
     if "my_" in command or "--config-dir" in command:
         pytest.skip(CANNOT["my_"])
     if command == REFUSED:
@@ -252,7 +255,6 @@ def test_every_command_shown_is_one_that_rlkit_takes(command):
         experiment(composed) if name in ("train", "check", "evaluate") else build(composed.config)
 
 
-RUN = [c for c in COMMANDS if c != REFUSED and not any(part in c for part in CANNOT)]
 SMALL = {
     "train": ["batch.prompts=4", "trainer.steps=1", "evaluation.n=8", "logger=none"],
     "check": [],

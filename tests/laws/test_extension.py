@@ -152,6 +152,7 @@ def test_an_example_runs_as_it_stands(name, tmp_path, capsys, monkeypatch):
     """On the smallest number of steps; nothing is written."""
     import runpy
 
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 120
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EXAMPLE_STEPS", "1")
     assert 0.3 < runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["after"] < 0.7
@@ -160,9 +161,8 @@ def test_an_example_runs_as_it_stands(name, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["loop", "train"])
-def test_an_example_learns(name, monkeypatch):
+def test_an_example_learns():
+    """The one whose loop is its own. The other one trains as `rlkit train` does, which learns."""
     import runpy
 
-    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 120
-    assert runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["after"] >= 0.95
+    assert runpy.run_path(str(ROOT / "examples" / "loop.py"))["after"] >= 0.95

@@ -100,13 +100,10 @@ def at(place: str, action, count: int) -> None:
 SMALL = ("summary",)  # moments after which only small files are written
 
 
-# Every moment with either limit; each of the two with all weights in one of them, and with adapters
-# in the other.
+# Every moment with one of the limits in turns, and with all weights or adapters in turns of two.
 REFUSALS = [
-    (moment, 4 * ((number + bool(limit)) % 2), limit)
+    (moment, 4 * (number // 2 % 2), 0 if number % 2 or moment in SMALL else 20_000)
     for number, moment in enumerate(MOMENTS)
-    for limit in (0, 20_000)
-    if not (limit and moment in SMALL)
 ]
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parametrise import cases
+from parametrise import cases, cover
 from rlkit.engines import Batched
 from rlkit.environments import gymnasium, tool_use
 from rlkit.environments.session import opened
@@ -220,14 +220,13 @@ DOORS = {  # name → environment of something that hangs; what the line names; 
     "close of a game": (game(gymnasium, Game, "close"), "the close of", "ok"),
 }
 PLACE = f"{__file__}:"
+WAITING = [("a tool", swallows), ("a next prompt", swallows), ("step", waits)]  # fast
 
 
 @pytest.mark.parametrize(
     ("door", "do"),
     cases(
-        [(door, do) for door in DOORS for do in ASYNC],
-        [("a tool", swallows), ("a next prompt", swallows), ("step", waits)],
-        unpack=True,
+        cover([(door, do) for door in DOORS for do in ASYNC], 6, also=WAITING), WAITING, unpack=True
     ),
 )
 def test_async_code_that_hangs_is_named_and_its_episodes_fail(tiny, quick, capfd, door, do):
@@ -345,8 +344,8 @@ def limited():
     )
 
 
-BLOCKS = [(door, do) for door in DOORS for do in PLAIN if door != "two tools"]
 FAST = {("close", sleeps), ("step", holds)}
+BLOCKS = cover([(door, do) for door in DOORS for do in PLAIN if door != "two tools"], 6, also=FAST)
 
 
 @pytest.mark.parametrize(("door", "do"), cases(BLOCKS, FAST, unpack=True))

@@ -24,7 +24,7 @@ import torch
 
 import meddling_parts
 import rlkit
-from parametrise import cases
+from parametrise import cases, cover
 from rlkit.config.compose import compose, experiment
 from rlkit.config.problems import run_problems
 from rlkit.config.problems.asynchrony import _stateful
@@ -279,7 +279,9 @@ def test_every_kind_has_a_law():
     assert set(MEDDLE) == set(all_kinds())
 
 
-@pytest.mark.parametrize("kind, door", cases(PAIRS, REPRESENTATIVES, unpack=True))
+@pytest.mark.parametrize(
+    "kind, door", cases(cover(PAIRS, 12, also=REPRESENTATIVES), REPRESENTATIVES, unpack=True)
+)
 def test_a_change_of_shared_state_is_put_back_and_named_once(kind, door, same, capfd, as_before):
     """The run has the weights, the rows and the replies that it has without it."""
     x = with_door(plain(), door, lambda *given: MEDDLE[kind]())
@@ -492,7 +494,7 @@ def content(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place, mode", [*itertools.product(PLACES, MODES)])
+@pytest.mark.parametrize("place, mode", cover(itertools.product(PLACES, MODES)))
 def test_a_run_whose_functions_change_the_folder_writes_what_its_twin_writes(
     place, mode, tmp_path, forked, same
 ):

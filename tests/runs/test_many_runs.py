@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from many_runs import (
-    DISTURBANCES,
     Command,
     Ended,
     check_a_second_start,
     check_the_next_call,
+    disturbances,
+    killed,
     undisturbed_rows,
 )
 from rlkit.errors import ConfigError
@@ -60,14 +61,18 @@ SWEEP = Command(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return undisturbed_rows(SWEEP, tmp_path_factory.mktemp("sweep"))
+def undisturbed(tmp_path_factory, forked):
+    return undisturbed_rows(SWEEP._replace(fork=forked), tmp_path_factory.mktemp("sweep"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
-def test_the_next_call_ends_with_the_rows_of_an_undisturbed_sweep(disturb, undisturbed, tmp_path):
-    check_the_next_call(SWEEP, disturb, undisturbed, tmp_path)
+@pytest.mark.parametrize("disturb", disturbances(SWEEP))
+def test_the_next_call_ends_with_the_rows_of_an_undisturbed_sweep(
+    disturb, undisturbed, forked, tmp_path
+):
+    """One of them with new processes, the others with copies of this one."""
+    command = SWEEP if disturb is killed else SWEEP._replace(fork=forked)
+    check_the_next_call(command, disturb, undisturbed, tmp_path)
 
 
 # --------------------------------------------------------------------- its parts, without processes

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from copies import begin_sweep
 from parametrise import cases
 from rlkit.distributed.launch import own_gpus
 from rlkit.errors import ConfigError, install
@@ -293,9 +294,15 @@ def finished(root):
 
 
 @pytest.mark.slow
-def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path):
+def test_jobs_have_folders_a_failed_one_is_told_and_the_rest_goes_on(tmp_path, forked):
     """A job whose checkpoint cannot be written fails; a second command does the other ones not
     again."""
+
+    def train(folder, *words):
+        process = begin_sweep(forked, ["train", "-m", *words], folder, {})
+        said = process.communicate()
+        return subprocess.CompletedProcess(words, process.returncode, *said)
+
     words = ["algorithm=grpo", "seed=1,2,3", *FAST]
     root = tmp_path / "outputs" / "sweep"
     root.mkdir(parents=True)
@@ -333,6 +340,7 @@ def begin(command: list[str], folder: Path, **more) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
+    """With new processes, as a shell starts them."""
     words = ["seed=1,2", "debug=fast", "trainer.steps=6", "evaluation.n=0"]
     root = tmp_path / "outputs" / "sweep"
     process = begin([sys.executable, "-m", "rlkit", "train", "-m", *words], tmp_path)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from many_runs import (
-    DISTURBANCES,
     Command,
     Ended,
     check_a_second_start,
     check_the_next_call,
+    disturbances,
     undisturbed_rows,
 )
 from parametrise import available
@@ -54,14 +54,16 @@ BENCH = Command(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return undisturbed_rows(BENCH, tmp_path_factory.mktemp("bench"))
+def undisturbed(tmp_path_factory, forked):
+    return undisturbed_rows(BENCH._replace(fork=forked), tmp_path_factory.mktemp("bench"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
-def test_the_next_call_ends_with_the_rows_of_an_undisturbed_matrix(disturb, undisturbed, tmp_path):
-    check_the_next_call(BENCH, disturb, undisturbed, tmp_path)
+@pytest.mark.parametrize("disturb", disturbances(BENCH))
+def test_the_next_call_ends_with_the_rows_of_an_undisturbed_matrix(
+    disturb, undisturbed, forked, tmp_path
+):
+    check_the_next_call(BENCH._replace(fork=forked), disturb, undisturbed, tmp_path)
 
 
 # --------------------------------------------------------------------- its parts, without processes

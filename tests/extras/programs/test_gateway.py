@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from parametrise import each
+from rlkit.commands.cli import main
 from rlkit.config.compose import compose
 from rlkit.config.schema import build
 from rlkit.engines import Batched
@@ -683,8 +684,8 @@ def test_rlkit_serve_answers_one_conversation_after_another(tiny):
 
 
 @pytest.mark.slow
-def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path):
-    start = [sys.executable, "-m", "rlkit"]
+def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     small = [
         "trainer.steps=1",
         "evaluation.n=2",
@@ -693,9 +694,17 @@ def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path):
         "generation.max_new_tokens=8",
         "logger=none",
     ]
-    subprocess.run([*start, "train", *small], cwd=tmp_path, check=True, capture_output=True)
+    assert main(["train", *small]) == 0
     (run,) = tmp_path.glob("outputs/*/*")
-    words = [*start, "serve", f"run={run}", "port=0", "generation.max_new_tokens=4"]
+    words = [
+        sys.executable,
+        "-m",
+        "rlkit",
+        "serve",
+        f"run={run}",
+        "port=0",
+        "generation.max_new_tokens=4",
+    ]
     with subprocess.Popen(
         words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as serve:

@@ -1,0 +1,199 @@
+"""Copies of the tests' process in place of new ones: they have imported torch and Lightning.
+
+A new process of rlkit takes several seconds of the processor for its imports. A copy runs the same
+command, takes signals and ends as a new process does. The fixture `forked` makes those that run a
+command; what is here makes the processes that such a command starts itself.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlkit.commands.cli import main
+from rlkit.runs.sweeps import runner, warm
+from rlkit.system.parent import tied
+
+LIMIT = 400  # seconds in which what has to happen does, on the slowest machine
+
+
+class Copy:
+    """A copy of this process, with what is used of subprocess.Popen."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG) if self.returncode is None else (0, 0)
+        self.returncode = os.waitstatus_to_exitcode(status) if pid else self.returncode
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Piped(Copy):
+    """A copy that runs a command, whose words this process reads.
+
+    Args:
+      fork: the fixture `forked` with the command's words.
+      before: called in the copy before the command.
+    """
+
+    def __init__(self, fork: Callable[..., int], before: Callable[[], None]):
+        out, errors = os.pipe(), os.pipe()
+
+        def begin() -> None:
+            for number, (_, end) in enumerate((out, errors), start=1):
+                os.dup2(end, number)
+            for end in (*out, *errors):
+                os.close(end)
+            before()
+
+        super().__init__(fork(before=begin))
+        for _, end in (out, errors):
+            os.close(end)
+        self.stdout, self.stderr = (os.fdopen(end) for end, _ in (out, errors))
+
+    def communicate(self, timeout: float = LIMIT) -> tuple[str, str]:
+        """What it says until its end."""
+        with self.stdout, self.stderr, ThreadPoolExecutor(2) as pool:
+            readers = [pool.submit(pipe.read) for pipe in (self.stdout, self.stderr)]
+            if wait_for(readers, timeout).not_done:
+                self.kill()
+                raise subprocess.TimeoutExpired("rlkit", timeout)
+        self.wait()
+        said, errors = (reader.result() for reader in readers)
+        return said, errors
+
+
+def heed() -> None:
+    """Take all signals as a new process of Python does, also those that a shell without job
+    control, or nohup, has had ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def copied(work: Callable[[], Any], environment: Mapping[str, str]) -> int:
+    """A copy of this process that does some work with other variables of the environment; its
+    process id. Its exit status is what the work returns, or that of a SystemExit."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status: Any = 1
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        heed()
+        status = work()
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(status or 0))
+
+
+def run_script(command: Sequence[str], *, env: Mapping[str, str], cwd: Any = None, **_: Any) -> Any:
+    """In place of subprocess.run, for `python FILE.py WORDS` whose output is read in one piece."""
+    with tempfile.TemporaryFile() as said:
+
+        def work() -> Any:
+            for stream in (1, 2):
+                os.dup2(said.fileno(), stream)
+            os.chdir(cwd or ".")
+            return as_script(command[1:])
+
+        process = Copy(copied(work, env))
+        process.wait()
+        said.seek(0)
+        text = said.read().decode()
+    return subprocess.CompletedProcess(command, process.returncode or 0, text)
+
+
+def as_script(words: Sequence[str]) -> Any:
+    """`python FILE.py WORDS` in this process; its exit status."""
+    sys.argv = list(words)
+    sys.path.insert(0, str(Path(words[0]).parent))
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+# ------------------------------------------------------------------------------------------- sweeps
+
+# A sweep of two jobs has three processes. All of a sweep's own code runs in copies too: records,
+# signals, owners, and the server that copies itself for each job of a bench.
+
+
+def begin_sweep(
+    forked: Callable[..., int], words: list[str], place: Path, own: Mapping[str, str]
+) -> Piped:
+    """Starts `rlkit WORDS`, a command of many runs, in a folder, with variables of its own."""
+
+    def settle() -> None:
+        os.chdir(place)
+        os.environ.update(own)
+        sys.path.insert(0, str(place))
+        heed()
+        warm.WarmServer.begin = begin_server  # type: ignore[method-assign]
+        runner.start_process = warm.WarmServer({}).start
+
+    return Piped(partial(forked, words, os.devnull), settle)
+
+
+def begin_server(self: Any) -> None:
+    """In place of WarmServer.begin."""
+    self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def serve() -> None:
+        self.link.close()
+        os.setpgid(0, 0)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        sys.argv = ["-c", str(theirs.fileno()), *self.imports]
+        warm.serve_jobs()
+
+    with theirs:
+        self.process = Copy(copied(serve, os.environ | self.environment | tied()))
+
+
+# -------------------------------------------------------------------------------- ranks and scripts
+
+
+def start_copy(command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool) -> Copy:
+    """In place of subprocess.Popen, for `python -m rlkit WORDS`."""
+    assert list(command[1:3]) == ["-m", "rlkit"] and start_new_session
+
+    def work() -> int:
+        os.setsid()
+        return main(command[3:])
+
+    return Copy(copied(work, env))
