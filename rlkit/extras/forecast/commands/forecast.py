@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlkit.commands import check
 from rlkit.commands.arguments import Arguments, drop, is_trusted
 from rlkit.errors import ConfigError, nearest
 from rlkit.extras.forecast.load import load_of, shape_of_run
 from rlkit.extras.forecast.roofline import CARDS, changes, forecast, settle_checkpointing
 from rlkit.training.experiment import Experiment
 
-RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4)}
+RANGES = check.RANGES | {"turns": (1.0, 1e4)}
 
 
 def command(arguments: Arguments) -> int:
@@ -35,34 +35,20 @@ def command(arguments: Arguments) -> int:
 def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The settings check.NAME, and the other overrides. Raises ConfigError for a name, a card or a
     number that is none."""
-    given: dict[str, Any] = {
-        o[6:].partition("=")[0]: o.partition("=")[2].lower()
-        for o in overrides
-        if o.startswith("check.")
-    }
-    for name, value in given.items():
-        if name not in ("device", *RANGES):
-            raise ConfigError(
-                f"check.{name}: there is no such setting.{nearest(name, RANGES)} There are: device,"
-                f" {', '.join(RANGES)}"
-            )
-        if name == "device" and value not in CARDS:
-            raise ConfigError(
-                f"check.device={value}: no such card.{nearest(value, CARDS)} There are:"
-                f" {', '.join(CARDS)}"
-            )
-        if name != "device":
-            low, high = RANGES[name]
-            if not re.fullmatch(r"\d*\.?\d+", value) or not low <= float(value) <= high:
-                raise ConfigError(
-                    f"check.{name}={value}: must be a number from {low:g} to {high:g}"
-                )
+    given: dict[str, Any]
+    given, rest = check.read_settings(overrides, RANGES, other="device")
     if "device" not in given:
         raise ConfigError(
             "a forecast, and each setting of it, belongs to check.device: name a card, one of"
             f" {', '.join(CARDS)}"
         )
-    return given, [o for o in overrides if not o.startswith("check.")]
+    card = given["device"]
+    if card not in CARDS:
+        raise ConfigError(
+            f"check.device={card}: no such card.{nearest(card, CARDS)} There are:"
+            f" {', '.join(CARDS)}"
+        )
+    return given, rest
 
 
 def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> str:
