@@ -10,6 +10,7 @@ so that every step has its updates.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -61,7 +62,7 @@ def stories(count: int) -> list[dict[str, str]]:
 
 
 def pairs(count: int) -> list[dict[str, str]]:
-    """Two numbers, of which the larger is asked for: prompts of about 50 tokens with the template."""
+    """Two numbers, of which the larger is asked for: about 50 tokens with the template."""
     return [
         {
             "prompt": f"Which number is larger, {i % 90 + 10} or {7 * i % 89 + 10}?",
@@ -134,7 +135,7 @@ def train(overrides: list[str], folder: str) -> dict[str, float]:
         raise RuntimeError(f"rlkit train {' '.join(overrides)} ended with {status}")
     ends = check_forecast.ENDS
     rows = [json.loads(row) for row in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(ends)]
     return {
         "first": steps[0],
         "step": statistics.fmean(steps[1:]),
@@ -149,11 +150,12 @@ def main() -> None:
         bench.answer(side(**json.loads(sys.argv[3])))
         return
     parser = bench.parser(__doc__, rounds=1, threads=1, device=False)
+    parser.add_argument("--settings", nargs="+", help="some of them, by name")
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         own = settings(Path(name))
-        for setting in ["embedded_default"] if given.quick else own:
+        for setting in given.settings or (["embedded_default"] if given.quick else own):
             overrides = [*own[setting], f"trainer.threads={given.threads}"]
             for number in range(given.rounds):
                 sides = {

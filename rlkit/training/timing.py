@@ -50,6 +50,8 @@ T = TypeVar("T")
 BUDGET = 4.0  # seconds that a timed pass of sampling may take, about
 UPDATE_BUDGET = 8.0  # the same of an update
 LEAST = 4  # tokens a reply in the longer pass of sampling
+# Bytes on a CPU of what a run imports and a check does not, Lightning first of all; measured.
+IMPORTS = 70 << 20
 # no verifier is asked about the replies of one token
 UNSCORED = Reward("none", {"none": Term(1.0, lambda own: [0.0] * len(own), batched=True)})
 
@@ -302,8 +304,9 @@ def with_memory(
         LOGITS,
         token_bytes(base_model(model)) if grows else 0,
     )
+    now_held = peak_memory(device) * 2**30 + (IMPORTS if device.type == "cpu" else 0)
     return found._replace(
-        peak=forecast_peak(peak_memory(device) * 2**30, measured, needed, size),
+        peak=forecast_peak(now_held, measured, needed, size),
         activations=size.tokens * needed.tokens + size.logits * needed.logits,
         cache=size.cached * needed.cached,
     )
