@@ -98,16 +98,13 @@ def settings(folder: Path) -> dict[str, list[str]]:
 def check(overrides: list[str]) -> dict[str, float]:
     """The forecast of `rlkit check`, and the processor seconds of this process until then."""
     from rlkit.commands import check
-    from rlkit.config.compose import compose, experiment
-    from rlkit.config.problems.rows import load_tasks
-    from rlkit.config.problems.schedules import first_steps
-    from rlkit.training.timing import Given
+    from rlkit.commands.arguments import Arguments
+    from rlkit.extras.forecast.commands.forecast import list_costs, measure_here
 
-    x = experiment(compose(overrides))
-    report = check.run(next(iter(first_steps(x).values())), load_tasks(x), Given())
-    print(check._show(report))
-    found = report.forecast
-    assert found is not None
+    x, tasks, _ = check.prepare(Arguments(overrides))
+    report, found = measure_here(x, tasks, {})
+    for name, text in list_costs(found, report.memory):
+        print(f"{name:<12}{text}", file=sys.stderr)
     return {
         "step": found.costs.step,
         "sampling": found.costs.sampling,

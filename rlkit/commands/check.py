@@ -3,19 +3,17 @@ nothing is kept.
 
 The config is composed and dry-run before, as for `rlkit train`. Here the rows are tried with the
 verifier, the model is loaded, trainer and sampler are compared, one prompt's group is played and
-scored, and the policy (and the critic, where there is one) takes one step. Then the parts of a step
-are timed, and the seconds and the memory of the run follow (`rlkit.training.timing`).
+scored, and the policy (and the critic, where there is one) takes one step.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments, drop, is_trusted
-from rlkit.errors import ConfigError, nearest
+from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
 from rlkit.system.extras import load_command
@@ -23,12 +21,11 @@ from rlkit.training.experiment import BatchSize, Experiment
 from rlkit.types import Rollout, Splits
 
 if TYPE_CHECKING:
-    from rlkit.training.timing import Forecast, Given
+    from rlkit.training.learner import Learner
+    from rlkit.training.update.record import Host
 
 REPLY = 64  # tokens of a reply here; a run's own limit may take minutes on a CPU
 GROUP = 4  # rollouts where a group is one sample
-# least and largest value of check.NAME
-RANGES = {"prompt_tokens": (1.0, 1e7), "reply_share": (0.001, 1.0)}
 
 
 class Memory(NamedTuple):
@@ -68,7 +65,7 @@ class Report(NamedTuple):
     memory: Memory
     seconds: Mapping[str, float]
     header: str
-    forecast: Forecast | None
+    learner: Learner  # after its step
 
 
 def small(x: Experiment) -> Experiment:
@@ -95,14 +92,14 @@ def small(x: Experiment) -> Experiment:
     )
 
 
-def run(x: Experiment, tasks: Splits, given: Given | None = None) -> Report:
+def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     """One step of the experiment.
 
     Args:
       x: the whole run at its first step, without open schedules
         (rlkit.config.problems.schedules.first_steps).
       tasks: at least one training row; the others are only counted.
-      given: lengths that the forecast assumes; None makes no forecast.
+      host: of the learner.
     Raises: the refusals of a run.
     """
     import torch
@@ -116,7 +113,6 @@ def run(x: Experiment, tasks: Splits, given: Given | None = None) -> Report:
     from rlkit.training.learner import Learner
     from rlkit.training.run import first_line, header
     from rlkit.training.selfcheck import check_policy, check_teacher
-    from rlkit.training.timing import Reads, forecast_run, now
     from rlkit.training.update.probe import probe_memory
     from rlkit.training.update.record import Host
 
@@ -134,32 +130,23 @@ def run(x: Experiment, tasks: Splits, given: Given | None = None) -> Report:
         agreement = check_policy(policy, tasks.train, cut)
     text += f"\n{agreement.tools}{settle_kernels(x.generation.engine, policy.model)}"
     played: list[Rollout] = []
-    reads = Reads()
-    learner = Learner(
-        cut._replace(reward=telling(cut.reward, played)),
-        policy,
-        exact=agreement.exact,
-        host=Host(forward=reads),
-    )
+    cut = cut._replace(reward=telling(cut.reward, played))
+    learner = Learner(cut, policy, exact=agreement.exact, host=host or Host())
     with (
         autocast(cut, device, updates=True),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "step 1 hangs"),
     ):
         if device.type == "cuda":
             probe_memory(learner.record(), tasks.train)
-        begun = now()
         sampled, trained, _ = experience(
             learner.begin(), policy, tasks.train, StreamState(), step=0, clock=learner.clock
         )
-        between = now()
         metrics = learner.step(sampled, trained)
-        seconds = between - begun, now() - between
         found = memory(learner, device)
-        forecast = None if given is None else forecast_run(learner, x, tasks, reads, seconds, given)
     clock["generate"] = metrics["perf/generate_s"]
     clock["update"] = metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
-    return Report(agreement.warnings, played, spread, metrics, found, clock, text, forecast)
+    return Report(agreement.warnings, played, spread, metrics, found, clock, text, learner)
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:
@@ -194,9 +181,16 @@ def size_of(node: Any) -> int:
     return sum(sizes.values())
 
 
-def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
-    """The report in lines: what was done, with its numbers, then memory."""
+def show_report(
+    report: Report, *, phases: Sequence[str] = (), costs: Sequence[tuple[str, str]] = ()
+) -> str:
+    """The report in lines: what was done, with its numbers, then memory or the rows `costs`."""
     rows = _list_rows(report, phases)
+    rows += costs or [
+        (f"memory: {name}", say_size(size))
+        for name, size in report.memory._asdict().items()
+        if size
+    ]
     if len(phases) > 1:
         rows.append(
             (
@@ -260,63 +254,7 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
             + f", {clock['update']:.1f} s",
         ),
         *([("", spread)] if report.spread else []),
-        *(_list_costs(report) if report.forecast else ()),
     ]
-
-
-def _list_costs(report: Report) -> list[tuple[str, str]]:
-    """What a step and the run cost, as (name, numbers)."""
-    forecast = report.forecast
-    assert forecast is not None
-    costs = forecast.costs
-    of = forecast.step
-    held = report.memory
-    parts = {
-        "weights": held.weights + held.reference,
-        "gradients and optimizer": held.gradients + held.optimizer,
-        "activations of one micro-batch": forecast.activations,
-        "cache": forecast.cache,
-    }
-    parts["libraries and the rest"] = max(0.0, forecast.peak - sum(parts.values()))
-    return [
-        (
-            "lengths",
-            (
-                f"prompts of {of.prompt:.0f} tokens, {of.drawn:.0f} sampled a rollout"
-                f" ({forecast.source}); check.prompt_tokens and check.reply_share change them"
-            ),
-        ),
-        (
-            "a step",
-            (
-                f"about {_time(costs.step)} on {forecast.on}: sampling"
-                f" {_time(costs.sampling)} (prefill {_time(costs.prefill)}, decode"
-                f" {_time(costs.decode)}), scoring {_time(costs.scoring)}, update"
-                f" {_time(costs.update)} ({of.rollouts:.0f} rollouts, {of.packed:,.0f} tokens)"
-            ),
-        ),
-        (
-            "the run",
-            (
-                f"{costs.steps} steps, about {_time(costs.run)}, evaluation"
-                f" {_time(costs.evaluation)} of it"
-            ),
-        ),
-        (
-            "memory",
-            f"about {_size(forecast.peak)} at its peak"
-            f" ({', '.join(f'{name} {_size(size)}' for name, size in parts.items() if size)})",
-        ),
-    ]
-
-
-def _time(seconds: float) -> str:
-    """Seconds, minutes or hours with two digits or so."""
-    if seconds >= 7200:
-        return f"{seconds / 3600:.1f} hours"
-    if seconds >= 120:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _mean(values: Sequence[float | None]) -> str:
@@ -324,62 +262,22 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{sum(found) / len(found):.2f}" if found else "not scored"
 
 
-def _size(count: float) -> str:
+def say_size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
 
 
-def read_settings(
-    overrides: Sequence[str], ranges: Mapping[str, tuple[float, float]], other: str = ""
-) -> tuple[dict[str, str], list[str]]:
-    """The settings check.NAME, and the other overrides.
-
-    Args:
-      ranges: least and largest value of each number. other: a setting that is no number.
-    Raises: ConfigError for a name that is neither, or a number out of its range.
-    """
-    given = {
-        o[6:].partition("=")[0]: o.partition("=")[2].lower()
-        for o in overrides
-        if o.startswith("check.")
-    }
-    names = [other, *ranges] if other else list(ranges)
-    for name, value in given.items():
-        if name not in names:
-            more = "" if other else "; for others name a card with check.device"
-            raise ConfigError(
-                f"check.{name}: there is no such setting.{nearest(name, names)} There are:"
-                f" {', '.join(names)}{more}"
-            )
-        if name == other:
-            continue
-        low, high = ranges[name]
-        if not re.fullmatch(r"\d*\.?\d+", value) or not low <= float(value) <= high:
-            raise ConfigError(f"check.{name}={value}: must be a number from {low:g} to {high:g}")
-    return given, [o for o in overrides if not o.startswith("check.")]
-
-
-def command(arguments: Arguments) -> int:
-    """What `rlkit train` would do with these overrides, in one small step, and what it will cost.
-    With check.device=CARD the command `forecast` says what it would take on that card."""
-    if any(override.startswith("check.device=") for override in arguments.overrides):
-        forecast = load_command("forecast")
-        if forecast is None:
-            raise ConfigError(
-                "check.device needs the extra 'forecast', which this copy of rlkit does not have:"
-                " there is no folder rlkit/extras/forecast"
-            )
-        return forecast(arguments)
+def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str]]:
+    """The experiment of the first step, its tasks, and the names of all phases; prints what is
+    doubtful in them."""
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
     from rlkit.config.problems.schedules import first_steps
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
-    from rlkit.training.timing import Given
 
-    given, overrides = read_settings(drop(arguments.overrides, "trust"), RANGES)
     composed = compose(
-        overrides,
+        drop(arguments.overrides, "trust"),
         config_dir=arguments.config_dir,
         trusted=is_trusted(arguments.overrides),
     )
@@ -389,7 +287,20 @@ def command(arguments: Arguments) -> int:
     for line in (*warnings(x), *overlaps(tasks)):
         print(f"warning: {line}")
     firsts = first_steps(x)
-    lengths = Given(**{name: float(value) for name, value in given.items()})
-    report = run(next(iter(firsts.values())), tasks, lengths)
-    print(_show(report, phases=list(firsts)))
+    return next(iter(firsts.values())), tasks, list(firsts)
+
+
+def command(arguments: Arguments) -> int:
+    """What `rlkit train` would do with these overrides, in one small step. The command `forecast`,
+    if it is there, adds what the run costs, or says it of a card by check.device=CARD alone."""
+    forecast = load_command("forecast")
+    if forecast is not None:
+        return forecast(arguments)
+    if any(override.startswith("check.") for override in arguments.overrides):
+        raise ConfigError(
+            "a setting check.NAME needs the extra 'forecast', which this copy of rlkit does not"
+            " have: there is no folder rlkit/extras/forecast"
+        )
+    x, tasks, phases = prepare(arguments)
+    print(show_report(run(x, tasks), phases=phases))
     return 0

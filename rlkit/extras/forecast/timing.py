@@ -1,4 +1,4 @@
-"""Timed passes of a run's own parts, by which `rlkit check` forecasts what the run costs.
+"""Timed passes of a run's own parts, by which `rlkit check` forecasts what the run costs here.
 
 A learner that has taken one small step times sampling, updates and an evaluation, at the run's size
 if that is cheap and at a part of it otherwise. Seconds are the processor's or, on a GPU, those of
@@ -8,7 +8,7 @@ the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,13 +19,7 @@ from rlkit.engines import Cached
 from rlkit.engines.cached.cache import token_bytes
 from rlkit.episodes.evaluation import greedy_accuracy
 from rlkit.episodes.stream import StreamState
-from rlkit.models.critic import SeparateCritic
-from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import CHUNK_LOGITS
-from rlkit.rewards import Reward, Term
-from rlkit.system.adapters import base_model
-from rlkit.training.activations import LOGITS, measure_token
-from rlkit.training.costs import (
+from rlkit.extras.forecast.costs import (
     SHARE,
     Costs,
     Counts,
@@ -35,10 +29,16 @@ from rlkit.training.costs import (
     count,
     count_evaluations,
     expect_drawn,
-    forecast,
     forecast_peak,
+    scale_passes,
     size_room,
 )
+from rlkit.models.critic import SeparateCritic
+from rlkit.models.head import trunk_and_head
+from rlkit.models.log_probs import CHUNK_LOGITS
+from rlkit.rewards import Reward, Term
+from rlkit.system.adapters import base_model
+from rlkit.training.activations import LOGITS, measure_token
 from rlkit.training.experiment import BatchSize, Experiment, Sampling
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
@@ -63,7 +63,7 @@ class Given(NamedTuple):
     reply_share: float | None = None
 
 
-class Forecast(NamedTuple):
+class RunCost(NamedTuple):
     """What a run will cost."""
 
     costs: Costs
@@ -116,18 +116,21 @@ def forecast_run(
     x: Experiment,
     tasks: Splits,
     reads: Reads,
-    seconds: tuple[float, float],
+    seconds: Mapping[str, float],
     given: Given,
-) -> Forecast:
+) -> RunCost:
     """Time the passes and scale them to the run. The learner's weights move.
+
+    A precision other than that of the weights is the caller's, as in `Learner`.
 
     Args:
       learner: after one small step; `reads` are its host's forward passes. x: the run at its first
         step.
-      seconds: that sampling and update of the small step took.
+      seconds: that the small step took to "generate" and to "update".
     """
     small = count(learner.rollouts)
-    t = Trial(learner, x, tasks, reads, small, *(own / small.packed for own in seconds))
+    sampling_s, update_s = (seconds[name] / small.packed for name in ("generate", "update"))
+    t = Trial(learner, x, tasks, reads, small, sampling_s, update_s)
     critic = x.algorithm.critic._replace(warmup=0)
     whole = x.algorithm._replace(max_refills=0, target_kl=None, critic=critic)
     cut = learner.configured._replace(batch=x.batch, algorithm=whole)
@@ -138,13 +141,13 @@ def forecast_run(
     evaluation, evaluated = time_evaluation(t, step, given)
     scoring, update = time_updates(t, rollouts, step)
     passes = Passes((short, long), scoring, update, evaluation)
-    costs = forecast(passes, step, evaluated, x.trainer.steps)
+    costs = scale_passes(passes, step, evaluated, x.trainer.steps)
     threads = torch.get_num_threads()
     on = f"{threads} threads, in processor time" if threads > 1 else "1 thread"
     on = "the GPU" if torch.cuda.is_available() else on
     played = [(long.of, step)]
     played += [(evaluation.of, evaluated)] if evaluation is not None else []
-    return with_memory(t, Forecast(costs, step, source, on), update[1].of, played)
+    return with_memory(t, RunCost(costs, step, source, on), update[1].of, played)
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -273,8 +276,8 @@ def update(t: Trial, rollouts: Sequence[Rollout]) -> tuple[Timed, Timed]:
 
 
 def with_memory(
-    t: Trial, found: Forecast, taken: Counts, played: Sequence[tuple[Counts, Counts]]
-) -> Forecast:
+    t: Trial, found: RunCost, taken: Counts, played: Sequence[tuple[Counts, Counts]]
+) -> RunCost:
     """The forecast with its memory, from the peak so far.
 
     Args:

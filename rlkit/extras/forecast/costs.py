@@ -34,6 +34,11 @@ class Counts(NamedTuple):
         return self.rollouts * self.drawn
 
     @property
+    def decoded(self) -> float:
+        """Sampled tokens without the first of each rollout, which follows from what was read."""
+        return max(0.0, self.sampled - self.rollouts)
+
+    @property
     def packed(self) -> float:
         """Tokens that an update reads."""
         return self.read + self.sampled
@@ -131,19 +136,19 @@ def count_evaluations(steps: int, every: int) -> tuple[int, int]:
     return (1 + -(-steps // every) if every else 0), 2
 
 
-def forecast(timed: Passes, step: Counts, evaluated: Counts, steps: int) -> Costs:
+def scale_passes(timed: Passes, step: Counts, evaluated: Counts, steps: int) -> Costs:
     """Scale timed passes to a run: `step` is one step, `evaluated` all evaluations together.
 
-    Sampling costs p a token read and d a token drawn. p is the time of one-token replies by what
+    Sampling costs p a token read and d a token decoded. p is the time of one-token replies by what
     they read, so it holds the host's work for an episode too; d follows from the longer replies.
     Both start from the larger pass, so a step that was timed whole costs what it took. Updates are
     a straight line through their two passes, or one through zero.
     """
     short, long = timed.sampling
     p = short.seconds / short.of.read
-    more = long.of.sampled - short.of.sampled
-    d = max(0.0, long.seconds - p * long.of.read) / more if more > 0 else 0.0
-    sampling = long.seconds + p * (step.read - long.of.read) + d * (step.sampled - long.of.sampled)
+    rest = max(0.0, long.seconds - p * long.of.read)
+    d = rest / long.of.decoded if long.of.decoded else 0.0
+    sampling = long.seconds + p * (step.read - long.of.read) + d * (step.decoded - long.of.decoded)
     prefill = min(sampling, p * step.read)
     scoring = extend_line(*timed.scoring, step.packed)
     evaluation = 0.0
