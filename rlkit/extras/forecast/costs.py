@@ -25,9 +25,14 @@ class Counts(NamedTuple):
         return self.groups * self.size
 
     @property
+    def first(self) -> float:
+        """Tokens of the first prompts."""
+        return self.groups * self.prompt
+
+    @property
     def read(self) -> float:
         """Tokens that sampling reads."""
-        return self.groups * self.prompt + self.rollouts * self.later
+        return self.first + self.rollouts * self.later
 
     @property
     def sampled(self) -> float:
@@ -139,17 +144,20 @@ def count_evaluations(steps: int, every: int) -> tuple[int, int]:
 def scale_passes(timed: Passes, step: Counts, evaluated: Counts, steps: int) -> Costs:
     """Scale timed passes to a run: `step` is one step, `evaluated` all evaluations together.
 
-    Sampling costs p a token read and d a token decoded. p is the time of one-token replies by what
-    they read, so it holds the host's work for an episode too; d follows from the longer replies.
-    Both start from the larger pass, so a step that was timed whole costs what it took. Updates are
-    a straight line through their two passes, or one through zero.
+    Sampling costs p a prompt token and d a decoded token. p is the time of one-token replies by
+    what they read, so it holds the host's work for an episode too. d is what longer replies add, so
+    it holds later turns; turns that only longer replies would reach are read at p. All start from
+    the larger pass, so a step that was timed whole costs what it took. Updates are a straight line
+    through their two passes, or one through zero.
     """
     short, long = timed.sampling
-    p = short.seconds / short.of.read
-    rest = max(0.0, long.seconds - p * long.of.read)
-    d = rest / long.of.decoded if long.of.decoded else 0.0
-    sampling = long.seconds + p * (step.read - long.of.read) + d * (step.decoded - long.of.decoded)
-    prefill = min(sampling, p * step.read)
+    p = short.seconds / short.of.first
+    added = max(0.0, long.seconds - p * long.of.first)
+    d = added / long.of.decoded if long.of.decoded else 0.0
+    later = step.rollouts * max(0.0, step.later - long.of.later)
+    sampling = long.seconds + p * (step.first + later - long.of.first)
+    sampling += d * (step.decoded - long.of.decoded)
+    prefill = min(sampling, p * (step.first + later))
     scoring = extend_line(*timed.scoring, step.packed)
     evaluation = 0.0
     if timed.evaluation is not None and evaluated.groups:

@@ -8,7 +8,7 @@ the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +49,8 @@ T = TypeVar("T")
 
 BUDGET = 4.0  # seconds that a timed pass of sampling may take, about
 UPDATE_BUDGET = 8.0  # the same of an update
-LEAST = 4  # tokens a reply in the longer pass of sampling
+CHEAP = 1.0  # seconds of a pass that is done once untimed; dearer ones are warm by smaller passes
+LEAST = 4  # tokens behind the first of a reply in the longer pass of sampling
 # Bytes on a CPU of what a run imports and a check does not, Lightning first of all; measured.
 IMPORTS = 70 << 20
 # no verifier is asked about the replies of one token
@@ -107,17 +108,13 @@ class Trial(NamedTuple):
     tasks: Splits
     reads: Reads
     small: Counts  # of the small step
-    sampling_s: float  # that its sampling took a token
-    update_s: float  # the same of its update
+    update_s: float  # that its update took a token
+    prompt_s: float = 0.0  # that the samples of one prompt take, with one token a reply
+    token_s: float = 0.0  # of a decoded token beside those of one group
 
 
 def forecast_run(
-    learner: Learner,
-    x: Experiment,
-    tasks: Splits,
-    reads: Reads,
-    seconds: Mapping[str, float],
-    given: Given,
+    learner: Learner, x: Experiment, tasks: Splits, reads: Reads, given: Given
 ) -> RunCost:
     """Time the passes and scale them to the run. The learner's weights move.
 
@@ -126,16 +123,19 @@ def forecast_run(
     Args:
       learner: after one small step; `reads` are its host's forward passes. x: the run at its first
         step.
-      seconds: that the small step took to "generate" and to "update".
     """
     small = count(learner.rollouts)
-    sampling_s, update_s = (seconds[name] / small.packed for name in ("generate", "update"))
-    t = Trial(learner, x, tasks, reads, small, sampling_s, update_s)
+    spent = learner.metrics["perf/update_processor_s"]  # nan on a GPU
+    seconds = spent if spent == spent else learner.metrics["perf/update_s"]
+    t = Trial(learner, x, tasks, reads, small, seconds / small.packed)
     critic = x.algorithm.critic._replace(warmup=0)
     whole = x.algorithm._replace(max_refills=0, target_kl=None, critic=critic)
     cut = learner.configured._replace(batch=x.batch, algorithm=whole)
     learner.settle(cut, exact=learner.exact)
     first = learner.rollouts
+    one, few = (sample(t, 1, tokens, UNSCORED)[0] for tokens in (1, 1 + LEAST))
+    token_s = max(1e-6, few.seconds - one.seconds) / max(1.0, few.of.decoded)
+    t = t._replace(prompt_s=one.seconds, token_s=token_s)
     short, long, rollouts = time_sampling(t)
     step, source = expect_step(t, max(rollouts, first, key=longest_reply), long.of, given)
     evaluation, evaluated = time_evaluation(t, step, given)
@@ -156,11 +156,12 @@ def forecast_run(
 def time_sampling(t: Trial) -> tuple[Timed, Timed, list[Rollout]]:
     """The prompts of a step, or as many as are cheap: with one token a reply, and with all or as
     many tokens as are cheap; and the longer replies."""
-    size = t.x.batch.group_size
-    prompts = int(2 * BUDGET / (t.small.prompt * t.sampling_s))  # reading costs about half
-    prompts = max(1, min(prompts, t.x.batch.prompts))
-    tokens = max(LEAST, int(BUDGET / (prompts * size * t.sampling_s)))
-    sample(t, prompts, 1, UNSCORED)  # not timed: the cache of so many rows
+    prompts = max(1, min(int(BUDGET / t.prompt_s), t.x.batch.prompts))
+    group_s = t.x.batch.group_size * t.token_s
+    tokens = 1 + max(LEAST, int(BUDGET / (prompts * group_s)))
+    limit = min(tokens, t.x.generation.max_new_tokens)
+    if prompts * (t.prompt_s + limit * group_s) < CHEAP:
+        sample(t, prompts, tokens, UNSCORED)
     short, _ = sample(t, prompts, 1, UNSCORED)
     long, rollouts = sample(t, prompts, tokens, t.x.reward)
     return short, long, rollouts
@@ -218,9 +219,8 @@ def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None,
         return None, t.small._replace(groups=0)
     own = t.x.held_out(evaluation.curve_temperature)
     limit = own["max_new_tokens"]
-    n = int(BUDGET / ((t.small.prompt / 2 + LEAST) * t.sampling_s))
-    n = max(1, min(n, int(step.rollouts), tasks))
-    tokens = max(LEAST, int(BUDGET / (n * t.sampling_s)))
+    n = max(1, min(int(BUDGET / t.prompt_s), int(step.rollouts), tasks))
+    tokens = 1 + max(LEAST, int(BUDGET / (n * t.token_s)))
     sampling = shortened(t.x.generation._replace(max_new_tokens=limit), tokens)
     own |= sampling.params | {"temperature": evaluation.curve_temperature}
     version = t.learner.rl_step
@@ -248,6 +248,8 @@ def time_updates(
     groups = max(1, min(groups, int(UPDATE_BUDGET / (token_s * step.packed / step.groups))))
     target = min(int(2 * UPDATE_BUDGET / token_s / step.size), round(step.drawn))
     longer = lengthened(rollouts, target, vocabulary(t.learner.model))
+    if token_s * groups * step.packed / step.groups < CHEAP:
+        update(t, [r for r in longer if r.group < groups])
     small, large = (
         update(t, [r for r in longer if r.group < n]) for n in (max(1, groups // 2), groups)
     )

@@ -67,7 +67,7 @@ def measure_here(
         autocast(x, device, updates=True),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "a timed step hangs"),
     ):
-        return report, forecast_run(learner, x, tasks, reads, report.seconds, lengths)
+        return report, forecast_run(learner, x, tasks, reads, lengths)
 
 
 def list_costs(forecast: RunCost, held: check.Memory) -> list[tuple[str, str]]:
