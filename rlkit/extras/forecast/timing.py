@@ -35,7 +35,7 @@ from rlkit.extras.forecast.costs import (
 )
 from rlkit.models.critic import SeparateCritic
 from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import CHUNK_LOGITS
+from rlkit.models.log_probs import logits_at_once
 from rlkit.rewards import Reward, Term
 from rlkit.system.adapters import base_model
 from rlkit.training.activations import LOGITS, measure_token
@@ -292,7 +292,7 @@ def with_memory(
         size_room,
         micro=t.x.trainer.micro_batch_tokens,
         vocabulary=vocabulary(model),
-        chunk=CHUNK_LOGITS,
+        chunk=logits_at_once(device),
         rows=engine.max_rows if isinstance(engine, Cached) else 1,
     )
     cached = [max(room(of).cached for of in own) for own in zip(*played, strict=True)]
