@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
     from rlkit.training.callbacks.faults import Watchdog
     from rlkit.training.module import RLModule
+    from rlkit.training.selfcheck import Agreement
 
 
 def train_in(
@@ -65,13 +66,20 @@ def train_in(
         ),
         group_source(x, tasks.train, again, folder=folder) as source,
     ):
-        policy, device, exact = ready(x, tasks)
+        policy, device, agreement = prepare(x, tasks)
         # brings Lightning, which takes as long as all else: after the first lines
         from rlkit.episodes.record import FAILED, failed_rollout_kept
         from rlkit.training.callbacks.faults import Watchdog
         from rlkit.training.module import RLModule
 
-        module = RLModule(x, policy, tasks.train, source=source, exact=exact)
+        module = RLModule(
+            x,
+            policy,
+            tasks.train,
+            source=source,
+            exact=agreement.exact,
+            mismatch_bound=agreement.bound,
+        )
         module.provenance = dict(provenance)
         results: Results = {}
         with refusing(folder):
@@ -132,6 +140,12 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     all ranks.
     Raises: ConfigError, SelfCheckError, DataError.
     """
+    policy, device, agreement = prepare(x, tasks)
+    return policy, device, agreement.exact
+
+
+def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
+    """As `ready`, with all that the check found; `exact` holds for all ranks."""
     print(first_line(x), flush=True)
     import rich.style  # noqa: F401  # its import draws from Python's generator: it must not come after the seed
 
@@ -162,7 +176,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     line = correction_in_words(x, exact=exact)
     if line:
         print(line, flush=True)
-    return policy, device, exact
+    return policy, device, agreement._replace(exact=exact)
 
 
 def process_in_words(x: Experiment, device: Any) -> str:
