@@ -108,6 +108,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     from rlkit.training.run import first_line, header
     from rlkit.training.selfcheck import check_policy, check_teacher
     from rlkit.training.update.probe import probe_memory
+    from rlkit.training.windows import window_line
 
     clock = {}
     started = time.perf_counter()
@@ -122,6 +123,8 @@ def run(x: Experiment, tasks: Splits) -> Report:
     with autocast(cut, device):
         agreement = check_policy(policy, tasks.train, cut)
     text += f"\n{agreement.tools}{settle_kernels(x.generation.engine, policy.model)}"
+    windows = window_line(x, policy, tasks.train)
+    text += f"\n{windows}" if windows else ""
     played: list[Rollout] = []
     learner = Learner(
         cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact

@@ -153,6 +153,7 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     from rlkit.training.activations import settle_activations
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy, check_teacher
+    from rlkit.training.windows import window_line
 
     quiet()
     # initial adapters, and what a reward or an environment draws; sampling has its own randomness
@@ -170,6 +171,9 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
     kernels = settle_kernels(x.generation.engine, policy.model, sharded=sharded)
     print(f"{agreement.tools}{kernels}", flush=True)
+    windows = window_line(x, policy, tasks.train)
+    if windows:
+        print(windows, flush=True)
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
     exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
