@@ -27,8 +27,9 @@ FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by 
 # Mean |Δ log-prob| in half precision. Above LIMIT the numbers are others, not otherwise rounded.
 BF16_LIMIT = 0.5
 MARGIN = 1.2  # times what the model's own two paths differ by: a warning
-# What two paths of a model without a cache are taken to differ by. SmolLM2-135M's differ by 0.05.
+# What two paths are taken to differ by, if they cannot be measured: those of SmolLM2-135M.
 TYPICAL = 0.05
+FEW = 64  # tokens; the mean of fewer says little: up to a fifth of it is chance even then
 # Least that two paths are taken to differ by: the unit roundoff of bfloat16. A logit from 8 to 16
 # is a multiple of 1/16, so this is one token in 16 whose logit falls to the other side of a half.
 ROUNDOFF = 2**-8
@@ -233,15 +234,25 @@ class Rounding(NamedTuple):
     """What half precision does to a model's log-probs.
 
     own: mean |Δ log-prob| in nats between the model's own two paths, the whole sequence at once and
-    token by token; None for a model without a cache.
+    token by token. tokens: that it was measured on; 0 for a model without a cache.
     """
 
-    own: float | None
+    own: float
+    tokens: int
 
     @property
     def bound(self) -> float:
-        """MARGIN times `own`, or TYPICAL in its place; `own` is at least ROUNDOFF."""
-        return MARGIN * (TYPICAL if self.own is None else max(self.own, ROUNDOFF))
+        """MARGIN times `own`, which counts as ROUNDOFF at least, and as TYPICAL at least if it was
+        measured on few tokens."""
+        return MARGIN * max(self.own, TYPICAL if self.tokens < FEW else ROUNDOFF)
+
+    def __str__(self) -> str:
+        if not self.tokens:
+            return "the model's forward has no cache to measure its rounding with"
+        return (
+            "the model's own two paths, the whole sequence and token by token, differ by"
+            f" {self.own:.2g} on {self.tokens} tokens"
+        )
 
 
 def measure_rounding(
@@ -257,8 +268,8 @@ def measure_rounding(
     few = mask & (torch.arange(mask.shape[1], device=mask.device) < first + FORWARD_TOKENS)
     by_token = log_probs_by_token(model, ids, few, temperature)
     if by_token is None:
-        return Rounding(None)
-    return Rounding(float((own[few[mask]] - by_token).abs().mean()))
+        return Rounding(0.0, 0)
+    return Rounding(float((own[few[mask]] - by_token).abs().mean()), len(by_token))
 
 
 def _compare(gap: Tensor, rounding: Rounding | None, who: str, why: str) -> list[str]:
@@ -280,15 +291,7 @@ def _compare(gap: Tensor, rounding: Rounding | None, who: str, why: str) -> list
         )
     if mean <= rounding.bound:
         return []
-    measured = (
-        "the model's forward has no cache to measure its rounding with"
-        if rounding.own is None
-        else (
-            "the model's own two paths, the whole sequence and token by token, differ by"
-            f" {rounding.own:.2g}"
-        )
-    )
     return [
         f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than the"
-        f" {rounding.bound:.2g} expected of rounding; {measured}"
+        f" {rounding.bound:.2g} expected of rounding; {rounding}"
     ]
