@@ -115,6 +115,7 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     from rlkit.training.selfcheck import check_policy, check_teacher
     from rlkit.training.update.probe import probe_memory
     from rlkit.training.update.record import Host
+    from rlkit.training.windows import window_line
 
     clock = {}
     started = time.perf_counter()
@@ -129,6 +130,8 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     with autocast(cut, device):
         agreement = check_policy(policy, tasks.train, cut)
     text += f"\n{agreement.tools}{settle_kernels(x.generation.engine, policy.model)}"
+    windows = window_line(x, policy, tasks.train)
+    text += f"\n{windows}" if windows else ""
     played: list[Rollout] = []
     cut = cut._replace(reward=telling(cut.reward, played))
     learner = Learner(cut, policy, exact=agreement.exact, host=host or Host())
