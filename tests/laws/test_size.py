@@ -20,7 +20,7 @@ TOKENS = {
     "core": 267_000,
     "adapters": 8_000,
     "bench": 16_000,
-    "forecast": 8_200,
+    "forecast": 8_400,
     "notebook": 18_500,
     "pretrained": 1_000,
     "programs": 28_000,
