@@ -7,6 +7,7 @@ this script.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -252,7 +253,8 @@ def protocols() -> dict[str, type]:
     }
 
 
-def points() -> list[Point]:
+@functools.cache
+def points() -> tuple[Point, ...]:
     """Every field of the configs' named tuples and every parameter of a shipped part that accepts a
     function."""
     out: dict[str, Point] = {}
@@ -273,7 +275,7 @@ def points() -> list[Point]:
         for name, hint in written_hints(function).items():
             if takes_function(hint) and target not in PLACES and not positional(function, name):
                 out.setdefault(f"{path}.{name}", Point(f"{path}.{name}", hint, f"of `{target}`"))
-    return list(out.values())
+    return tuple(out.values())
 
 
 def first_line(hint: str) -> str:
@@ -325,13 +327,16 @@ def field_comments(owner: Any) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def targets() -> Iterator[tuple[str, str]]:
+@functools.cache
+def targets() -> tuple[tuple[str, str], ...]:
     """(place, function) of every part that conf/ names, except in experiments."""
+    found: list[tuple[str, str]] = []
     for file in sorted(conf_dir().rglob("*.yaml")):
         group = file.parent.relative_to(conf_dir()).as_posix()
         if group.split("/")[0] in ("experiment", "hydra", "debug", "."):
             continue
-        yield from _targets(yaml.safe_load(file.read_text()), group.replace("/", "."))
+        found += _targets(yaml.safe_load(file.read_text()), group.replace("/", "."))
+    return tuple(found)
 
 
 def _targets(node: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -143,6 +143,8 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(case, tmp_path, monkeypatch,
         pytest.skip("this machine has a GPU")
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("my_rewards", None)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "math_verify"]:
+        monkeypatch.delitem(sys.modules, name)  # another test of this process has imported it
     resolve.cache_clear()  # names are resolved once a process; this one has had another my_rewards
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
