@@ -20,7 +20,7 @@ TOKENS = {
     "core": 263_200,
     "adapters": 8_000,
     "bench": 16_000,
-    "forecast": 8_200,
+    "forecast": 8_300,
     "notebook": 18_500,
     "pretrained": 1_000,
     "programs": 28_000,

@@ -53,7 +53,7 @@ CHEAP = 1.0  # seconds of a pass that is done once untimed; dearer ones are warm
 LEAST = 4  # tokens behind the first of a reply in the longer pass of sampling
 # Bytes on a CPU of what a run imports and a check does not, Lightning first of all; measured.
 IMPORTS = 70 << 20
-# Resident bytes on a CPU for each byte that autograd keeps. torch asks glibc for aligned blocks, and
+# Resident bytes on a CPU for each byte that autograd keeps. torch asks glibc for aligned blocks and
 # glibc reuses no freed block of the same size for those. Measured with glibc 2.36: 1.6 to 1.7.
 RESIDENT = 1.7
 # no verifier is asked about the replies of one token
