@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from rlkit.distributed import ranks
 from rlkit.engines import Cached
@@ -53,8 +54,8 @@ CHEAP = 1.0  # seconds of a pass that is done once untimed; dearer ones are warm
 LEAST = 4  # tokens behind the first of a reply in the longer pass of sampling
 # Bytes on a CPU of what a run imports and a check does not, Lightning first of all; measured.
 IMPORTS = 70 << 20
-# Resident bytes on a CPU for each byte that autograd keeps. torch asks glibc for aligned blocks,
-# and glibc reuses no freed block of the same size for those. Measured with glibc 2.36: 1.6 to 1.7.
+# Resident bytes on a CPU for each byte that autograd keeps. torch asks for aligned blocks, and for
+# those glibc reuses no freed block of the same size. Measured with glibc 2.36: 1.6 to 1.7.
 RESIDENT = 1.7
 # no verifier is asked about the replies of one token
 UNSCORED = Reward("none", {"none": Term(1.0, lambda own: [0.0] * len(own), batched=True)})
@@ -89,15 +90,15 @@ class Reads:
     def __call__(self, model: Any, function: Callable[..., T], *given: Any, **settings: Any) -> T:
         if torch.is_grad_enabled():
             return ranks.in_forward(model, function, *given, **settings)
-        begun = now()
+        begun = now(model)
         done = ranks.in_forward(model, function, *given, **settings)
-        self.seconds += now() - begun
+        self.seconds += now(model) - begun
         return done
 
 
-def now() -> float:
-    """Seconds of this process's work so far."""
-    if torch.cuda.is_available():
+def now(model: nn.Module) -> float:
+    """Seconds of this process's work on a model so far."""
+    if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
         return time.perf_counter()
     return time.process_time()
@@ -147,7 +148,7 @@ def forecast_run(
     costs = scale_passes(passes, step, evaluated, x.trainer.steps)
     threads = torch.get_num_threads()
     on = f"{threads} threads, in processor time" if threads > 1 else "1 thread"
-    on = "the GPU" if torch.cuda.is_available() else on
+    on = "the GPU" if next(learner.model.parameters()).is_cuda else on
     played = [(long.of, step)]
     played += [(evaluation.of, evaluated)] if evaluation is not None else []
     return with_memory(t, RunCost(costs, step, source, on), update[1].of, played)
@@ -204,11 +205,11 @@ def sample(t: Trial, prompts: int, tokens: int, reward: Reward) -> tuple[Timed, 
         reward=reward,
     )
     version = t.learner.rl_step
-    begun = now()
+    begun = now(t.learner.model)
     sampled, _, _ = experience(
         x, t.learner.policy, t.tasks.train, StreamState(), step=0, version=version
     )
-    return Timed(count(sampled), now() - begun), sampled
+    return Timed(count(sampled), now(t.learner.model) - begun), sampled
 
 
 def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None, Counts]:
@@ -227,11 +228,11 @@ def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None,
     sampling = shortened(t.x.generation._replace(max_new_tokens=limit), tokens)
     own |= sampling.params | {"temperature": evaluation.curve_temperature}
     version = t.learner.rl_step
-    begun = now()
+    begun = now(t.learner.model)
     _, rollouts = greedy_accuracy(
         t.learner.policy, t.tasks.train[:n], seed=evaluation.seed, version=version, **own
     )
-    timed = Timed(count(rollouts), now() - begun)
+    timed = Timed(count(rollouts), now(t.learner.model) - begun)
     drawn = step.drawn * limit / t.x.generation.max_new_tokens
     if given.reply_share is None and tokens >= limit:
         drawn = timed.of.drawn
@@ -253,9 +254,9 @@ def time_updates(
     longer = lengthened(rollouts, target, vocabulary(t.learner.model))
     if token_s * groups * step.packed / step.groups < CHEAP:
         update(t, [r for r in longer if r.group < groups])
-    small, large = (
-        update(t, [r for r in longer if r.group < n]) for n in (max(1, groups // 2), groups)
-    )
+    sizes = sorted({max(1, groups // 2), groups})
+    timed = [update(t, [r for r in longer if r.group < n]) for n in sizes]
+    small, large = timed[0], timed[-1]
     return (small[0], large[0]), (small[1], large[1])
 
 
@@ -271,10 +272,10 @@ def update(t: Trial, rollouts: Sequence[Rollout]) -> tuple[Timed, Timed]:
     ]
     t.learner.begin()
     t.reads.seconds = 0.0
-    begun = now()
+    begun = now(t.learner.model)
     t.learner.step(own)
     of = count(own)
-    return Timed(of, t.reads.seconds), Timed(of, now() - begun)
+    return Timed(of, t.reads.seconds), Timed(of, now(t.learner.model) - begun)
 
 
 # ------------------------------------------------------------------------------------------- memory
