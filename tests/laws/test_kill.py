@@ -53,6 +53,14 @@ CASES = {
             "reward.terms.numeric.fn._target_=drawing_reward.uneven",
         ),  # equal in some groups, which are refilled
     ],
+    "rows that give way": [
+        # the cache has room for one context of the whole length, and these are 128 rows
+        "generation.engine.max_cached_tokens=64",
+        "generation.max_new_tokens=64",
+        "batch.prompts=8",
+        "batch.group_size=16",
+        *DRAWS,
+    ],
     "lag": ["asynchrony=lag", "asynchrony.staleness=2", *DRAWS],
     "lag and refills": [
         *(
