@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.commands.arguments import Arguments, drop, is_trusted
 from rlkit.errors import ConfigError
@@ -19,6 +19,10 @@ from rlkit.rewards import score as score_rollouts
 from rlkit.system.extras import load_command
 from rlkit.training.experiment import BatchSize, Experiment
 from rlkit.types import Rollout, Splits
+
+if TYPE_CHECKING:
+    from rlkit.training.learner import Learner
+    from rlkit.training.update.record import Host
 
 REPLY = 64  # tokens of a reply here; a run's own limit may take minutes on a CPU
 GROUP = 4  # rollouts where a group is one sample
@@ -61,6 +65,7 @@ class Report(NamedTuple):
     memory: Memory
     seconds: Mapping[str, float]
     header: str
+    learner: Learner  # after its step
 
 
 def small(x: Experiment) -> Experiment:
@@ -87,13 +92,14 @@ def small(x: Experiment) -> Experiment:
     )
 
 
-def run(x: Experiment, tasks: Splits) -> Report:
+def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
     """One step of the experiment.
 
     Args:
       x: the whole run at its first step, without open schedules
         (rlkit.config.problems.schedules.first_steps).
       tasks: at least one training row; the others are only counted.
+      host: of the learner.
     Raises: the refusals of a run.
     """
     import torch
@@ -108,6 +114,8 @@ def run(x: Experiment, tasks: Splits) -> Report:
     from rlkit.training.run import first_line, header
     from rlkit.training.selfcheck import check_policy, check_teacher
     from rlkit.training.update.probe import probe_memory
+    from rlkit.training.update.record import Host
+    from rlkit.training.windows import window_line
 
     clock = {}
     started = time.perf_counter()
@@ -122,10 +130,11 @@ def run(x: Experiment, tasks: Splits) -> Report:
     with autocast(cut, device):
         agreement = check_policy(policy, tasks.train, cut)
     text += f"\n{agreement.tools}{settle_kernels(x.generation.engine, policy.model)}"
+    windows = window_line(x, policy, tasks.train)
+    text += f"\n{windows}" if windows else ""
     played: list[Rollout] = []
-    learner = Learner(
-        cut._replace(reward=telling(cut.reward, played)), policy, exact=agreement.exact
-    )
+    cut = cut._replace(reward=telling(cut.reward, played))
+    learner = Learner(cut, policy, exact=agreement.exact, host=host or Host())
     with (
         autocast(cut, device, updates=True),
         limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "step 1 hangs"),
@@ -140,7 +149,7 @@ def run(x: Experiment, tasks: Splits) -> Report:
     clock["generate"] = metrics["perf/generate_s"]
     clock["update"] = metrics["perf/update_s"]
     spread = len({r.total_reward for r in played}) == 1
-    return Report(agreement.warnings, played, spread, metrics, found, clock, text)
+    return Report(agreement.warnings, played, spread, metrics, found, clock, text, learner)
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:
@@ -175,9 +184,16 @@ def size_of(node: Any) -> int:
     return sum(sizes.values())
 
 
-def _show(report: Report, *, phases: Sequence[str] = ()) -> str:
-    """The report in lines: what was done, with its numbers, then memory."""
+def show_report(
+    report: Report, *, phases: Sequence[str] = (), costs: Sequence[tuple[str, str]] = ()
+) -> str:
+    """The report in lines: what was done, with its numbers, then memory or the rows `costs`."""
     rows = _list_rows(report, phases)
+    rows += costs or [
+        (f"memory: {name}", say_size(size))
+        for name, size in report.memory._asdict().items()
+        if size
+    ]
     if len(phases) > 1:
         rows.append(
             (
@@ -241,11 +257,6 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
             + f", {clock['update']:.1f} s",
         ),
         *([("", spread)] if report.spread else []),
-        *(
-            (f"memory: {name}", _size(size))
-            for name, size in report.memory._asdict().items()
-            if size
-        ),
     ]
 
 
@@ -254,21 +265,13 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{sum(found) / len(found):.2f}" if found else "not scored"
 
 
-def _size(count: int) -> str:
+def say_size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
 
 
-def command(arguments: Arguments) -> int:
-    """What `rlkit train` would do with these overrides, in one small step. With check.device=CARD
-    the command `forecast` says what it would take on that card."""
-    if any(override.startswith("check.") for override in arguments.overrides):
-        forecast = load_command("forecast")
-        if forecast is None:
-            raise ConfigError(
-                "check.device needs the extra 'forecast', which this copy of rlkit does not have:"
-                " there is no folder rlkit/extras/forecast"
-            )
-        return forecast(arguments)
+def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str]]:
+    """The experiment of the first step, its tasks, and the names of all phases; prints what is
+    doubtful in them."""
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
@@ -287,6 +290,20 @@ def command(arguments: Arguments) -> int:
     for line in (*warnings(x), *overlaps(tasks)):
         print(f"warning: {line}")
     firsts = first_steps(x)
-    report = run(next(iter(firsts.values())), tasks)
-    print(_show(report, phases=list(firsts)))
+    return next(iter(firsts.values())), tasks, list(firsts)
+
+
+def command(arguments: Arguments) -> int:
+    """What `rlkit train` would do with these overrides, in one small step. The command `forecast`,
+    if it is there, adds what the run costs, or says it of a card by check.device=CARD alone."""
+    forecast = load_command("forecast")
+    if forecast is not None:
+        return forecast(arguments)
+    if any(override.startswith("check.") for override in arguments.overrides):
+        raise ConfigError(
+            "a setting check.NAME needs the extra 'forecast', which this copy of rlkit does not"
+            " have: there is no folder rlkit/extras/forecast"
+        )
+    x, tasks, phases = prepare(arguments)
+    print(show_report(run(x, tasks), phases=phases))
     return 0

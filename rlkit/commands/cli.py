@@ -58,7 +58,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit plan outputs/grpo outputs/dapo effect=0.02   how many seeds a comparison needs, and how long they take
   rlkit export run=outputs/NAME/TIME             the policy as a Hugging Face folder; merge=true adds adapters to the weights
   rlkit show algorithm=dapo kl=none              what a run is made of: options, keys that matter or differ, and where each comes from
-  rlkit check experiment=gsm8k_tools             what train would do, in one small step: rollout, reward, update, memory
+  rlkit check experiment=gsm8k_tools             what train would do, in one small step, and what the run costs
   rlkit doctor                                   versions, devices, sandbox, disk and extras of this machine
   rlkit metrics kl/ref_k3                        what a number of metrics.jsonl means, a healthy value, and what to do otherwise
   rlkit replay bundle=outputs/NAME/TIME/debug/step_000007   an update that failed, once more: which rows and gradients are not finite{more}

@@ -45,6 +45,7 @@ def evaluate_run(
     from rlkit.system.device import autocast, on_device, versions
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy
+    from rlkit.training.windows import window_line
 
     policy, device = on_device(x)
     path, step = (
@@ -54,6 +55,9 @@ def evaluate_run(
     with autocast(x, device):
         tools = check_policy(policy, tasks, x).tools
         print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
+        windows = window_line(x, policy, tasks)
+        if windows:
+            print(windows, flush=True)
         out = runs.fresh(parent)
         greedy = _evaluate_greedily(x, policy, tasks, step or 0, out)
         sampled = _evaluate_samples(x, policy, tasks, step or 0, out)

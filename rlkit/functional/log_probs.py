@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlkit.functional._arguments import require
@@ -51,6 +53,7 @@ def chunked_log_probs(
     temperature: float = 1.0,
     chunk_size: int,
     entropy_gradient: bool = False,
+    frozen_head: bool = False,
     reference: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probs and entropies of tokens from hidden states, `chunk_size` tokens at a time. With a
@@ -66,7 +69,8 @@ def chunked_log_probs(
     temperature)`. If gradients are enabled and there are several chunks, each chunk is
     checkpointed. The backward pass then applies the head again instead of keeping its logits, so
     the peak is chunk_size × V instead of M × V. Without `entropy_gradient` the entropy costs
-    nothing in the backward pass.
+    nothing in the backward pass. Without a gradient for the head, ∂logp_m/∂h_m is computed beside
+    logp_m and is all that the backward pass needs, so the head is applied once.
 
     Args:
       hidden: [M, H] last hidden states, aligned with `ids`; carries the gradient. M = 0 is legal.
@@ -75,6 +79,8 @@ def chunked_log_probs(
       temperature: > 0 and finite, the sampler's own.
       chunk_size: ≥ 1, tokens a chunk; a matter of memory alone.
       entropy_gradient: True lets the entropy carry the gradient, for an entropy bonus.
+      frozen_head: no parameter of the head needs a gradient, and each of its rows depends on one
+        row of its input alone.
       reference: hidden states [M, H'] of the reference at the same tokens, and its head over the
         same vocabulary, which may have more or fewer rows of padding behind it; constants.
     Returns: log-probs [M], entropies [M] and, with a reference, KL(π‖ref) [M]; in nats, float32 or
@@ -110,7 +116,10 @@ def chunked_log_probs(
         temperature=temperature,
         entropy_gradient=entropy_gradient,
     )
-    if torch.is_grad_enabled() and len(hidden) > chunk_size:  # the logits of one chunk may stay
+    carries = torch.is_grad_enabled() and hidden.requires_grad
+    if carries and frozen_head and reference is None and not entropy_gradient:
+        score = partial(_WithGradient.apply, score)
+    elif torch.is_grad_enabled() and len(hidden) > chunk_size:  # the logits of one chunk may stay
         score = partial(checkpoint, score, use_reentrant=False)
     pieces = zip(*[column.split(chunk_size) for column in columns], strict=True)
     return tuple(
@@ -149,6 +158,30 @@ def _score(
     with torch.set_grad_enabled(entropy_gradient):
         entropy = from_log_probs(logits - normaliser.unsqueeze(-1))
     return logprobs, entropy, *divergence
+
+
+class _WithGradient(torch.autograd.Function):
+    """One chunk, and the gradient of each log-prob by its own hidden state: one backward pass of
+    their sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, score: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            states = hidden.detach().requires_grad_()
+            logprobs, entropy = score(states, ids)
+            (gradient,) = torch.autograd.grad(logprobs.sum(), states)
+        ctx.save_for_backward(gradient)
+        entropy = entropy.detach()
+        ctx.mark_non_differentiable(entropy)
+        return logprobs.detach(), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_logprobs: Tensor, _: Tensor) -> tuple[None, Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return None, (by_logprobs[:, None] * gradient).to(gradient.dtype), None
 
 
 def _divergence(logp: Tensor, logp_ref: Tensor) -> Tensor:

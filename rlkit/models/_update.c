@@ -1,6 +1,7 @@
-/* What an update computes between its matrix products, forward and backward, in float32: RMSNorm, rotary positions, the gate.
+/* What an update computes between its matrix products, forward and backward: RMSNorm, rotary positions, the gate.
 
-   fused.py compiles and calls it. Rows go in blocks, whose sums do not depend on the number of threads. */
+   fused.py compiles and calls it, once for each type of the numbers: float32, and with -DHALF bfloat16, which is computed in float32 and
+   rounded when it is stored. Rows go in blocks, whose sums do not depend on the number of threads. */
 
 #include <math.h>
 #include <stdint.h>
@@ -11,69 +12,101 @@
 #define BLOCKS(b, rows) _Pragma("omp parallel for num_threads(threads) if (threads > 1)") for (int64_t b = 0; b < (rows + BLOCK - 1) / BLOCK; b++)
 #define END(b, rows) ((b + 1) * BLOCK < rows ? (b + 1) * BLOCK : rows)
 
-INLINE float dot(const float *a, const float *b, int64_t n) {
+#ifdef HALF
+typedef uint16_t number;
+INLINE float get(number x) {
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+INLINE number put(float x) { /* to the nearest, ties to even; nan stays one */
+    union { float value; uint32_t bits; } u = {x};
+    return x != x ? 0x7fc0 : (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
+}
+#else
+typedef float number;
+INLINE float get(number x) { return x; }
+INLINE number put(float x) { return x; }
+#endif
+
+INLINE float squares(const number *a, int64_t n) {
     float s = 0;
 #pragma omp simd reduction(+ : s)
-    for (int64_t j = 0; j < n; j++) s += a[j] * b[j];
+    for (int64_t j = 0; j < n; j++) s += get(a[j]) * get(a[j]);
     return s;
 }
 
 /* y = rotated(x / sqrt(mean(x^2) + eps) * weight) for rows [rows, n], `heads` of which have the same position. Without a weight nothing is
-   normalised, without a cosine nothing rotated. `scale` [rows] is kept for the backward pass. */
-void forward(const float *x, const float *weight, const float *cosine, const float *sine, float *y, float *scale, int64_t rows,
-             int64_t heads, int64_t n, double eps, int64_t threads) {
+   normalised, without a cosine nothing rotated. `scale` [rows] is kept for the backward pass. `room` [blocks, n] holds a row before it is
+   rounded. Angles and scale are float32. */
+void forward(const number *x, const number *weight, const float *cosine, const float *sine, number *y, float *scale, float *room,
+             int64_t rows, int64_t heads, int64_t n, double eps, int64_t threads) {
     const int64_t half = n / 2;
     BLOCKS(b, rows) for (int64_t i = b * BLOCK; i < END(b, rows); i++) {
-        const float *own = x + i * n;
-        float *out = y + i * n;
+        const number *own = x + i * n;
+        number *to = y + i * n;
+        float *out = room + b * n;
         if (weight) {
-            const float r = scale[i] = 1.0f / sqrtf(dot(own, own, n) / n + (float)eps);
+            const float r = scale[i] = 1.0f / sqrtf(squares(own, n) / n + (float)eps);
 #pragma omp simd
-            for (int64_t j = 0; j < n; j++) out[j] = own[j] * r * weight[j];
+            for (int64_t j = 0; j < n; j++) out[j] = get(own[j]) * r * get(weight[j]);
         } else {
-            memcpy(out, own, n * sizeof(float));
+#pragma omp simd
+            for (int64_t j = 0; j < n; j++) out[j] = get(own[j]);
         }
         if (cosine) {
             const float *c = cosine + i / heads * n, *s = sine + i / heads * n;
 #pragma omp simd
             for (int64_t j = 0; j < half; j++) {
                 const float u = out[j], v = out[j + half];
-                out[j] = u * c[j] - v * s[j];
-                out[j + half] = v * c[j + half] + u * s[j + half];
+                to[j] = put(u * c[j] - v * s[j]);
+                to[j + half] = put(v * c[j + half] + u * s[j + half]);
             }
+        } else {
+#pragma omp simd
+            for (int64_t j = 0; j < n; j++) to[j] = put(out[j]);
         }
     }
 }
 
-/* From the gradient of y that of x, and that of the weight summed over each block [blocks, n], which is zero before. */
-void backward(const float *gradient, const float *x, const float *weight, const float *cosine, const float *sine, const float *scale,
-              float *to_x, float *to_weight, int64_t rows, int64_t heads, int64_t n, int64_t threads) {
+/* From the gradient of y that of x, and where `to_weight` is given that of the weight summed over each block [blocks, n], which is zero
+   before. */
+void backward(const number *gradient, const number *x, const number *weight, const float *cosine, const float *sine, const float *scale,
+              number *to_x, float *to_weight, float *room, int64_t rows, int64_t heads, int64_t n, int64_t threads) {
     const int64_t half = n / 2;
     BLOCKS(b, rows) for (int64_t i = b * BLOCK; i < END(b, rows); i++) {
-        const float *g = gradient + i * n, *own = x + i * n;
-        float *out = to_x + i * n, *sums = to_weight + b * n;
+        const number *g = gradient + i * n, *own = x + i * n;
+        number *to = to_x + i * n;
+        float *out = room + b * n, *sums = to_weight ? to_weight + b * n : 0;
         if (cosine) {
             const float *c = cosine + i / heads * n, *s = sine + i / heads * n;
 #pragma omp simd
             for (int64_t j = 0; j < half; j++) {
-                out[j] = g[j] * c[j] + g[j + half] * s[j + half];
-                out[j + half] = g[j + half] * c[j + half] - g[j] * s[j];
+                const float u = get(g[j]), v = get(g[j + half]);
+                out[j] = u * c[j] + v * s[j + half];
+                out[j + half] = v * c[j + half] - u * s[j];
             }
         } else {
-            memcpy(out, g, n * sizeof(float));
+#pragma omp simd
+            for (int64_t j = 0; j < n; j++) out[j] = get(g[j]);
         }
         if (weight) {
             const float r = scale[i];
             float along = 0;
+            if (sums) {
+#pragma omp simd
+                for (int64_t j = 0; j < n; j++) sums[j] += out[j] * get(own[j]) * r;
+            }
 #pragma omp simd reduction(+ : along)
             for (int64_t j = 0; j < n; j++) {
-                sums[j] += out[j] * own[j] * r;
-                out[j] *= weight[j];
-                along += out[j] * own[j];
+                out[j] *= get(weight[j]);
+                along += out[j] * get(own[j]);
             }
             along *= r * r / n;
 #pragma omp simd
-            for (int64_t j = 0; j < n; j++) out[j] = r * (out[j] - own[j] * along);
+            for (int64_t j = 0; j < n; j++) to[j] = put(r * (out[j] - get(own[j]) * along));
+        } else {
+#pragma omp simd
+            for (int64_t j = 0; j < n; j++) to[j] = put(out[j]);
         }
     }
 }
@@ -97,14 +130,14 @@ INLINE float exponential(float x) {
 #define EACH(j, size) _Pragma("omp parallel for simd num_threads(threads) if (parallel : threads > 1)") for (int64_t j = 0; j < size; j++)
 
 /* y = silu(a) b, all [size]. */
-void gate(const float *a, const float *b, float *y, int64_t size, int64_t threads) {
-    EACH(j, size) y[j] = a[j] / (1.0f + exponential(-a[j])) * b[j];
+void gate(const number *a, const number *b, number *y, int64_t size, int64_t threads) {
+    EACH(j, size) y[j] = put(get(a[j]) / (1.0f + exponential(-get(a[j]))) * get(b[j]));
 }
 
-void gate_backward(const float *gradient, const float *a, const float *b, float *to_a, float *to_b, int64_t size, int64_t threads) {
+void gate_backward(const number *gradient, const number *a, const number *b, number *to_a, number *to_b, int64_t size, int64_t threads) {
     EACH(j, size) {
-        const float s = 1.0f / (1.0f + exponential(-a[j])), silu = a[j] * s;
-        to_b[j] = gradient[j] * silu;
-        to_a[j] = gradient[j] * b[j] * (s + silu * (1.0f - s));
+        const float g = get(gradient[j]), x = get(a[j]), s = 1.0f / (1.0f + exponential(-x)), silu = x * s;
+        to_b[j] = put(g * silu);
+        to_a[j] = put(g * get(b[j]) * (s + silu * (1.0f - s)));
     }
 }

@@ -2,29 +2,33 @@
 compiled C (_update.c).
 
 Hugging Face's norms, rotary positions and gates are dozens of calls of torch a layer, most of which
-only move memory. Here they are five forward and five backward. Numbers differ from torch's in their
-last bits.
+only move memory. Here they are five forward and five backward, and an adapter adds two products
+to that of its base. Numbers differ from torch's in their last bits. In bfloat16 they are rounded
+where a result is stored, and not in between.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as nn_functional
 
 from rlkit.errors import EngineError
 from rlkit.models.compiled import library, load_or_reason
 from rlkit.models.head import PLAIN, trunk_and_head
 from rlkit.models.shape import model_shape
+from rlkit.system.adapters import plain_lora
 
 SOURCE = Path(__file__).with_name("_update.c")
 FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+TYPES = {torch.float32: (), torch.bfloat16: ("-DHALF",)}  # → flags
 BLOCK = 64  # rows whose sums are added up by themselves, as in the C file
 INTEGER = ctypes.c_int64
 FLOAT = ctypes.c_double
@@ -47,11 +51,12 @@ class UpdateKernel(NamedTuple):
 
 
 @cache
-def operations() -> Any:
-    """The functions of the C file. Raises: NoKernel, Undecided (rlkit.models.compiled)."""
-    c = library(SOURCE, "gate_backward", FLAGS)
-    c.forward.argtypes = (*[ADDRESS] * 6, *[INTEGER] * 3, FLOAT, INTEGER)
-    c.backward.argtypes = (*[ADDRESS] * 8, *[INTEGER] * 4)
+def operations(dtype: torch.dtype = torch.float32) -> Any:
+    """The functions of the C file for numbers of a type. Raises: NoKernel, Undecided
+    (rlkit.models.compiled)."""
+    c = library(SOURCE, "gate_backward", (*FLAGS, *TYPES[dtype]))
+    c.forward.argtypes = (*[ADDRESS] * 7, *[INTEGER] * 3, FLOAT, INTEGER)
+    c.backward.argtypes = (*[ADDRESS] * 9, *[INTEGER] * 4)
     c.gate.argtypes = (*[ADDRESS] * 3, *[INTEGER] * 2)
     c.gate_backward.argtypes = (*[ADDRESS] * 5, *[INTEGER] * 2)
     for function in (c.forward, c.backward, c.gate, c.gate_backward):
@@ -73,9 +78,10 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
     if getattr(trunk, "gradient_checkpointing", False):
         reason = "it keeps the activations that model.gradient_checkpointing recomputes"
     elif serves(trunk):
-        _, reason = load_or_reason(kernel, "model.kernel", operations)
+        load = partial(operations, trunk.norm.weight.dtype)
+        _, reason = load_or_reason(kernel, "model.kernel", load)
     else:
-        reason = "it is for Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU"
+        reason = "it is for Llama, Mistral, Qwen2 and Qwen3 on a CPU, without autocast"
     if reason and kernel == "fused":
         raise EngineError(f"model.kernel=fused: {reason}; use auto or eager")
     trunk.update_kernel = UpdateKernel("eager" if reason else "fused", kernel, reason)
@@ -115,8 +121,8 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
 
 
 def serves(trunk: Any) -> bool:
-    """Whether the forward here is that of the trunk as it is now: a known family, float32 on a CPU,
-    nothing that hangs on its parts."""
+    """Whether the forward here is that of the trunk as it is now: a known family, float32 or
+    bfloat16 on a CPU, nothing that hangs on its parts."""
     if not standard(trunk) or trunk.gradient_checkpointing or torch.is_autocast_enabled("cpu"):
         return False
     weight = trunk.norm.weight
@@ -129,7 +135,8 @@ def serves(trunk: Any) -> bool:
     ]
     return (
         trunk.config.hidden_act in ("silu", "swish")
-        and weight.dtype == trunk.embed_tokens.weight.dtype == torch.float32
+        and weight.dtype == trunk.embed_tokens.weight.dtype
+        and weight.dtype in TYPES
         and weight.device.type == "cpu"
         and not any(m._forward_hooks or m._forward_pre_hooks for m in (trunk.norm, *parts))
     )
@@ -189,21 +196,37 @@ def fused_states(trunk: Any, ids: Tensor, positions: Tensor, attend: Any) -> Ten
     """The last hidden states [N, H] of packed tokens [N], with gradient. `attend`: module, q, k, v
     [N, heads, D] → [N, Hq, D]."""
     x = trunk.embed_tokens(ids)
-    cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x, positions[None]))
+    cosine, sine = (part[0].contiguous() for part in trunk.rotary_emb(x.float(), positions[None]))
     for layer in trunk.layers:
         attn = layer.self_attn
         mlp = layer.mlp
         y = normed(x, layer.input_layernorm)
         q, k, v = (
-            m(y).view(len(ids), -1, attn.head_dim) for m in (attn.q_proj, attn.k_proj, attn.v_proj)
+            multiplied(m, y).view(len(ids), -1, attn.head_dim)
+            for m in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
         q_norm, k_norm = head_norms(attn)
         q = normed(q, q_norm, cosine, sine)
         k = normed(k, k_norm, cosine, sine)
-        x = x + attn.o_proj(attend(attn, q, k, v).flatten(1))
+        x = x + multiplied(attn.o_proj, attend(attn, q, k, v).flatten(1))
         y = normed(x, layer.post_attention_layernorm)
-        x = x + mlp.down_proj(Gate.apply(mlp.gate_proj(y), mlp.up_proj(y)))
+        gated = Gate.apply(multiplied(mlp.gate_proj, y), multiplied(mlp.up_proj, y))
+        x = x + multiplied(mlp.down_proj, gated)
     return normed(x, trunk.norm)
+
+
+def multiplied(module: Any, x: Tensor) -> Tensor:
+    """A projection of tokens [N, H], with its adapter."""
+    factors = plain_lora(module)
+    if factors is None or hooked(module, factors.base, factors.down, factors.up):
+        return module(x)
+    up, down = factors.up.weight, factors.down.weight
+    return Adapted.apply(x, factors.base.weight, factors.base.bias, down, up, factors.scaling)
+
+
+def hooked(*modules: Any) -> bool:
+    """Whether something hangs on the call of a module."""
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in modules)
 
 
 def normed(
@@ -238,11 +261,20 @@ class Norm(torch.autograd.Function):
         )
         y = torch.empty_like(x)
         n = x.shape[-1]
-        scale = x.new_empty(0 if weight is None else x.numel() // n)
-        ctx.sizes = x.numel() // n, x.shape[1] if cosine is not None else 1, n
-        operations().forward(
-            *_addresses(x, weight, cosine, sine, y, scale), *ctx.sizes, eps, torch.get_num_threads()
+        rows = x.numel() // n
+        scale = torch.empty(0 if weight is None else rows, dtype=torch.float32)
+        ctx.sizes = rows, x.shape[1] if cosine is not None else 1, n
+        given = (
+            x,
+            weight,
+            cosine,
+            sine,
+            y,
+            scale,
+            torch.empty(-(-rows // BLOCK), n, dtype=torch.float32),
         )
+        threads = torch.get_num_threads()
+        operations(x.dtype).forward(*_addresses(*given), *ctx.sizes, eps, threads)
         # a rotation needs no x
         ctx.save_for_backward(None if weight is None else x, weight, cosine, sine, scale)
         return y
@@ -254,10 +286,12 @@ class Norm(torch.autograd.Function):
         gradient = gradient.contiguous()
         rows, _, n = ctx.sizes
         to_x = torch.empty_like(gradient)
-        sums = gradient.new_zeros(0 if weight is None else -(-rows // BLOCK), n)
-        given = (gradient, gradient if x is None else x, weight, cosine, sine, scale, to_x, sums)
-        operations().backward(*_addresses(*given), *ctx.sizes, torch.get_num_threads())
-        return to_x, None if weight is None else sums.sum(0), None, None, None
+        room = torch.empty(-(-rows // BLOCK), n, dtype=torch.float32)
+        sums = torch.zeros_like(room) if ctx.needs_input_grad[1] else None
+        x = gradient if x is None else x
+        given = (gradient, x, weight, cosine, sine, scale, to_x, sums, room)
+        operations(x.dtype).backward(*_addresses(*given), *ctx.sizes, torch.get_num_threads())
+        return to_x, None if sums is None else sums.sum(0).to(weight.dtype), None, None, None
 
 
 class Gate(torch.autograd.Function):
@@ -269,7 +303,7 @@ class Gate(torch.autograd.Function):
         b = b.contiguous()
         ctx.save_for_backward(a, b)
         y = torch.empty_like(a)
-        operations().gate(*_addresses(a, b, y), a.numel(), torch.get_num_threads())
+        operations(a.dtype).gate(*_addresses(a, b, y), a.numel(), torch.get_num_threads())
         return y
 
     @staticmethod
@@ -279,10 +313,47 @@ class Gate(torch.autograd.Function):
         gradient = gradient.contiguous()
         to_a = torch.empty_like(a)
         to_b = torch.empty_like(b)
-        operations().gate_backward(
+        operations(a.dtype).gate_backward(
             *_addresses(gradient, a, b, to_a, to_b), a.numel(), torch.get_num_threads()
         )
         return to_a, to_b
+
+
+class Adapted(torch.autograd.Function):
+    """x Wᵀ + b + scaling · (x Aᵀ) Bᵀ, computed in the type of x; A [r, H] and B [N, r] keep
+    theirs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        y = nn_functional.linear(x, weight, bias)
+        low = nn_functional.linear(x, down.to(x.dtype))
+        ctx.save_for_backward(x, weight, down, up, low)
+        ctx.scaling = scaling
+        return y.addmm_(low, up.to(x.dtype).T, alpha=scaling)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, down, up, low = ctx.saved_tensors
+        to_low = gradient.mm(up.to(gradient.dtype)).mul_(ctx.scaling)
+        to_x = to_weight = to_bias = None
+        if ctx.needs_input_grad[0]:
+            to_x = gradient.mm(weight).addmm_(to_low, down.to(gradient.dtype))
+        if ctx.needs_input_grad[1]:
+            to_weight = gradient.T.mm(x)
+        if ctx.needs_input_grad[2]:
+            to_bias = gradient.sum(0)
+        to_down = to_low.T.mm(x).to(down.dtype)
+        to_up = gradient.T.mm(low).to(up.dtype).mul_(ctx.scaling)
+        return to_x, to_weight, to_bias, to_down, to_up, None
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:

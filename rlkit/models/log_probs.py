@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from rlkit.functional import chunked_log_probs
 from rlkit.models.head import Head, trunk_and_head
 from rlkit.models.packing import Packed, trunk_states
+from rlkit.system.sharding import sharded
 from rlkit.types import TokenLogprobs
 
-CHUNK_LOGITS = 1 << 25  # logits held at once: 128 MiB in float32
+CHUNK_LOGITS = 1 << 25  # logits held at once on a GPU: 128 MiB in float32
+# On a CPU: 31 MiB. The system takes a freed block of more than 32 MiB back, and fills the next one
+# with zeros.
+CHUNK_LOGITS_ON_CPU = 31 << 18
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Logits that a chunk of the head's rows may have."""
+    return CHUNK_LOGITS_ON_CPU if device.type == "cpu" else CHUNK_LOGITS
 
 
 def states(model: nn.Module, packed: Packed) -> Tensor:
@@ -41,7 +51,7 @@ def forward_logprobs(
         head; gives `full_kl`.
     Returns: everything [B, T] in nats, or in units of reward for values; 0 outside the mask.
     """
-    _, head = trunk_and_head(model)
+    trunk, head = trunk_and_head(model)
     hidden = states(model, packed)
     sizes = [
         head.weight.shape[0],
@@ -52,8 +62,11 @@ def forward_logprobs(
         head,
         packed.targets,
         temperature=temperature,
-        chunk_size=max(1, CHUNK_LOGITS // sum(sizes)),
+        chunk_size=max(1, logits_at_once(hidden.device) // sum(sizes)),
         entropy_gradient=entropy_gradient,
+        # a backward pass inside the forward one would gather and free shards out of turn
+        frozen_head=not sharded(trunk)
+        and not any(weight.requires_grad for weight in head.module.parameters()),
         reference=reference,
     )
     values = None if critic is None else critic(hidden, packed)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
 from rlkit.models.fused import fused_states, kernel_of, serves
-from rlkit.models.shape import model_shape
+from rlkit.models.shape import whole_context
 from rlkit.system.adapters import base_model
 from rlkit.system.sharding import sharded
 
@@ -265,15 +265,16 @@ def size_class(length: int) -> int:
 def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     """The last hidden states [N, H] of all packed tokens.
 
-    A trunk that cannot be packed (`allow_packing`) reads the paths as rows: same states, the shared
-    beginnings once a row.
+    A trunk that cannot be packed (`allow_packing`), or of which some layers do not see the whole of
+    the longest row, reads the paths as rows: same states, the shared beginnings once a row.
     """
     if packed.ids.device.type == "cuda":
         # for the process: gradient checkpointing attends again in the backward pass
         torch.backends.cuda.enable_cudnn_sdp(False)
     if not len(packed.ids):
         return trunk.get_input_embeddings().weight.new_zeros(0, trunk.config.hidden_size)
-    if trunk.config._attn_implementation == ATTENTION:
+    longest = max(path.keys.shape[1] for path in packed.paths)
+    if trunk.config._attn_implementation == ATTENTION and longest <= whole_context(trunk.config):
         if kernel_of(trunk).used == "fused" and serves(trunk):
             return fused_states(trunk, packed.ids, packed.positions, partial(_attend_all, packed))
         # given, so that no mask of all pairs is built
@@ -314,8 +315,8 @@ def _read_rows(trunk: Any, packed: Packed) -> Iterator[Tensor]:
 
 
 def allow_packing(model: nn.Module) -> None:
-    """Lets a causal LM read packed rows, where every layer sees the whole context and attends as
-    Hugging Face's "sdpa".
+    """Lets a causal LM read packed rows, where its layers attend as Hugging Face's "sdpa". Layers
+    with a window read rows up to its length so.
 
     For any other call nothing changes. The choice stays on the model, since gradient checkpointing
     attends again in backward.
@@ -325,14 +326,11 @@ def allow_packing(model: nn.Module) -> None:
 
     model = base_model(model)
     config: Any = model.config
-    shape = model_shape(config)
     if (
         isinstance(model, PreTrainedModel)
         and model._supports_attention_backend
-        and not shape.encoder
-        and shape.layer_types <= {"full_attention"}
+        and whole_context(config) > 0
         and config._attn_implementation == "sdpa"
-        and not shape.window
     ):
         AttentionInterface.register(ATTENTION, attend_packed)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)

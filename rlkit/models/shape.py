@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 
@@ -18,7 +19,10 @@ class ModelShape(NamedTuple):
     active: int  # experts that a token passes through
     expert_width: int | None  # intermediate size of one expert
     layer_types: frozenset[str]  # empty where the config does not say
-    window: int | None  # positions that every layer sees, as in Mistral; None: all
+    # positions that a layer of type sliding_attention sees, or where the config names no types any
+    # layer; None: all
+    window: int | None
+    shared: int  # last layers that read the keys and values of earlier ones, as in Gemma 3n
     encoder: bool  # an encoder stands before the decoder
 
 
@@ -41,5 +45,23 @@ def model_shape(config: Any) -> ModelShape:
         expert_width=field("moe_intermediate_size"),
         layer_types=frozenset(field("layer_types") or ()),
         window=field("sliding_window") or None,
+        shared=field("num_kv_shared_layers") or 0,
         encoder=bool(field("is_encoder_decoder")),
     )
+
+
+def whole_context(config: Any) -> float:
+    """Tokens of the longest context that every layer sees whole: inf without windows, the window of
+    a model with sliding layers, and 0 where layers of other kinds, layers that share keys and
+    values or an encoder see something else.
+
+    Up to this length a sliding layer computes what a full one does.
+    """
+    shape = model_shape(config)
+    if shape.encoder or shape.shared or shape.layer_types - {"full_attention", "sliding_attention"}:
+        return 0
+    if shape.layer_types == {"full_attention"}:
+        return math.inf
+    if shape.window is None:
+        return 0 if shape.layer_types else math.inf
+    return shape.window

@@ -2,6 +2,6 @@
 around it.
 
 Files in the order of their imports: glossary, kernels, loggers, references, schedules, teachers,
-experiment, activations, metrics, reference_states, resume, selfcheck, update, callbacks, groups,
-learner, ahead, reuse, module, run.
+experiment, activations, windows, metrics, reference_states, resume, selfcheck, update, callbacks,
+groups, learner, ahead, reuse, module, run.
 """

@@ -25,7 +25,7 @@ from rlkit.models.checkpointing import can_checkpoint, checkpoint_activations, i
 from rlkit.models.critic import SeparateCritic, make_critic
 from rlkit.models.fused import kernel_of
 from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import CHUNK_LOGITS, states
+from rlkit.models.log_probs import logits_at_once, states
 from rlkit.models.packing import kernels_of, pack
 from rlkit.models.shape import model_shape
 from rlkit.system import rng
@@ -104,12 +104,24 @@ def _no_backward(_: Any) -> Tensor:
 
 
 def measure_activations(model: nn.Module, rows: int, width: int) -> int:
-    """Bytes that a trunk keeps for the backward pass of `rows` packed rows of `width` tokens.
+    """Bytes that a trunk keeps for the backward pass of `rows` packed rows of `width` tokens:
+    a + rows · (b·width + c·width²), see `fit_activations`."""
+    a, b, c = fit_activations(model)
+    return int(a + rows * (b * width + c * width * width))
 
-    The trunk reads one row of n, 2n and 4n ≤ MEASURED tokens, and the three sizes give the
-    coefficients of a + b·L + c·L² for a row of L tokens. `a` holds the weights that autocast has
-    cast; c is 0 unless attention writes out its scores.
-    Returns: a + rows · (b·width + c·width²).
+
+def measure_token(model: nn.Module, width: int) -> float:
+    """Bytes that one token more adds to a micro-batch of rows of `width` tokens: b + c·width."""
+    _, b, c = fit_activations(model)
+    return b + c * width
+
+
+def fit_activations(model: nn.Module) -> tuple[float, float, float]:
+    """Coefficients of a + b·L + c·L², the bytes that a trunk keeps for the backward pass of a row
+    of L tokens.
+
+    The trunk reads one row of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 holds the weights that
+    autocast has cast; c is 0 unless attention writes out its scores.
     """
     context = model_shape(base_model(model).config).context or MEASURED
     n = max(2, min(MEASURED, context) // 4)
@@ -125,7 +137,7 @@ def measure_activations(model: nn.Module, rows: int, width: int) -> int:
         c = 0.0
     b = (large - middle) / (2 * n) - 6 * n * c
     a = large - 4 * n * b - 16 * n * n * c
-    return int(max(0.0, a) + rows * (b * width + c * width * width))
+    return max(0.0, a), b, c
 
 
 def _read_row(model: nn.Module, length: int, device: torch.device, kernels: Any) -> Tensor:
@@ -177,7 +189,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
         activations = sum(measure_activations(trunk, rows, width) for trunk in trunks)
     weights, training = _held(x, policy.model, critic, device)
     _, head = trunk_and_head(policy.model)
-    entries = min(CHUNK_LOGITS, rows * width * head.weight.shape[0])
+    entries = min(logits_at_once(torch.device(device)), rows * width * head.weight.shape[0])
     needs = Needs(weights, training, activations, LOGITS * entries)
     total = total_memory(device)
     if device.type == "cpu" and ranks.size() > 1:

@@ -66,7 +66,8 @@ class RLModule(L.LightningModule):
     from again (`kept`), the generators and the length of the run; all else is the learner's.
     `source` samples the groups (`rlkit.training.ahead.modes.group_source`). After each step
     `metrics` holds the row to log, `rollouts` the scored episodes and `trained` those of them that
-    `batch` was made of.
+    `batch` was made of. `mismatch_bound` is the bound of the start's check (`Agreement`); in half
+    precision each row has it.
     """
 
     rl_step, x, experiment, metrics, rollouts = map(
@@ -82,6 +83,7 @@ class RLModule(L.LightningModule):
         *,
         source: GroupSource,
         exact: bool = False,
+        mismatch_bound: float | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False
@@ -96,6 +98,9 @@ class RLModule(L.LightningModule):
         # where Lightning looks for what it moves and saves
         self.model = policy.model
         self.critic = self.learner.critic
+        self.constants = (
+            {} if mismatch_bound is None else {"mismatch/logp_abs_bound": mismatch_bound}
+        )
         self.flight = Flight()
         self.started = time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups that may be learned from again
@@ -117,6 +122,7 @@ class RLModule(L.LightningModule):
         self.kept = reused.kept
         self.learner.step(groups.sampled, reused.trained)
         self.metrics |= figures | sampler_metrics(groups.after.sampler) | reused.metrics
+        self.metrics |= self.constants
         self.trainer.should_stop = ranks.any_rank(
             self.rl_step >= self.total_steps or self.out_of_time()
         )

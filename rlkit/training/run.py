@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rlkit.training.callbacks.evaluation import Results
     from rlkit.training.callbacks.faults import Watchdog
     from rlkit.training.module import RLModule
+    from rlkit.training.selfcheck import Agreement
 
 
 def train_in(
@@ -65,13 +66,20 @@ def train_in(
         ),
         group_source(x, tasks.train, again, folder=folder) as source,
     ):
-        policy, device, exact = ready(x, tasks)
+        policy, device, agreement = prepare(x, tasks)
         # brings Lightning, which takes as long as all else: after the first lines
         from rlkit.episodes.record import FAILED, failed_rollout_kept
         from rlkit.training.callbacks.faults import Watchdog
         from rlkit.training.module import RLModule
 
-        module = RLModule(x, policy, tasks.train, source=source, exact=exact)
+        module = RLModule(
+            x,
+            policy,
+            tasks.train,
+            source=source,
+            exact=agreement.exact,
+            mismatch_bound=agreement.bound,
+        )
         module.provenance = dict(provenance)
         results: Results = {}
         with refusing(folder):
@@ -132,6 +140,12 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     all ranks.
     Raises: ConfigError, SelfCheckError, DataError.
     """
+    policy, device, agreement = prepare(x, tasks)
+    return policy, device, agreement.exact
+
+
+def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
+    """As `ready`, with all that the check found; `exact` holds for all ranks."""
     print(first_line(x), flush=True)
     import rich.style  # noqa: F401  # its import draws from Python's generator: it must not come after the seed
 
@@ -139,6 +153,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     from rlkit.training.activations import settle_activations
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_policy, check_teacher
+    from rlkit.training.windows import window_line
 
     quiet()
     # initial adapters, and what a reward or an environment draws; sampling has its own randomness
@@ -156,13 +171,16 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
     sharded = x.trainer.strategy == "fsdp" and ranks.size() > 1
     kernels = settle_kernels(x.generation.engine, policy.model, sharded=sharded)
     print(f"{agreement.tools}{kernels}", flush=True)
+    windows = window_line(x, policy, tasks.train)
+    if windows:
+        print(windows, flush=True)
     for line in agreement.warnings:
         print(f"warning: {line}", flush=True)
     exact = not ranks.any_rank(not agreement.exact)  # all ranks do the same
     line = correction_in_words(x, exact=exact)
     if line:
         print(line, flush=True)
-    return policy, device, exact
+    return policy, device, agreement._replace(exact=exact)
 
 
 def process_in_words(x: Experiment, device: Any) -> str:

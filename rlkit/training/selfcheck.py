@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkit.engines.transformers import sampling_mode
 from rlkit.environments import environment_of, tools_in_words
 from rlkit.episodes import assemble, collect, failures
 from rlkit.episodes.episode import opening
@@ -23,9 +24,17 @@ from rlkit.training.schedules import phases
 from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
-BF16_WARNING = 0.05  # mean |Δ log-prob| in half precision: more than its rounding
-BF16_LIMIT = 0.5  # mean |Δ log-prob| in half precision: other numbers, not other rounding
+# Mean |Δ log-prob| in half precision. Above LIMIT the numbers are others, not otherwise rounded.
+BF16_LIMIT = 0.5
+MARGIN = 1.2  # times what the model's own two paths differ by: a warning
+# What two paths are taken to differ by, if they cannot be measured: those of SmolLM2-135M.
+TYPICAL = 0.05
+FEW = 64  # tokens; the mean of fewer says little: up to a fifth of it is chance even then
+# Least that two paths are taken to differ by: the unit roundoff of bfloat16. A logit from 8 to 16
+# is a multiple of 1/16, so this is one token in 16 whose logit falls to the other side of a half.
+ROUNDOFF = 2**-8
 FORWARD_ROWS = 4  # rows that the model's own forward reads for the comparison
+FORWARD_TOKENS = 32  # of such a row, read token by token
 ROWS = 32  # of the data that are tried with the verifier
 LONGEST = 4  # rows by characters whose prompts are measured in tokens
 
@@ -98,6 +107,7 @@ class Agreement(NamedTuple):
     warnings: list[str]
     exact: bool  # in float32, within FP32_TOLERANCE
     tools: str  # the line of `check_contexts`
+    bound: float | None  # mean |Δ log-prob| above which half precision warns; None in float32
 
 
 def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreement:
@@ -106,6 +116,8 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
 
     They are the engine that sampled, the trainer's `forward_logprobs`, and the model's own forward,
     whichever engine it is: an engine that shares a mistake with the trainer would agree with it.
+    Float32 allows FP32_TOLERANCE on every token. Half precision warns above MARGIN times the mean
+    difference between the model's own two paths, and refuses above BF16_LIMIT.
     Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed where the environment
     gave the policy nothing to say.
     """
@@ -140,12 +152,17 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
             policy.model, pack(batch.ids, mask), temperature=temperature
         ).logprobs
         own = own_log_probs(policy.model, batch.ids[few_rows], mask[few_rows], temperature)
-    half = torch.is_autocast_enabled(device.type) or any(
-        p.dtype == torch.bfloat16 for p in policy.model.parameters()
-    )
+        half = torch.is_autocast_enabled(device.type) or any(
+            p.dtype == torch.bfloat16 for p in policy.model.parameters()
+        )
+        rounding = (
+            measure_rounding(policy.model, batch.ids[few_rows], mask[few_rows], own, temperature)
+            if half
+            else None
+        )
     warnings = _compare(
         logprobs[few_rows][mask[few_rows]] - own,
-        half,
+        rounding,
         "the trainer and the model's own forward",
         f"the trainer would learn from other probabilities than {type(policy.model).__name__} has."
         " Does its forward change the last hidden states or the logits in a way that its class"
@@ -153,12 +170,12 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     )
     warnings += _compare(
         (logprobs - batch.logprobs_sampler)[mask],
-        half,
+        rounding,
         "sampler and trainer",
         "training would be wrong. Does the engine sample at generation.temperature, and from these"
         " weights?",
     )
-    return Agreement(warnings, not half, tools)
+    return Agreement(warnings, not half, tools, rounding and rounding.bound)
 
 
 def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
@@ -184,24 +201,97 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
     return torch.cat(parts)
 
 
-def _compare(gap: Tensor, half: bool, who: str, why: str) -> list[str]:
-    """Warnings where two computations of the same log-probs differ by `gap`. Raises: SelfCheckError
-    where they differ too much."""
+def log_probs_by_token(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor | None:
+    """Log-probs [M] of the tokens that `mask` marks, at least one a row, by the model's own forward
+    with its own cache: the tokens before a row's first marked one at once, then one after the
+    other.
+
+    Returns: None where the forward takes or gives no `past_key_values`.
+    """
+    causal = base_model(model)
+    options = inspect.signature(causal.forward).parameters
+    if "past_key_values" not in options:
+        return None
+    settings = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in options else {})
+    parts = []
+    with sampling_mode(causal):  # in training mode a model that recomputes gives no cache
+        for row, marks in zip(ids, mask, strict=True):
+            positions = marks.nonzero()[:, 0].tolist()
+            out = model(input_ids=row[None, : positions[0]], **settings)
+            logits = [out.logits[0, -1]]
+            for at in range(positions[0], positions[-1]):
+                if getattr(out, "past_key_values", None) is None:
+                    return None
+                token = row[None, at : at + 1]
+                out = model(input_ids=token, past_key_values=out.past_key_values, **settings)
+                logits.append(out.logits[0, -1])
+            rows = torch.stack([logits[at - positions[0]] for at in positions])
+            parts.append(token_log_probs(rows, row[positions], temperature=temperature))
+    return torch.cat(parts)
+
+
+class Rounding(NamedTuple):
+    """What half precision does to a model's log-probs.
+
+    own: mean |Δ log-prob| in nats between the model's own two paths, the whole sequence at once and
+    token by token. tokens: that it was measured on; 0 for a model without a cache.
+    """
+
+    own: float
+    tokens: int
+
+    @property
+    def bound(self) -> float:
+        """MARGIN times `own`, which counts as ROUNDOFF at least, and as TYPICAL at least if it was
+        measured on few tokens."""
+        return MARGIN * max(self.own, TYPICAL if self.tokens < FEW else ROUNDOFF)
+
+    def __str__(self) -> str:
+        if not self.tokens:
+            return "the model's forward has no cache to measure its rounding with"
+        return (
+            "the model's own two paths, the whole sequence and token by token, differ by"
+            f" {self.own:.2g} on {self.tokens} tokens"
+        )
+
+
+def measure_rounding(
+    model: Any, ids: Tensor, mask: Tensor, own: Tensor, temperature: float
+) -> Rounding:
+    """How far the model's own two paths lie apart on the marked tokens of some rows, up to
+    FORWARD_TOKENS positions a row.
+
+    Args:
+      own: [M], of `own_log_probs` for the same rows and mask.
+    """
+    first = mask.int().argmax(1, keepdim=True)
+    few = mask & (torch.arange(mask.shape[1], device=mask.device) < first + FORWARD_TOKENS)
+    by_token = log_probs_by_token(model, ids, few, temperature)
+    if by_token is None:
+        return Rounding(0.0, 0)
+    return Rounding(float((own[few[mask]] - by_token).abs().mean()), len(by_token))
+
+
+def _compare(gap: Tensor, rounding: Rounding | None, who: str, why: str) -> list[str]:
+    """Warnings where two computations of the same log-probs differ by `gap`; `rounding` is None in
+    float32. Raises: SelfCheckError where they differ too much."""
     mean = float(gap.abs().mean())
     most = float(gap.abs().max())
-    if not half and not most < FP32_TOLERANCE:
+    if rounding is None:
+        if most < FP32_TOLERANCE:
+            return []
         raise SelfCheckError(
             f"the log-probs of {who} differ by up to {most:.2e} nats, more than {FP32_TOLERANCE}:"
             f" {why}"
         )
-    if half and not mean <= BF16_LIMIT:
+    if not mean <= BF16_LIMIT:
         raise SelfCheckError(
             f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than"
             f" {BF16_LIMIT}: {why}"
         )
-    if half and mean > BF16_WARNING:
-        return [
-            f"the log-probs of {who} differ by {mean:.3f} nats a token on average; rounding to"
-            f" bfloat16 stays below {BF16_WARNING}"
-        ]
-    return []
+    if mean <= rounding.bound:
+        return []
+    return [
+        f"the log-probs of {who} differ by {mean:.3f} nats a token on average, more than the"
+        f" {rounding.bound:.2g} expected of rounding; {rounding}"
+    ]

@@ -277,7 +277,7 @@ WINDOWS = {  # of some layers, or of all
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_layers_with_a_window_are_left_to_the_reference(tiny, complete, reference, family):
+def test_contexts_longer_than_a_window_are_left_to_the_reference(tiny, complete, reference, family):
     """Keys of a position are not all that such a layer needs; the replies are right all the same,
     also those that follow."""
     from transformers import AutoConfig, AutoModelForCausalLM

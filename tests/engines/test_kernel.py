@@ -20,7 +20,7 @@ from rlkit.engines.cached.forward import FORWARDS, forward_of
 from rlkit.engines.cached.sampler import STATE
 from rlkit.errors import EngineError
 from rlkit.functional import mix
-from rlkit.models import compiled
+from rlkit.models import LoRA, add_lora, compiled
 from rlkit.models.head import trunk_and_head
 from rlkit.types import SamplingParams
 
@@ -104,6 +104,61 @@ def test_a_compiled_step_draws_what_calls_of_torch_draw(tiny, complete, family, 
         torch.testing.assert_close(
             torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-5
         )
+
+
+@each("family", ["llama", "qwen2"])
+def test_a_compiled_step_has_the_adapters_in_it(tiny, complete, family):
+    """They change between two calls, as by an update."""
+    policy = policy_of(tiny, family)
+    without = sampled(complete, policy, "fused", contexts(8, 1))
+    policy = policy._replace(model=add_lora(policy.model, LoRA(rank=4)))
+    factors = [p for name, p in policy.model.named_parameters() if "lora_B" in name]
+    engines = [Cached(kernel=asked) for asked in ("fused", "eager")]
+    for by in (0.0, 0.1):
+        for factor in factors:
+            torch.nn.init.normal_(factor, std=by)
+        fused, eager = (
+            complete(
+                engine, policy, contexts(8, 1), [mix(4, i) for i in range(8)], max_new_tokens=30
+            )
+            for engine in engines
+        )
+        assert [engine.decodes for engine in engines] == ["fused", "eager"]
+        assert [g.token_ids for g in fused] == [g.token_ids for g in eager]
+        for a, b in zip(fused, eager, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=1e-5
+            )
+        same = [g.token_ids for g in fused] == [g.token_ids for g in without]
+        assert same == (by == 0.0)
+
+
+@each(("family", "adapters"), [("llama", False), ("qwen2", True), ("qwen3", True)])
+def test_a_compiled_step_in_bfloat16_is_as_near_the_exact_numbers(tiny, complete, family, adapters):
+    """As calls of torch are, a tenth for chance: of every log-prob that was drawn, by the same
+    weights in float64."""
+    policy = policy_of(tiny, family)
+    if adapters:
+        policy = policy._replace(model=add_lora(policy.model, LoRA(rank=3)))
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    exact = deepcopy(policy.model).double()
+    gaps = []
+    for asked in ("fused", "eager"):
+        prompts = contexts(40, 1)
+        gap = []
+        for prompt, reply in zip(prompts, sampled(complete, policy, asked, prompts), strict=True):
+            ids = torch.tensor([[*prompt, *reply.token_ids]])
+            with torch.no_grad():
+                logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1)[range(len(reply.token_ids)), list(reply.token_ids)]
+            gap.append(own - torch.tensor(reply.logprobs))
+        gaps.append(float(torch.cat(gap).square().mean()) ** 0.5)
+    assert 0 < gaps[0] <= 1.1 * gaps[1]
 
 
 @contextmanager
@@ -194,18 +249,19 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(tiny, complete):
     """`auto` decodes it by calls of torch; `fused` refuses and says why."""
     from peft import LoraConfig, get_peft_model
 
-    half, hooked, wide, adapted = (policy_of(tiny).model for _ in range(4))
-    half = half.bfloat16()
+    double, hooked, wide, adapted = (policy_of(tiny).model for _ in range(4))
+    double = double.double()
     hooked.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
     wide.lm_head = torch.nn.Linear(96, WORDS, bias=True)
     adapted = get_peft_model(
-        adapted, LoraConfig(r=2, target_modules=["down_proj"], task_type="CAUSAL_LM")
+        adapted,
+        LoraConfig(r=2, target_modules=["down_proj"], task_type="CAUSAL_LM", use_dora=True),
     ).get_base_model()
     for model, words in (
-        (half, "float32"),
+        (double, "float32 or bfloat16"),
         (hooked, "hooks"),
         (wide, "bias"),
-        (adapted, "adapters"),
+        (adapted, "adapter"),
     ):
         trunk, head = trunk_and_head(model)
         forward = forward_of(trunk)

@@ -94,6 +94,34 @@ def test_chunked_equals_the_naive_form(
         torch.testing.assert_close(ours, theirs, **close)
 
 
+@each("chunk_size", [4, 100])
+@each("temperature", [1.0, 0.6])
+def test_under_a_frozen_head_the_states_get_the_same_gradient(
+    chunk_size: int, temperature: float
+) -> None:
+    """And the head runs once for each chunk, the backward pass included."""
+    hidden, weight, ids = _problem()
+    scale = torch.linspace(-1, 2, 11, dtype=torch.float64)
+    calls: list[int] = []
+
+    def head(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x @ weight.detach().T
+
+    found = []
+    for frozen in (True, False):
+        logprobs, entropy = chunked_log_probs(
+            hidden, head, ids, temperature=temperature, chunk_size=chunk_size, frozen_head=frozen
+        )
+        before = len(calls)
+        (gradient,) = torch.autograd.grad((logprobs * scale).sum(), hidden)
+        assert not frozen or len(calls) == before == math.ceil(11 / chunk_size)
+        assert not entropy.requires_grad
+        found.append((logprobs, entropy, gradient))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
 def test_chunked_equals_token_log_probs_in_bfloat16() -> None:
     hidden, weight, ids = _problem(dtype=torch.bfloat16)
     logits = hidden @ weight.T

@@ -119,7 +119,7 @@ def test_one_training_step_with_lora(random_qwen3):
     assert module.metrics["ratio/first_mean"] == pytest.approx(1.0, abs=1e-6)
     assert (
         module.metrics["mismatch/logp_abs_mean"] < 0.05
-    )  # bfloat16 base: the bound of the start-up check
+    )  # a bfloat16 base: what a few small layers round
     assert math.isfinite(module.metrics["optim/grad_norm"]) and module.metrics[
         "kl/ref"
     ] == pytest.approx(0.0, abs=0.05)

@@ -119,7 +119,7 @@ def test_log_probs_and_their_gradient_are_those_of_the_models_own_forward(family
     wanted = torch.autograd.grad((weights[mask] * expected).sum(), trained, allow_unused=True)
     for chunk in (1 << 25, 2 * len(model.get_output_embeddings().weight)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules["rlkit.models.log_probs"], "CHUNK_LOGITS", chunk)
+            patch.setattr(sys.modules["rlkit.models.log_probs"], "CHUNK_LOGITS_ON_CPU", chunk)
             got = forward_logprobs(model, pack(ids, mask), temperature=0.7).logprobs[mask]
             found = torch.autograd.grad((weights[mask] * got).sum(), trained, allow_unused=True)
         torch.testing.assert_close(got, expected, **CLOSE)

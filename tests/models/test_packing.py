@@ -137,9 +137,7 @@ def test_scores_and_gradients_are_those_of_padded_rows(
     expected = naive(model, ids, mask)
     wanted = gradient(model, (weights * expected).sum())
     allow_packing(model)
-    assert (model.config._attn_implementation == ATTENTION) == (
-        getattr(model.config, "sliding_window", None) is None
-    )
+    assert model.config._attn_implementation == ATTENTION
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     got = forward_logprobs(model, pack(ids, mask, kernels=kernels)).logprobs
@@ -152,6 +150,31 @@ def test_scores_and_gradients_are_those_of_padded_rows(
     torch.testing.assert_close(
         naive(model, ids, mask), expected, rtol=0, atol=1e-12
     )  # nothing changes for any other call
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "window" in name])
+def test_rows_up_to_a_window_are_packed_and_longer_ones_are_not(name):
+    """A sliding layer computes what a full one does up to there: of a longer row the packed one
+    would give other scores."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").double()
+    calls = []
+    model.base_model.register_forward_pre_hook(
+        lambda _, inputs, settings: calls.append(settings["input_ids"].shape), with_kwargs=True
+    )
+    allow_packing(model)
+    ids = torch.arange(12).view(2, 6) + 3
+    ids[1, :2] = ids[0, :2]
+    for width, read in ((5, [(1, 6)]), (6, [(1, 5)] * 2)):  # the last token is not read
+        rows = ids[:, :width]
+        mask = torch.zeros_like(rows, dtype=torch.bool)
+        mask[:, 2:] = True
+        expected = naive(model, rows, mask)
+        calls.clear()
+        got = forward_logprobs(model, pack(rows, mask)).logprobs
+        assert calls == read
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)  # as above
 
 
 @pytest.mark.parametrize("kind", ["head", "separate"])

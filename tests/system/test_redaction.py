@@ -147,6 +147,8 @@ LOOKS_SECRET = re.compile(
 )
 IS_NONE = {  # look like a secret and are none
     "cached_tokens",
+    "prompt_tokens",
+    "token_s",
     "control_tokens",
     "eos_token_ids",
     "exclude_keys",

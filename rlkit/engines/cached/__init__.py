@@ -13,6 +13,7 @@ slots.py       which row has which slot and pages, and which one gives way
 passes.py      what the model computes for rows: contexts to read, or one token a slot
 kernel.py      a decoding step as one call of compiled C
 scheduler.py   when contexts are read, when slots draw, when the host looks
+windows.py     contexts that some layers do not see whole
 engine.py      the service and its options
 """
 

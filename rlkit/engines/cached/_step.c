@@ -1,8 +1,9 @@
-/* One decoding step of a Llama-like model in float32: for every row that draws, the trunk, the head, the draw and the bookkeeping.
+/* One decoding step of a Llama-like model: for every row that draws, the trunk, the head, the draw and the bookkeeping.
 
-   The numbers are those of forward.py, functional/sampling.py and sampler.py up to the last bits of sums. A row's arithmetic does not
-   depend on which rows stand beside it, nor on the number of threads. Plain C with the vectors of GCC and clang; kernel.py compiles it,
-   packs the weights and fills the structure. */
+   Weights, keys and values are float32, or with -DHALF bfloat16. Then the inputs of products are rounded to bfloat16 and everything else is
+   float32, the residual stream and the logits too. The numbers are those of forward.py, functional/sampling.py and sampler.py up to the last
+   bits of sums, and with -DHALF up to the roundings that are left out. A row's arithmetic does not depend on which rows stand beside it, nor
+   on the number of threads. Plain C with the vectors of GCC and clang; kernel.py compiles it, packs the weights and fills the structure. */
 
 #include <math.h>
 #include <pthread.h>
@@ -32,12 +33,29 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+#ifdef HALF
+typedef uint16_t number;
+typedef uint16_t svec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+#else
+typedef float number;
+#endif
+
 typedef struct { /* as kernel.StepArguments: all of them 64 bits wide */
     int64_t layers, hidden, inner, heads, key_heads, size, vocabulary, capacity, page, pages, entries, columns, ends, slots, threads;
     double eps, temperature;
-    const float *embedding, *cosine, *sine, *head;                         /* [V, H], [C, D / 2] twice, packed */
-    const float *const *project, *const *bias, *const *scale, *const *out, *const *gates, *const *down; /* of each layer */
-    float *const *keys, *const *values;                                    /* of each layer [Hk, pages, page, D] */
+    const int64_t ranks[4];                       /* of the adapters of project, out, gates and down; 0 where they have none */
+    const number *embedding;                      /* [V, H] */
+    const float *cosine, *sine;                   /* [C, D / 2] */
+    const number *head;                           /* packed */
+    const float *norm;                            /* before the head [H]; NULL: part of the head */
+    const number *const *project, *const *out, *const *gates, *const *down; /* of each layer, packed */
+    const float *const *bias, *const *scale;      /* of each layer: of project, and of queries and keys */
+    const float *const *before, *const *between;  /* of each layer: norms [H], or NULL where they are part of project and gates */
+    const number *const *low, *const *high;       /* of each layer 4 pairs: factors of adapters, packed; scaling is part of the second */
+    number *const *keys, *const *values;          /* of each layer [Hk, pages, page, D] */
     const int64_t *table;                                                  /* [S, entries], the page of each `page` positions */
     const int64_t *eos;
     int64_t *last, *position, *count, *limit, *seed, *tokens;
@@ -78,25 +96,59 @@ INLINE vec exponential(vec x) {
     return (vec)(((ivec)p + (__builtin_convertvector(n, ivec) << 23)) & ~under);
 }
 
-/* y[R, TILE] = start + x[R, in] w[in, TILE]; every sum runs over `in` in its order. */
-INLINE void block(int R, const float *x, int64_t in, const float *w, const float *start, int64_t step, float *y, int64_t out) {
+#ifdef HALF
+INLINE vec load(const number *p) { return (vec)(__builtin_convertvector(*(const svec *)p, ivec) << 16); }
+INLINE number rounded(float x) { /* to the nearest, ties to even; nan stays one */
+    union { float value; uint32_t bits; } u = {x};
+    return x != x ? 0x7fc0 : (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16;
+}
+/* The inputs of a product, in `room`. */
+static const number *inputs(const float *x, int64_t size, number *room) {
+    for (int64_t i = 0; i < size; i++) room[i] = rounded(x[i]);
+    return room;
+}
+/* acc + a[0] b[0] + a[1] b[1] in each lane of two numbers. */
+INLINE vec pairs(vec acc, ivec a, ivec b) {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+    return acc + (vec)(a << 16) * (vec)(b << 16) + (vec)(a & (int32_t)0xffff0000) * (vec)(b & (int32_t)0xffff0000);
+#endif
+}
+#else
+INLINE vec load(const number *p) { return LOAD(p); }
+INLINE number rounded(float x) { return x; }
+INLINE const number *inputs(const float *x, int64_t size, number *room) { return x; }
+#endif
+
+/* y[R, TILE] = start + x[R, in] w[in, TILE], in bfloat16 w[in / 2, TILE, 2]; every sum runs over `in` in its order. */
+INLINE void block(int R, const number *x, int64_t in, const number *w, const float *start, int64_t step, float *y, int64_t out) {
     vec acc[ROWS][PARTS];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < PARTS; c++) acc[r][c] = start ? LOAD(start + r * step + c * LANES) : (vec){0};
+#ifdef HALF
+    for (int64_t i = 0; i < in; i += 2, w += 2 * TILE)
+        for (int r = 0; r < R; r++) {
+            int32_t both;
+            memcpy(&both, x + r * in + i, sizeof both);
+            for (int c = 0; c < PARTS; c++) acc[r][c] = pairs(acc[r][c], (ivec){0} + both, *(const ivec *)(w + 2 * c * LANES));
+        }
+#else
     for (int64_t i = 0; i < in; i++, w += TILE)
         for (int r = 0; r < R; r++)
             for (int c = 0; c < PARTS; c++) acc[r][c] += x[r * in + i] * LOAD(w + c * LANES);
+#endif
     for (int r = 0; r < R; r++)
         for (int c = 0; c < PARTS; c++) STORE(y + r * out + c * LANES) = acc[r][c];
 }
 
 /* y[n, out] = x[n, in] w, plus a bias or, with add, plus y. w: [out / TILE, in, TILE]. */
-static void product(int64_t n, const float *x, int64_t in, const float *w, const float *bias, int add, float *y, int64_t out) {
+static void product(int64_t n, const number *x, int64_t in, const number *w, const float *bias, int add, float *y, int64_t out) {
     int64_t blocks = (n + ROWS - 1) / ROWS;
     for (int64_t tile = 0; tile < out; tile += TILE, w += in * TILE)
         for (int64_t b = 0; b < blocks; b++) {
             int64_t from = n * b / blocks, step = add ? out : 0;
-            const float *rows = x + from * in;
+            const number *rows = x + from * in;
             float *to = y + from * out + tile;
             const float *start = add ? to : bias ? bias + tile : NULL;
 #define CASE(R) case R: block(R, rows, in, w, start, step, to, out); break;
@@ -107,6 +159,17 @@ static void product(int64_t n, const float *x, int64_t in, const float *w, const
 #endif
             }
         }
+}
+
+static int64_t padded(int64_t n) { return (n + TILE - 1) / TILE * TILE; }
+
+/* The same product, and with ranks that of an adapter: y += (x low) high. The sums of `low` go to `room`, and then to `narrow`. */
+static void adapted(int64_t n, const number *x, int64_t in, const number *w, const float *bias, int add, float *y, int64_t out,
+                    int64_t ranks, const number *low, const number *high, float *room, number *narrow) {
+    product(n, x, in, w, bias, add, y, out);
+    if (!ranks) return;
+    product(n, x, in, low, NULL, 0, room, padded(ranks));
+    product(n, inputs(room, n * padded(ranks), narrow), padded(ranks), high, NULL, 1, y, out);
 }
 
 /* y = x / sqrt(mean(x^2) + eps), times w where there is one. */
@@ -128,13 +191,13 @@ INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t hal
 
 /* out[groups, D] of queries [groups, D] that share their keys and values, whose first `length` positions lie in the pages that `table`
    names. p: 5 numbers for each position, of which the first one is its weight in the end. */
-INLINE void attend(int64_t D, int64_t groups, const float *q, const float *keys, const float *values, const int64_t *table, int64_t page,
+INLINE void attend(int64_t D, int64_t groups, const float *q, const number *keys, const number *values, const int64_t *table, int64_t page,
                    int64_t length, float *p, float *out) {
     int64_t filled = (length + LANES - 1) / LANES * LANES;
     float scaling = 1.0f / sqrtf(D), *quarters = p + filled;
     for (int64_t g = 0; g < groups; g++, q += D, out += D) {
         for (int64_t from = 0; from < length; from += page) {
-            const float *k = keys + table[from / page] * page * D;
+            const number *k = keys + table[from / page] * page * D;
             int64_t here = length - from < page ? length - from : page;
             for (int64_t t = 0; t < here; t++) { /* sums are left in four parts here, and the parts of many positions added together */
                 union {
@@ -142,7 +205,7 @@ INLINE void attend(int64_t D, int64_t groups, const float *q, const float *keys,
                     quad four[LANES / 4];
                 } s = {{0}};
                 for (int64_t i = 0; i < D; i += TILE)
-                    for (int c = 0; c < TILE; c += LANES) s.all += LOAD(q + i + c) * LOAD(k + t * D + i + c);
+                    for (int c = 0; c < TILE; c += LANES) s.all += LOAD(q + i + c) * load(k + t * D + i + c);
                 for (int c = 1; c < LANES / 4; c++) s.four[0] += s.four[c];
                 *(quad *)(quarters + 4 * (from + t)) = s.four[0];
             }
@@ -158,13 +221,14 @@ INLINE void attend(int64_t D, int64_t groups, const float *q, const float *keys,
         for (int64_t i = 0; i < D; i += TILE) {
             vec s[CHAINS][PARTS] = {{{0}}};
             for (int64_t from = 0; from < length; from += page) {
-                const float *v = values + table[from / page] * page * D + i, *weight = p + from;
+                const number *v = values + table[from / page] * page * D + i;
+                const float *weight = p + from;
                 int64_t here = length - from < page ? length - from : page, t = 0;
                 for (; t + CHAINS <= here; t += CHAINS)
                     for (int n = 0; n < CHAINS; n++)
-                        for (int c = 0; c < PARTS; c++) s[n][c] += weight[t + n] * LOAD(v + (t + n) * D + c * LANES);
+                        for (int c = 0; c < PARTS; c++) s[n][c] += weight[t + n] * load(v + (t + n) * D + c * LANES);
                 for (; t < here; t++)
-                    for (int c = 0; c < PARTS; c++) s[0][c] += weight[t] * LOAD(v + t * D + c * LANES);
+                    for (int c = 0; c < PARTS; c++) s[0][c] += weight[t] * load(v + t * D + c * LANES);
             }
             for (int c = 0; c < PARTS; c++) {
                 for (int n = 1; n < CHAINS; n++) s[0][c] += s[n][c];
@@ -227,23 +291,30 @@ static void keep(const Step *m, int64_t row, int64_t token, float logprob) {
     m->draws[row] = !over, m->ended[row] |= over;
 }
 
-static int64_t padded(int64_t n) { return (n + TILE - 1) / TILE * TILE; }
-
 /* The share of one thread. */
 static void *decode(void *given) {
     const Share *share = given;
     const Step *m = share->step;
     int64_t n = share->n, H = m->hidden, D = m->size, both = m->heads + m->key_heads, groups = m->heads / m->key_heads;
-    int64_t qkv = padded((both + m->key_heads) * D), wide = padded(2 * m->inner), V = padded(m->vocabulary);
+    int64_t qkv = padded((both + m->key_heads) * D), wide = padded(2 * m->inner), V = padded(m->vocabulary), ranks = 0, widest = 0;
     int64_t most = wide > V ? wide : V;
-    float *x = malloc(sizeof(float) * (n * (2 * padded(H) + qkv + m->heads * D + most + m->inner) + 5 * m->capacity + 5 * LANES + V));
+    for (int i = 0; i < 4; i++) ranks = padded(m->ranks[i]) > ranks ? padded(m->ranks[i]) : ranks;
+    const int64_t sizes[] = {H, m->heads * D, m->inner, ranks};
+    for (int i = 0; i < 4; i++) widest = sizes[i] > widest ? sizes[i] : widest;
+    int64_t floats = n * (2 * padded(H) + qkv + m->heads * D + most + m->inner + ranks) + 5 * m->capacity + 5 * LANES + V;
+    float *x = malloc(sizeof(float) * floats + sizeof(number) * n * (widest + ranks));
     if (!x) return (void *)1;
     float *y = x + n * padded(H), *p = y + n * padded(H), *o = p + n * qkv, *w = o + n * m->heads * D;
-    float *act = w + n * most, *probabilities = act + n * m->inner;
-    for (int64_t r = 0; r < n; r++) memcpy(x + r * H, m->embedding + m->last[share->rows[r]] * H, sizeof(float) * H);
+    float *act = w + n * most, *room = act + n * m->inner, *probabilities = room + n * ranks;
+    number *in = (number *)(x + floats), *narrow = in + n * widest;
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t i = 0; i < H; i += LANES) STORE(x + r * H + i) = load(m->embedding + m->last[share->rows[r]] * H + i);
+#define ADAPTED(i, from, size, matrix, bias, add, to, columns)                                                                    \
+    adapted(n, inputs(from, n * (size), in), size, matrix, bias, add, to, columns, m->ranks[i], m->low[4 * layer + i], m->high[4 * layer + i], \
+            room, narrow)
     for (int64_t layer = 0; layer < m->layers; layer++) {
-        for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, NULL, y + r * H);
-        product(n, y, H, m->project[layer], m->bias[layer], 0, p, qkv);
+        for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, m->before[layer], y + r * H);
+        ADAPTED(0, y, H, m->project[layer], m->bias[layer], 0, p, qkv);
         for (int64_t r = 0; r < n; r++) {
             int64_t row = share->rows[r], at = m->position[row];
             float *own = p + r * qkv;
@@ -255,16 +326,16 @@ static void *decode(void *given) {
             int64_t place = (table[at / m->page] * m->page + at % m->page) * D;
             for (int64_t h = 0; h < m->key_heads; h++) {
                 int64_t head = h * m->pages * m->page * D;
-                float *k = m->keys[layer] + head, *v = m->values[layer] + head;
-                memcpy(k + place, own + (m->heads + h) * D, sizeof(float) * D);
-                memcpy(v + place, own + (both + h) * D, sizeof(float) * D);
+                number *k = m->keys[layer] + head, *v = m->values[layer] + head;
+                for (int64_t i = 0; i < D; i++) k[place + i] = rounded(own[(m->heads + h) * D + i]);
+                for (int64_t i = 0; i < D; i++) v[place + i] = rounded(own[(both + h) * D + i]);
                 float *to = o + (r * m->heads + h * groups) * D, *q = own + h * groups * D;
                 attend(D, groups, q, k, v, table, m->page, at + 1, probabilities, to);
             }
         }
-        product(n, o, m->heads * D, m->out[layer], NULL, 1, x, H);
-        for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, NULL, y + r * H);
-        product(n, y, H, m->gates[layer], NULL, 0, w, wide);
+        ADAPTED(1, o, m->heads * D, m->out[layer], NULL, 1, x, H);
+        for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, m->between[layer], y + r * H);
+        ADAPTED(2, y, H, m->gates[layer], NULL, 0, w, wide);
         for (int64_t r = 0; r < n; r++)
             for (int64_t i = 0; i < m->inner; i += LANES) {
                 vec gate = LOAD(w + r * wide + i), size = (vec)((ivec)gate & 0x7fffffff), e = exponential(-size);
@@ -272,10 +343,10 @@ static void *decode(void *given) {
                 vec above = (vec)(((ivec)e & negative) | ((ivec)(e - e + 1.0f) & ~negative));
                 STORE(act + r * m->inner + i) = gate * above / (1.0f + e) * LOAD(w + r * wide + m->inner + i);
             }
-        product(n, act, m->inner, m->down[layer], NULL, 1, x, H);
+        ADAPTED(3, act, m->inner, m->down[layer], NULL, 1, x, H);
     }
-    for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, NULL, y + r * H);
-    product(n, y, H, m->head, NULL, 0, w, V);
+    for (int64_t r = 0; r < n; r++) normalise(x + r * H, H, m->eps, m->norm, y + r * H);
+    product(n, inputs(y, n * H, in), H, m->head, NULL, 0, w, V);
     for (int64_t r = 0; r < n; r++) {
         int64_t row = share->rows[r];
         float logprob;

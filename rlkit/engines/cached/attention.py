@@ -4,6 +4,7 @@ positions as a slot has."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,36 +13,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
-from rlkit.models.shape import model_shape
+from rlkit.models.packing import ATTENTION as PACKED
+from rlkit.models.shape import whole_context
 
 ATTENTION = "rlkit_cached"
 SIDE_BY_SIDE = 8  # slots whose longest is looked for together
 CALL = 8192  # positions that are read in the time of one more call of attention, on a CPU
 
 
-def full_attention(config: Any, length: int) -> bool:
-    """Whether every layer sees the whole context, of at most `length` tokens: then keys and values
-    of a position are all that is kept."""
-    shape = model_shape(config)
-    if shape.encoder:
-        return False
-    if shape.layer_types:
-        return shape.layer_types == {"full_attention"}
-    return shape.window is None or length <= shape.window
+def cached_context(config: Any) -> float:
+    """Tokens of the longest context that the cache serves (`whole_context`): every layer then needs
+    the keys and values of all its tokens, and nothing else.
+
+    A model with windows must attend as Hugging Face's "sdpa": families with sinks or caps inside
+    their attention have no such form, and most of them have windows.
+    """
+    context = whole_context(config)
+    as_sdpa = config._attn_implementation in ("sdpa", PACKED)
+    return context if context == math.inf or as_sdpa else 0
 
 
 @contextmanager
-def grouped_attention(config: Any) -> Iterator[None]:
-    """The model attends by `attend` inside."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, attend)
+def attending_by(config: Any, implementation: str) -> Iterator[None]:
+    """The model attends by this implementation inside."""
     before = config._attn_implementation
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = implementation
     try:
         yield
     finally:
         config._attn_implementation = before
+
+
+def grouped_attention(config: Any) -> AbstractContextManager[None]:
+    """The model attends by `attend` inside."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attend)
+    return attending_by(config, ATTENTION)
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:

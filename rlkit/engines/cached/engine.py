@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 from rlkit.engines.cached.attention import (
     attention_kernels,
-    full_attention,
+    cached_context,
     grouped_attention,
     reads_in_place,
 )
 from rlkit.engines.cached.cache import default_tokens
 from rlkit.engines.cached.kernel import compiled
 from rlkit.engines.cached.scheduler import Scheduler
+from rlkit.engines.cached.windows import Windowed
 from rlkit.engines.service import Decoder, Service
 from rlkit.engines.transformers import Transformers, sampling_mode
 from rlkit.errors import EngineError
@@ -30,8 +30,9 @@ class Cached(Service):
 
     A draw is that of the reference engine (rlkit.engines.transformers.draw), from the completion's
     own seed and position: which slot it had, and what stood beside it, changes nothing but the last
-    bits of the arithmetic. Models with layers that are no full attention are decoded by the
-    reference engine.
+    bits of the arithmetic. If some layers see a window of the context, a completion that may grow
+    beyond it is decoded by the reference engine; so is every one of a model with layers of other
+    kinds, such as linear attention.
 
     Args:
       max_rows: completions sampled at once, > 0.
@@ -88,17 +89,18 @@ class Cached(Service):
         self.threads: int | None = (
             None  # of a fused step, which gives the same bits with any number; None: torch's
         )
-        self.make_scheduler = partial(
-            Scheduler,
-            max_rows=max_rows,
-            check_every=check_every,
-            cuda_graphs=cuda_graphs,
-        )
+        self.context_length = 0  # of the policy that the decoder was made for
+        self.settings = {
+            "max_rows": max_rows,
+            "check_every": check_every,
+            "cuda_graphs": cuda_graphs,
+        }
 
     def make_decoder(self, policy: Policy) -> Decoder:
         model: Any = policy.model
         causal = base_model(model)
-        if not full_attention(causal.config, policy.context_length):
+        context = int(min(policy.context_length, cached_context(causal.config)))
+        if not context:
             if self.kernel == "fused":
                 raise EngineError(
                     "generation.kernel=fused: some layers do not see the whole context; use auto or"
@@ -123,18 +125,27 @@ class Cached(Service):
             isinstance(before, Scheduler)
             and before.asked == kernel
             and before.tokens == self.cached_tokens
-            and before.passes.serves(policy, causal)
+            and policy.context_length == self.context_length
+            and before.passes.serves(policy._replace(context_length=context), causal)
         ):
             return before
+        self.context_length = policy.context_length
         device = causal.device
         if self.cached_tokens is None:
             tokens = self.max_cached_tokens or default_tokens(causal, device)
-            self.cached_tokens = min(tokens, self.max_rows * policy.context_length)
+            self.cached_tokens = min(tokens, self.max_rows * context)
         in_place = self.cache == "varlen" and device.type == "cuda"
         if in_place and (why := reads_in_place()):
             raise EngineError(f"generation.cache=varlen: {why}; use gather")
-        decoder = self.make_scheduler(
-            policy, causal, tokens=self.cached_tokens, kernel=kernel, in_place=in_place
+        settings: Any = self.settings | {
+            "tokens": self.cached_tokens,
+            "kernel": kernel,
+            "in_place": in_place,
+        }
+        decoder = (
+            Windowed(policy, causal, window=context, **settings)
+            if context < policy.context_length
+            else Scheduler(policy, causal, **settings)
         )
         self.why_eager = self.why_eager if kernel == "eager" else decoder.why_eager
         if decoder.kernel is not None:

@@ -8,10 +8,9 @@ once, by the machine's own compiler in about a second (rlkit.models.compiled).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn import functional as nn_functional
 
 from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.forward import Trunk
+from rlkit.engines.cached.products import Part, factors_of, plain_part, weight_of
 from rlkit.engines.cached.sampler import Sampler
 from rlkit.errors import EngineError
 from rlkit.models.compiled import library, load_or_reason
@@ -27,11 +27,13 @@ from rlkit.models.head import Head
 from rlkit.models.shape import model_shape
 
 SOURCE = Path(__file__).with_name("_step.c")
+HALF = ("-DHALF",)  # the compiler's flag for bfloat16
 TILE = 32  # columns of a packed matrix that lie together, as in the C file
 # of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to
 # have twice
-MOST_WEIGHTS = 1 << 26
-LAYERS = ("project", "bias", "scale", "out", "gates", "down")
+MOST_WEIGHTS = 1 << 28
+PRODUCTS = ("project", "out", "gates", "down")
+LAYERS = (*PRODUCTS, "bias", "scale", "before", "between")
 STATE = ("last", "position", "count", "limit", "seed", "tokens", "logprobs", "draws", "ended")
 
 
@@ -57,6 +59,7 @@ class StepArguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("columns", "ends", "slots", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "temperature")),
+        ("ranks", ctypes.c_int64 * len(PRODUCTS)),
         *(
             (name, ctypes.c_void_p)
             for name in (
@@ -64,7 +67,10 @@ class StepArguments(ctypes.Structure):
                 "cosine",
                 "sine",
                 "head",
+                "norm",
                 *LAYERS,
+                "low",
+                "high",
                 "keys",
                 "values",
                 "table",
@@ -76,8 +82,10 @@ class StepArguments(ctypes.Structure):
 
 
 class Kernel:
-    """Decoding steps of a trunk and its head over the state of a cache and a sampler, float32 on a
-    CPU.
+    """Decoding steps of a trunk and its head over the state of a cache and a sampler, on a CPU.
+
+    In float32 the weights of norms and adapters are multiplied into the matrices. In bfloat16 they
+    are not, because the rounding of a matrix is larger than the first steps of an adapter.
 
     Args:
       trunk, head: those of the engine, of which `unfit` says nothing.
@@ -85,10 +93,12 @@ class Kernel:
     """
 
     def __init__(self, trunk: Trunk, head: Head):
-        self.run = compiled()
         self.trunk = trunk
         config = trunk.trunk.config
         layers = [layer.module for layer in trunk.layers]
+        embedding = trunk.trunk.embed_tokens.weight
+        half = embedding.dtype == torch.bfloat16
+        self.run = compiled(half)
         self.step = StepArguments(
             layers=len(layers),
             hidden=config.hidden_size,
@@ -98,22 +108,36 @@ class Kernel:
             size=layers[0].self_attn.head_dim,
             vocabulary=len(head.weight),
             eps=trunk.trunk.norm.variance_epsilon,
-            embedding=trunk.trunk.embed_tokens.weight.data_ptr(),
+            embedding=embedding.data_ptr(),
         )
-        final = trunk.derive(partial(tiled, trunk.trunk.norm, head.module))
-        made = [_layer(trunk, layer.module, layer.scale) for layer in trunk.layers]
-        self.step.head = final.data_ptr()
+        group = Group(trunk.trunk.norm, (head.module,))
+        self.step.head = trunk.derive(partial(weights_of, group, half)).data_ptr()
+        self.step.norm = norm_of(trunk, group.norm, half)
         self.arrays = {
             name: (ctypes.c_void_p * len(layers))() for name in (*LAYERS, "keys", "values")
         }
+        factors = len(PRODUCTS) * len(layers)
+        self.arrays |= {name: (ctypes.c_void_p * factors)() for name in ("low", "high")}
         for name, array in self.arrays.items():
             setattr(self.step, name, ctypes.addressof(array))
+        made = [_layer(trunk, layer.module, layer.scale, half) for layer in trunk.layers]
         for name in LAYERS:
-            self.arrays[name][:] = [
-                None if (tensor := own[name]) is None else tensor.data_ptr() for own in made
-            ]
+            self.arrays[name][:] = [own[name] for own in made]
+        if half:
+            self._add_adapters(layers)
         self.threads: int | None = None  # None: torch's
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
+
+    def _add_adapters(self, layers: list[Any]) -> None:
+        groups = [groups_of(layer) for layer in layers]
+        for i, name in enumerate(PRODUCTS):
+            rank = _padded(max(own[name].rank for own in groups))
+            self.step.ranks[i] = rank
+            for layer, own in enumerate(groups if rank else ()):
+                place = len(PRODUCTS) * layer + i
+                for end, make in (("low", down_of), ("high", up_of)):
+                    made = self.trunk.derive(partial(make, own[name], rank))
+                    self.arrays[end][place] = made.data_ptr()
 
     def serves(self, sampler: Sampler) -> bool:
         """Whether the kernel draws as this sampler does: not from a cut distribution, nor under a
@@ -173,6 +197,35 @@ def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None
     return load_or_reason(kind, "generation.kernel", partial(Kernel, trunk, head))
 
 
+class Group(NamedTuple):
+    """Projections that read the same input, and the norm before them."""
+
+    norm: Any | None
+    modules: tuple[Any, ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """What the modules multiply by; `unfit` lets nothing else pass."""
+        return [part for part in map(plain_part, self.modules) if part is not None]
+
+    @property
+    def rank(self) -> int:
+        """Of all adapters of the modules."""
+        return sum(len(part.factors.down.weight) for part in self.parts if part.factors)
+
+
+def groups_of(layer: Any) -> dict[str, Group]:
+    """The products of a layer by their names in the C file."""
+    attn = layer.self_attn
+    mlp = layer.mlp
+    return {
+        "project": Group(layer.input_layernorm, (attn.q_proj, attn.k_proj, attn.v_proj)),
+        "out": Group(None, (attn.o_proj,)),
+        "gates": Group(layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        "down": Group(None, (mlp.down_proj,)),
+    }
+
+
 def unfit(trunk: Trunk | None, head: Head) -> str:
     """Why the kernel cannot decode this model; empty where it can."""
     if trunk is None:
@@ -182,33 +235,30 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
     causal = head.causal
     config = trunk.trunk.config
     first = trunk.layers[0].module
-    attns = [layer.module.self_attn for layer in trunk.layers]
-    mlps = [layer.module.mlp for layer in trunk.layers]
-    linear = [
-        part
-        for module in (*attns, *mlps)
-        for name, part in module.named_children()
-        if name.endswith("_proj")
+    embedding = trunk.trunk.embed_tokens.weight
+    groups = [
+        Group(None, (head.module,)),
+        *(group for layer in trunk.layers for group in groups_of(layer.module).values()),
     ]
-    unbiased = [
-        head.module,
-        *(a.o_proj for a in attns),
-        *(part for m in mlps for part in (m.gate_proj, m.up_proj, m.down_proj)),
-    ]
+    bases = [part.base for group in groups for part in group.parts]
+    inputs = {id(m) for layer in trunk.layers for m in _inputs(layer.module)}
+    weights = [m.weight for m in (*bases, *norms_of(trunk.trunk))]
     rotary = trunk.trunk.rotary_emb
     reasons = {
-        "it needs float32 weights on a CPU": any(
-            p.dtype != torch.float32 or p.device.type != "cpu" for p in causal.parameters()
+        "it needs float32 or bfloat16 weights on a CPU": (
+            embedding.dtype not in (torch.float32, torch.bfloat16)
+            or any(w.dtype != embedding.dtype or w.device.type != "cpu" for w in weights)
         ),
-        "adapters or other changed projections are not in it": any(
-            type(part) is not nn.Linear for part in (*linear, head.module)
-        ),
-        "the head does more than multiply": head.logits is not head.module,
         "hooks hang on the model": any(
             m._forward_hooks or m._forward_pre_hooks for m in causal.modules()
         ),
+        "a projection does more than multiply and add a plain adapter": (
+            any(len(group.parts) < len(group.modules) for group in groups)
+            or type(head.module) is not nn.Linear
+        ),
+        "the head does more than multiply": head.logits is not head.module,
         "an output has a bias": any(
-            part.bias is not None for part in unbiased if type(part) is nn.Linear
+            base.bias is not None for base in bases if id(base) not in inputs
         ),
         "the gate is not silu": config.hidden_act not in ("silu", "swish"),
         "norms differ in eps": len({m.variance_epsilon for m in norms_of(trunk.trunk)}) > 1,
@@ -222,37 +272,75 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def tiled(norm: Any | None, *modules: Any) -> Tensor:
-    """The weights of modules side by side, times that of the norm before them: [columns / TILE,
-    rows, TILE], filled up with zeros."""
-    weight = torch.cat([m.weight for m in modules])
-    weight = weight if norm is None else weight * norm.weight
-    return (
-        nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE))
-        .view(-1, TILE, weight.shape[1])
-        .transpose(1, 2)
-        .contiguous()
-    )
+def _inputs(layer: Any) -> list[nn.Linear]:
+    """The projections that may have a bias."""
+    return [part.base for part in groups_of(layer)["project"].parts]
 
 
-def _layer(trunk: Trunk, layer: Any, scale: Tensor | None) -> dict[str, Tensor | None]:
-    """What the kernel reads of a layer, made again whenever the weights have changed."""
-    attn = layer.self_attn
-    mlp = layer.mlp
-    inputs = attn.q_proj, attn.k_proj, attn.v_proj
+def _padded(size: int) -> int:
+    return size + -size % TILE
+
+
+def tiled(weight: Tensor) -> Tensor:
+    """A matrix [N, H] as the C file reads it, filled up with zeros to whole tiles: [N / TILE, H,
+    TILE], in bfloat16 [N / TILE, H / 2, TILE, 2]."""
+    rows = nn_functional.pad(weight, (0, 0, 0, -len(weight) % TILE))
+    if weight.dtype == torch.bfloat16:
+        return rows.view(-1, TILE, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    return rows.view(-1, TILE, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def weights_of(group: Group, half: bool) -> Tensor:
+    """The weights of a group side by side. In float32 they hold adapters and the weight of the norm
+    too."""
+    if half:
+        return tiled(torch.cat([part.base.weight for part in group.parts]))
+    weight = torch.cat([weight_of(part, torch.float32) for part in group.parts])
+    return tiled(weight if group.norm is None else weight * group.norm.weight)
+
+
+def down_of(group: Group, rank: int) -> Tensor:
+    """The down factors of a group's adapters as one matrix, of so many rows."""
+    down, _ = factors_of(lambda make: make(), group.parts, torch.bfloat16)
+    return tiled(nn_functional.pad(down, (0, 0, 0, rank - len(down))))
+
+
+def up_of(group: Group, rank: int) -> Tensor:
+    """The up factors of a group's adapters, times their scaling, as one matrix of so many
+    columns."""
+    _, up = factors_of(lambda make: make(), group.parts, torch.bfloat16)
+    return tiled(nn_functional.pad(up, (0, 0, 0, rank - len(up))).T)
+
+
+def norm_of(trunk: Trunk, norm: Any, half: bool) -> int | None:
+    """The address of a norm's weight in float32; None where it is part of the next product."""
+    return trunk.derive(lambda: norm.weight.float().clone()).data_ptr() if half else None
+
+
+def _layer(trunk: Trunk, layer: Any, scale: Tensor | None, half: bool) -> dict[str, int | None]:
+    """The addresses of what the kernel reads of a layer, made again whenever the weights have
+    changed."""
+    groups = groups_of(layer)
+    found: dict[str, int | None] = {
+        name: trunk.derive(partial(weights_of, group, half)).data_ptr()
+        for name, group in groups.items()
+    }
+    biases = [base.bias for base in _inputs(layer)]
 
     def bias() -> Tensor:
-        together = torch.cat([m.bias for m in inputs])
+        together = torch.cat([*biases]).float()
         return nn_functional.pad(together, (0, -len(together) % TILE))
 
-    makes: dict[str, Callable[[], Tensor]] = {
-        "project": partial(tiled, layer.input_layernorm, *inputs),
-        "out": partial(tiled, None, attn.o_proj),
-        "gates": partial(tiled, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj),
-        "down": partial(tiled, None, mlp.down_proj),
+    def norms() -> Tensor:
+        assert scale is not None
+        return scale.float().clone()
+
+    return found | {
+        "bias": None if biases[0] is None else trunk.derive(bias).data_ptr(),
+        "scale": None if scale is None else trunk.derive(norms).data_ptr(),
+        "before": norm_of(trunk, groups["project"].norm, half),
+        "between": norm_of(trunk, groups["gates"].norm, half),
     }
-    made: dict[str, Tensor | None] = {name: trunk.derive(make) for name, make in makes.items()}
-    return made | {"scale": scale, "bias": None if attn.q_proj.bias is None else trunk.derive(bias)}
 
 
 def _angles(trunk: Any, positions: int) -> Tensor:
@@ -263,9 +351,10 @@ def _angles(trunk: Any, positions: int) -> Tensor:
 
 
 @cache
-def compiled() -> Any:
-    """The function of the C file. Raises: NoKernel, Undecided (rlkit.models.compiled)."""
-    run = library(SOURCE, "step").step
+def compiled(half: bool = False) -> Any:
+    """The function of the C file, for bfloat16 or for float32. Raises: NoKernel, Undecided
+    (rlkit.models.compiled)."""
+    run = library(SOURCE, "step", HALF if half else ()).step
     run.argtypes = (ctypes.POINTER(StepArguments),)
     run.restype = ctypes.c_int
     return run

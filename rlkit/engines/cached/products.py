@@ -5,7 +5,8 @@ as queries, keys and values, all at once.
 
 W holds the modules' weights side by side. A holds the down factors of their adapters, and B is
 block-diagonal: scaling × the up factor of each. So adapters cost two products for a group, where a
-call of PEFT's modules costs six operations for each.
+call of PEFT's modules costs six operations for each. In float32 on a CPU they cost none: W is a
+copy there, and adapters are added to it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ def is_plain(*modules: Any) -> bool:
     )
 
 
+def weight_of(part: Part, dtype: torch.dtype) -> Tensor:
+    """The weight of a module in this type, with its adapter added: W + scaling · up · down."""
+    weight = part.base.weight.to(dtype)
+    if part.factors is None:
+        return weight
+    up, down = (factor.weight.to(dtype) for factor in (part.factors.up, part.factors.down))
+    return weight.addmm(up, down, alpha=part.factors.scaling)
+
+
 def projection(
     derive: Derive, norm: Any | None, *modules: Any, half: torch.dtype | None = None
 ) -> Projection:
@@ -71,8 +81,8 @@ def projection(
       half: the type to compute in, of which copies are kept; None: that of the weights.
     One matrix is made of several modules where they are copied to `half` anyway, and on a CPU,
     where a call costs more than the copy; elsewhere each has a product of its own. On a CPU the
-    weight of the norm is multiplied into the matrix, unless the result were rounded to half
-    precision.
+    weight of the norm is multiplied into the matrix and adapters are added to it, unless the result
+    were rounded to half precision: an adapter's first steps are smaller than such a rounding.
     """
     parts = [part for part in (plain_part(m, half) for m in modules) if part is not None]
     if len(parts) < len(modules):
@@ -80,10 +90,13 @@ def projection(
     weights = [part.base.weight for part in parts]
     dtype = half or weights[0].dtype
     on_cpu = weights[0].device.type == "cpu"
-    folded = norm if on_cpu and dtype.itemsize > 2 else None
+    merges = on_cpu and dtype.itemsize > 2
+    folded = norm if merges else None
+    adapted = any(part.factors for part in parts)
+    merged = parts if merges else [Part(part.base) for part in parts]
 
     def base_weight() -> Tensor:
-        weight = torch.cat([part.base.weight.to(dtype) for part in parts])
+        weight = torch.cat([weight_of(part, dtype) for part in merged])
         return weight if folded is None else weight * folded.weight
 
     def base_bias() -> Tensor:
@@ -97,13 +110,13 @@ def projection(
 
     copied = any(weight.dtype != dtype for weight in weights)
     biased = any(part.base.bias is not None for part in parts)
-    if copied or (on_cpu and (len(parts) > 1 or folded is not None)):
+    if copied or (on_cpu and (len(parts) > 1 or folded is not None or (merges and adapted))):
         pairs = [(derive(base_weight), derive(base_bias) if biased else None)]
     else:
         pairs = [(part.base.weight, part.base.bias) for part in parts]
     multiply = side_by_side(pairs)
-    if any(part.factors for part in parts):
-        multiply = with_adapters(multiply, *factors_of(derive, parts, folded, dtype))
+    if adapted and not merges:
+        multiply = with_adapters(multiply, *factors_of(derive, parts, dtype))
     if norm is None or folded is not None:
         return multiply if half is None else lambda x: multiply(x.to(dtype))
     return lambda x: multiply((x * norm.weight).to(dtype))
@@ -141,20 +154,16 @@ def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
     return adapted
 
 
-def factors_of(
-    derive: Derive, parts: Sequence[Part], norm: Any | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def factors_of(derive: Derive, parts: Sequence[Part], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The adapters' down factors side by side [ranks, H], and scaling × their up factors on a
     diagonal [ranks, N].
 
-    The weight of the norm, where there is one, is multiplied into the former. Scaled up factors are
-    rounded to `dtype` once.
+    Scaled up factors are rounded to `dtype` once.
     """
 
     def down() -> Tensor:
         factors = [part.factors.down.weight for part in parts if part.factors]
-        weight = torch.cat([factor.to(dtype) for factor in factors])
-        return weight if norm is None else weight * norm.weight
+        return torch.cat([factor.to(dtype) for factor in factors])
 
     def up() -> Tensor:
         ranks = sum(len(part.factors.down.weight) for part in parts if part.factors)

@@ -1,6 +1,7 @@
-"""Seconds and memory of an RL step on a card that is not here, from sizes alone.
+"""Seconds and memory of an RL step: on a card that is not here, from sizes alone; on this machine,
+from timed passes.
 
-Files in the order of their imports: roofline, load, commands.
+Files in the order of their imports: costs, roofline, load, timing, commands.
 """
 
 from rlkit.extras.forecast.load import load_of, shape_of_run

@@ -21,7 +21,7 @@ from rlkit.episodes import demonstrations
 from rlkit.errors import DataError
 from rlkit.functional import chunked_divergence, fill_masked, no_correction, token_mean
 from rlkit.models.head import trunk_and_head
-from rlkit.models.log_probs import CHUNK_LOGITS, forward_logprobs, states
+from rlkit.models.log_probs import forward_logprobs, logits_at_once, states
 from rlkit.models.packing import Packed, pack
 from rlkit.training.metrics import UpdateTerms
 from rlkit.training.teachers import shown_prompts
@@ -214,7 +214,7 @@ def token_divergences(
     head = trunk_and_head(model)[1]
     size = max(
         1,
-        CHUNK_LOGITS
+        logits_at_once(hidden.device)
         // (head.weight.shape[0] + getattr(teacher[1], "weight", head.weight).shape[0]),
     )
     return chunked_divergence(

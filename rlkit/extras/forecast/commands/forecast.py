@@ -1,35 +1,117 @@
-"""what a run would take on a card that is not here: check.device=h200, other overrides as for train
+"""what a run takes on this machine or, with check.device=h200, on a card that is not here
 
-`rlkit check check.device=CARD …` is the same command.
+`rlkit check` is the same command.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlkit.commands import check
 from rlkit.commands.arguments import Arguments, drop, is_trusted
 from rlkit.errors import ConfigError, nearest
 from rlkit.extras.forecast.load import load_of, shape_of_run
 from rlkit.extras.forecast.roofline import CARDS, changes, forecast, settle_checkpointing
 from rlkit.training.experiment import Experiment
+from rlkit.types import Splits
+
+if TYPE_CHECKING:
+    from rlkit.extras.forecast.timing import RunCost
 
 RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4)}
 
 
 def command(arguments: Arguments) -> int:
-    """Print what the run of these overrides would take on the card that check.device names."""
+    """Print what the run of these overrides takes: on the card that check.device names, or here,
+    beside what its small step did."""
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.schedules import first_steps
 
-    given, overrides = asked(drop(arguments.overrides, "trust"))
+    given, overrides = asked(arguments.overrides)
+    if "device" not in given:
+        x, tasks, phases = check.prepare(arguments._replace(overrides=overrides))
+        report, cost = measure_here(x, tasks, given)
+        print(check.show_report(report, phases=phases, costs=list_costs(cost, report.memory)))
+        return 0
     composed = compose(
-        overrides, config_dir=arguments.config_dir, trusted=is_trusted(arguments.overrides)
+        drop(overrides, "trust"),
+        config_dir=arguments.config_dir,
+        trusted=is_trusted(arguments.overrides),
     )
     first = next(iter(first_steps(experiment(composed)).values()))
     print(in_lines(first, composed.config, given))
     return 0
+
+
+def measure_here(
+    x: Experiment, tasks: Splits, given: Mapping[str, str]
+) -> tuple[check.Report, RunCost]:
+    """The small step of `rlkit check`, and what the run costs on this machine.
+
+    Args:
+      x: the run at its first step. given: the settings check.NAME.
+    """
+    from rlkit.extras.forecast.timing import Given, Reads, forecast_run
+    from rlkit.system.device import autocast
+    from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
+    from rlkit.training.update.record import Host
+
+    reads = Reads()
+    report = check.run(x, tasks, Host(forward=reads))
+    lengths = Given(**{name: float(value) for name, value in given.items()})
+    learner = report.learner
+    device = next(learner.model.parameters()).device
+    with (
+        autocast(x, device, updates=True),
+        limit_waiting(x.trainer.max_step_time, MAX_STEP_TIME, lambda: "a timed step hangs"),
+    ):
+        return report, forecast_run(learner, x, tasks, reads, lengths)
+
+
+def list_costs(forecast: RunCost, held: check.Memory) -> list[tuple[str, str]]:
+    """What a step and the run cost, as (name, numbers)."""
+    costs = forecast.costs
+    of = forecast.step
+    parts = {
+        "weights": held.weights + held.reference,
+        "gradients and optimizer": held.gradients + held.optimizer,
+        "activations of one micro-batch": forecast.activations,
+        "cache": forecast.cache,
+    }
+    parts["libraries and the rest"] = max(0.0, forecast.peak - sum(parts.values()))
+    sizes = ", ".join(f"{name} {check.say_size(size)}" for name, size in parts.items() if size)
+    seconds = {"sampling": costs.sampling, "scoring": costs.scoring, "update": costs.update}
+    spent = ", ".join(f"{name} {say_time(own)}" for name, own in seconds.items() if own)
+    evaluation = f", evaluation {say_time(costs.evaluation)} of it" if costs.evaluation else ""
+    return [
+        (
+            "lengths",
+            f"prompts of {of.prompt:.0f} tokens, {of.drawn:.0f} sampled a rollout"
+            f" ({forecast.source}); check.prompt_tokens and check.reply_share change them",
+        ),
+        (
+            "a step",
+            f"about {say_time(costs.step)} on {forecast.on}: {spent}"
+            f" ({of.rollouts:.0f} rollouts, {of.packed:,.0f} tokens)",
+        ),
+        (
+            "sampling",
+            f"prefill {say_time(costs.prefill)}, decode {say_time(costs.decode)}",
+        ),
+        ("the run", f"{costs.steps} steps, about {say_time(costs.run)}{evaluation}"),
+        ("memory", f"about {check.say_size(forecast.peak)} at its peak ({sizes})"),
+    ]
+
+
+def say_time(seconds: float) -> str:
+    """Seconds, minutes or hours with about two digits."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} hours"
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -57,10 +139,10 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 raise ConfigError(
                     f"check.{name}={value}: must be a number from {low:g} to {high:g}"
                 )
-    if "device" not in given:
+    if "turns" in given and "device" not in given:
         raise ConfigError(
-            "a forecast, and each setting of it, belongs to check.device: name a card, one of"
-            f" {', '.join(CARDS)}"
+            "check.turns belongs to check.device, because turns are measured on this machine; name"
+            f" a card, one of {', '.join(CARDS)}"
         )
     return given, [o for o in overrides if not o.startswith("check.")]
 

@@ -1,0 +1,64 @@
+"""Models of which some layers see a window: short contexts from the cache, longer ones by the
+reference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlkit.engines.cached.attention import attending_by
+from rlkit.engines.cached.scheduler import Scheduler
+from rlkit.engines.transformers import Transformers
+from rlkit.types import Generation, Policy, SamplingParams
+
+
+class Windowed(Scheduler):
+    """A decoder that takes a completion from the cache if its prompt and all the tokens that it may
+    have fit into the window; any other is the reference engine's, later ones of the same episode
+    too if they are as long.
+
+    Both engines draw the same tokens. The reference engine decodes its completions together, once
+    nothing is left to do in the cache.
+
+    Args:
+      policy: the whole one. window: tokens that every layer sees, fewer than the policy's context.
+      settings: of `Scheduler`.
+    """
+
+    def __init__(self, policy: Policy, causal: Any, *, window: int, max_rows: int, **settings: Any):
+        within = policy._replace(context_length=window)
+        super().__init__(within, causal, max_rows=max_rows, **settings)
+        self.longer = Transformers(max_rows=max_rows).make_decoder(policy)
+        self.attention = causal.config._attn_implementation  # the model's own
+
+    @property
+    def idle(self) -> bool:
+        return super().idle and self.longer.idle
+
+    def accepts(self, params: SamplingParams) -> bool:
+        return super().accepts(params) and self.longer.accepts(params)
+
+    def submit(
+        self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    ) -> None:
+        if len(prompt_ids) + params.max_new_tokens <= self.policy.context_length:
+            super().submit(key, prompt_ids, seed, params)
+            return
+        super().release(key)  # what the cache has of the episode
+        self.longer.submit(key, prompt_ids, seed, params)
+
+    def release(self, key: int) -> None:
+        super().release(key)
+        self.longer.release(key)
+
+    @torch.inference_mode()
+    def advance(self) -> list[tuple[int, Generation]]:
+        if not super().idle:
+            return super().advance()
+        before = self.longer.rounds
+        with attending_by(self.causal.config, self.attention):
+            completions = self.longer.advance()
+        self.rounds += self.longer.rounds - before
+        return completions

@@ -1,0 +1,361 @@
+"""Timed passes of a run's own parts, by which `rlkit check` forecasts what the run costs here.
+
+A learner that has taken one small step times sampling, updates and an evaluation, at the run's size
+if that is cheap and at a part of it otherwise. Seconds are the processor's or, on a GPU, those of
+the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from rlkit.distributed import ranks
+from rlkit.engines import Cached
+from rlkit.engines.cached.cache import token_bytes
+from rlkit.episodes.evaluation import greedy_accuracy
+from rlkit.episodes.stream import StreamState
+from rlkit.extras.forecast.costs import (
+    SHARE,
+    Costs,
+    Counts,
+    Passes,
+    Room,
+    Timed,
+    count,
+    count_evaluations,
+    expect_drawn,
+    forecast_peak,
+    scale_passes,
+    size_room,
+)
+from rlkit.models.critic import SeparateCritic
+from rlkit.models.head import trunk_and_head
+from rlkit.models.log_probs import logits_at_once
+from rlkit.rewards import Reward, Term
+from rlkit.system.adapters import base_model
+from rlkit.training.activations import LOGITS, measure_token
+from rlkit.training.experiment import BatchSize, Experiment, Sampling
+from rlkit.training.groups import experience
+from rlkit.training.learner import Learner
+from rlkit.training.metrics import peak_memory
+from rlkit.types import Rollout, Splits
+
+T = TypeVar("T")
+
+BUDGET = 4.0  # seconds that a timed pass of sampling may take, about
+UPDATE_BUDGET = 8.0  # the same of an update
+CHEAP = 1.0  # seconds of a pass that is done once untimed; dearer ones are warm by smaller passes
+LEAST = 4  # tokens behind the first of a reply in the longer pass of sampling
+# Bytes on a CPU of what a run imports and a check does not, Lightning first of all; measured.
+IMPORTS = 70 << 20
+# Resident bytes on a CPU for each byte that autograd keeps. torch asks for aligned blocks, and for
+# those glibc reuses no freed block of the same size. Measured with glibc 2.36: 1.6 to 1.7.
+RESIDENT = 1.7
+# no verifier is asked about the replies of one token
+UNSCORED = Reward("none", {"none": Term(1.0, lambda own: [0.0] * len(own), batched=True)})
+
+
+class Given(NamedTuple):
+    """Lengths that the user sets, check.NAME; None leaves them to the check."""
+
+    prompt_tokens: float | None = None
+    reply_share: float | None = None
+
+
+class RunCost(NamedTuple):
+    """What a run will cost."""
+
+    costs: Costs
+    step: Counts
+    source: str  # of the lengths, in words
+    on: str  # which processor, in words
+    peak: float = 0.0  # bytes
+    activations: float = 0.0  # of them, of one micro-batch with its logits
+    cache: float = 0.0  # of them, of keys and values
+
+
+class Reads:
+    """The forward passes of a learner (`Host.forward`): adds up the seconds of those without
+    gradient."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self, model: Any, function: Callable[..., T], *given: Any, **settings: Any) -> T:
+        if torch.is_grad_enabled():
+            return ranks.in_forward(model, function, *given, **settings)
+        begun = now(model)
+        done = ranks.in_forward(model, function, *given, **settings)
+        self.seconds += now(model) - begun
+        return done
+
+
+def now(model: nn.Module) -> float:
+    """Seconds of this process's work on a model so far."""
+    if next(model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+class Trial(NamedTuple):
+    """A learner after its small step, and the run that it stands for."""
+
+    learner: Learner  # its host's forward passes are `reads`
+    x: Experiment  # the run at its first step
+    tasks: Splits
+    reads: Reads
+    small: Counts  # of the small step
+    update_s: float  # that its update took a token
+    prompt_s: float = 0.0  # that the samples of one prompt take, with one token a reply
+    token_s: float = 0.0  # of a decoded token beside those of one group
+
+
+def forecast_run(
+    learner: Learner, x: Experiment, tasks: Splits, reads: Reads, given: Given
+) -> RunCost:
+    """Time the passes and scale them to the run. The learner's weights move.
+
+    A precision other than that of the weights is the caller's, as in `Learner`.
+
+    Args:
+      learner: after one small step; `reads` are its host's forward passes. x: the run at its first
+        step.
+    """
+    small = count(learner.rollouts)
+    spent = learner.metrics["perf/update_processor_s"]  # nan on a GPU
+    seconds = spent if spent == spent else learner.metrics["perf/update_s"]
+    t = Trial(learner, x, tasks, reads, small, seconds / small.packed)
+    critic = x.algorithm.critic._replace(warmup=0)
+    whole = x.algorithm._replace(max_refills=0, target_kl=None, critic=critic)
+    cut = learner.configured._replace(batch=x.batch, algorithm=whole)
+    learner.settle(cut, exact=learner.exact)
+    first = learner.rollouts
+    one, few = (sample(t, 1, tokens, UNSCORED)[0] for tokens in (1, 1 + LEAST))
+    token_s = max(1e-6, few.seconds - one.seconds) / max(1.0, few.of.decoded)
+    t = t._replace(prompt_s=one.seconds, token_s=token_s)
+    short, long, rollouts = time_sampling(t)
+    step, source = expect_step(t, max(rollouts, first, key=longest_reply), long.of, given)
+    evaluation, evaluated = time_evaluation(t, step, given)
+    scoring, update = time_updates(t, rollouts, step)
+    passes = Passes((short, long), scoring, update, evaluation)
+    costs = scale_passes(passes, step, evaluated, x.trainer.steps)
+    threads = torch.get_num_threads()
+    on = f"{threads} threads, in processor time" if threads > 1 else "1 thread"
+    on = "the GPU" if next(learner.model.parameters()).is_cuda else on
+    played = [(long.of, step)]
+    played += [(evaluation.of, evaluated)] if evaluation is not None else []
+    return with_memory(t, RunCost(costs, step, source, on), update[1].of, played)
+
+
+# ----------------------------------------------------------------------------------------- sampling
+
+
+def time_sampling(t: Trial) -> tuple[Timed, Timed, list[Rollout]]:
+    """The prompts of a step, or as many as are cheap: with one token a reply, and with all or as
+    many tokens as are cheap; and the longer replies."""
+    prompts = max(1, min(int(BUDGET / t.prompt_s), t.x.batch.prompts))
+    group_s = t.x.batch.group_size * t.token_s
+    tokens = 1 + max(LEAST, int(BUDGET / (prompts * group_s)))
+    limit = min(tokens, t.x.generation.max_new_tokens)
+    if prompts * (t.prompt_s + limit * group_s) < CHEAP:
+        sample(t, prompts, tokens, UNSCORED)
+    short, _ = sample(t, prompts, 1, UNSCORED)
+    long, rollouts = sample(t, prompts, tokens, t.x.reward)
+    return short, long, rollouts
+
+
+def expect_step(
+    t: Trial, rollouts: Sequence[Rollout], played: Counts, given: Given
+) -> tuple[Counts, str]:
+    """The sizes of a step of the run, and where the lengths are from.
+
+    Args:
+      rollouts: the longest of the check. played: by the longer pass of sampling.
+    """
+    limit = t.x.generation.max_new_tokens
+    own = count(rollouts)
+    drawn = expect_drawn(rollouts, limit, given.reply_share)
+    step = own._replace(
+        groups=t.x.batch.prompts, prompt=given.prompt_tokens or played.prompt, drawn=drawn
+    )
+    if given.reply_share is not None:
+        return step, "given"
+    cut = f"replies that were cut count as {SHARE:.0%} of generation.max_new_tokens={limit}"
+    return step, "measured" if drawn == own.drawn else cut
+
+
+def longest_reply(rollouts: Sequence[Rollout]) -> int:
+    """Tokens of the longest reply."""
+    return max(len(step.response_ids) for own in rollouts for step in own.steps)
+
+
+def sample(t: Trial, prompts: int, tokens: int, reward: Reward) -> tuple[Timed, list[Rollout]]:
+    """Groups of the first prompts, with at most so many tokens a reply."""
+    x = t.learner.begin()
+    x = x._replace(
+        batch=BatchSize(prompts, x.batch.group_size),
+        generation=shortened(t.x.generation, tokens),
+        reward=reward,
+    )
+    version = t.learner.rl_step
+    begun = now(t.learner.model)
+    sampled, _, _ = experience(
+        x, t.learner.policy, t.tasks.train, StreamState(), step=0, version=version
+    )
+    return Timed(count(sampled), now(t.learner.model) - begun), sampled
+
+
+def time_evaluation(t: Trial, step: Counts, given: Given) -> tuple[Timed | None, Counts]:
+    """Greedy replies to training problems, as many as a step has rollouts or as are cheap; and the
+    sizes of all evaluations of the run."""
+    evaluation = t.x.evaluation
+    splits = t.tasks.validation, t.tasks.test
+    passes = count_evaluations(t.x.trainer.steps, evaluation.every)
+    tasks = sum(n * len(split) for n, split in zip(passes, splits, strict=True))
+    if not tasks:
+        return None, t.small._replace(groups=0)
+    own = t.x.held_out(evaluation.curve_temperature)
+    limit = own["max_new_tokens"]
+    n = max(1, min(int(BUDGET / t.prompt_s), int(step.rollouts), tasks))
+    tokens = 1 + max(LEAST, int(BUDGET / (n * t.token_s)))
+    sampling = shortened(t.x.generation._replace(max_new_tokens=limit), tokens)
+    own |= sampling.params | {"temperature": evaluation.curve_temperature}
+    version = t.learner.rl_step
+    begun = now(t.learner.model)
+    _, rollouts = greedy_accuracy(
+        t.learner.policy, t.tasks.train[:n], seed=evaluation.seed, version=version, **own
+    )
+    timed = Timed(count(rollouts), now(t.learner.model) - begun)
+    drawn = step.drawn * limit / t.x.generation.max_new_tokens
+    if given.reply_share is None and tokens >= limit:
+        drawn = timed.of.drawn
+    prompt = given.prompt_tokens or timed.of.prompt
+    return timed, timed.of._replace(groups=tasks, prompt=prompt, drawn=drawn)
+
+
+# ------------------------------------------------------------------------------------------ updates
+
+
+def time_updates(
+    t: Trial, rollouts: Sequence[Rollout], step: Counts
+) -> tuple[tuple[Timed, Timed], tuple[Timed, Timed]]:
+    """Scoring and update of half of the groups that are cheap, and of all of them."""
+    token_s = t.update_s * t.x.algorithm.epochs
+    groups = len({r.group for r in rollouts})
+    groups = max(1, min(groups, int(UPDATE_BUDGET / (token_s * step.packed / step.groups))))
+    target = min(int(2 * UPDATE_BUDGET / token_s / step.size), round(step.drawn))
+    longer = lengthened(rollouts, target, vocabulary(t.learner.model))
+    if token_s * groups * step.packed / step.groups < CHEAP:
+        update(t, [r for r in longer if r.group < groups])
+    sizes = sorted({max(1, groups // 2), groups})
+    timed = [update(t, [r for r in longer if r.group < n]) for n in sizes]
+    small, large = timed[0], timed[-1]
+    return (small[0], large[0]), (small[1], large[1])
+
+
+def update(t: Trial, rollouts: Sequence[Rollout]) -> tuple[Timed, Timed]:
+    """What scoring and a whole update of these rollouts take."""
+    version = ((0, t.learner.rl_step),)
+    own = [
+        r._replace(
+            reward=float((r.group + r.sample) % 2),
+            steps=tuple(step._replace(versions=version) for step in r.steps),
+        )
+        for r in rollouts
+    ]
+    t.learner.begin()
+    t.reads.seconds = 0.0
+    begun = now(t.learner.model)
+    t.learner.step(own)
+    of = count(own)
+    return Timed(of, t.reads.seconds), Timed(of, now(t.learner.model) - begun)
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def with_memory(
+    t: Trial, found: RunCost, taken: Counts, played: Sequence[tuple[Counts, Counts]]
+) -> RunCost:
+    """The forecast with its memory, from the peak so far.
+
+    Args:
+      taken: of the largest update. played: of sampling and evaluation, here and in the run.
+    """
+    model = t.learner.model
+    device = next(model.parameters()).device
+    engine = t.x.generation.engine
+    room = partial(
+        size_room,
+        micro=t.x.trainer.micro_batch_tokens,
+        vocabulary=vocabulary(model),
+        chunk=logits_at_once(device),
+        rows=engine.max_rows if isinstance(engine, Cached) else 1,
+    )
+    cached = [max(room(of).cached for of in own) for own in zip(*played, strict=True)]
+    minibatches = t.x.algorithm.minibatches
+    updates = room(taken, minibatches=minibatches), room(t.small)
+    measured = Room(*map(max, *updates))._replace(cached=cached[0])
+    needed = room(found.step, minibatches=minibatches)._replace(cached=cached[1])
+    critic = t.learner.critic
+    trunks = [model, *([critic.model] if isinstance(critic, SeparateCritic) else [])]
+    # on a GPU the cache has its whole size from the start
+    on_cpu = device.type == "cpu"
+    grows = isinstance(engine, Cached) and on_cpu
+    saved = sum(measure_token(trunk, round(found.step.row)) for trunk in trunks)
+    size = Room(
+        saved * RESIDENT if on_cpu else saved,
+        LOGITS,
+        token_bytes(base_model(model)) if grows else 0,
+    )
+    so_far = peak_memory(device) * 2**30 + (IMPORTS if on_cpu else 0)
+    return found._replace(
+        peak=forecast_peak(so_far, measured, needed, size),
+        activations=size.tokens * needed.tokens + size.logits * needed.logits,
+        cache=size.cached * needed.cached,
+    )
+
+
+def vocabulary(model: Any) -> int:
+    """Entries of the logits of a token."""
+    return trunk_and_head(model)[1].weight.shape[0]
+
+
+def shortened(sampling: Sampling, tokens: int) -> Sampling:
+    """The settings with at most so many tokens a reply, and without a thinking budget that such a
+    reply does not reach."""
+    tokens = min(tokens, sampling.max_new_tokens)
+    budget = sampling.max_thinking_tokens
+    kept = budget if budget is not None and budget < tokens else None
+    return sampling._replace(max_new_tokens=tokens, max_thinking_tokens=kept)
+
+
+def lengthened(rollouts: Sequence[Rollout], tokens: int, vocabulary: int) -> list[Rollout]:
+    """The rollouts, those that were cut with a last reply of at least so many tokens.
+
+    The reply's own tokens repeat, moved by the number of the sample, so that no two samples share
+    them.
+    """
+    out = []
+    for rollout in rollouts:
+        *earlier, last = rollout.steps or (None,)
+        if last is not None and rollout.truncation == "length":
+            ids = last.response_ids
+            more = range(len(ids), tokens)
+            last = last._replace(
+                response_ids=(
+                    *ids,
+                    *((ids[i % len(ids)] + rollout.sample) % vocabulary for i in more),
+                ),
+                logprobs=(*last.logprobs, *(last.logprobs[i % len(ids)] for i in more)),
+            )
+            rollout = rollout._replace(steps=(*earlier, last))
+        out.append(rollout)
+    return out

@@ -1,0 +1,32 @@
+"""What a run is told of a model some of whose layers see a window of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlkit.engines import Cached
+from rlkit.engines.cached.attention import cached_context
+from rlkit.system.adapters import base_model
+from rlkit.training.activations import longest_lengths
+from rlkit.training.experiment import Experiment
+from rlkit.training.schedules import phases
+from rlkit.types import Policy, Task
+
+
+def window_line(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> str:
+    """`window: …`: up to which length contexts take the fast paths of the engine and the update,
+    and how long they may become; empty if every layer sees the whole of every context, and if
+    `kernels:` says it of all contexts.
+    """
+    window = cached_context(base_model(policy.model).config)
+    if not 0 < window < policy.context_length:
+        return ""
+    longest = max(longest_lengths(phase, policy, tasks).width for phase in phases(x).values())
+    known = f"window: some layers see {window:,} tokens, and the first rows' contexts may have"
+    if longest <= window:
+        known = f"{known} {longest:,}; longer ones would be"
+    else:
+        known = f"{known} {longest:,}; those longer than the window are"
+    cached = isinstance(x.generation.engine, Cached)
+    decoded = "decoded by the reference engine, and " if cached else ""
+    return f"{known} {decoded}scored without packing"
