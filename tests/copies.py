@@ -163,7 +163,6 @@ def begin_sweep(
         os.chdir(place)
         os.environ.update(own)
         sys.path.insert(0, str(place))
-        heed()
         warm.WarmServer.begin = begin_server  # type: ignore[method-assign]
         runner.start_process = warm.WarmServer({}).start
 
