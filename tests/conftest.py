@@ -302,6 +302,7 @@ def forked():
     import rlkit.training.callbacks.stopping
     import rlkit.training.module
     import rlkit.training.run  # noqa: F401
+    from copies import heed
     from rlkit.commands.cli import main
     from rlkit.config.compose import compose, experiment
 
@@ -316,6 +317,7 @@ def forked():
             return child
         status = 99
         try:
+            heed()
             # makes the child's own pool before threads that load the model do so at once, and one
             # finds none
             torch.set_num_threads(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -41,8 +42,13 @@ class Copy:
         self.returncode = os.waitstatus_to_exitcode(status) if pid else self.returncode
         return self.returncode
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
+            handle = os.pidfd_open(self.pid)
+            ready, _, _ = select.select([handle], [], [], timeout)
+            os.close(handle)
+            if not ready:
+                raise subprocess.TimeoutExpired("rlkit", timeout or 0.0)
             _, status = os.waitpid(self.pid, 0)
             self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -163,7 +169,6 @@ def begin_sweep(
         os.chdir(place)
         os.environ.update(own)
         sys.path.insert(0, str(place))
-        heed()
         warm.WarmServer.begin = begin_server  # type: ignore[method-assign]
         runner.start_process = warm.WarmServer({}).start
 
@@ -189,11 +194,13 @@ def begin_server(self: Any) -> None:
 
 
 def start_copy(command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool) -> Copy:
-    """In place of subprocess.Popen, for `python -m rlkit WORDS`."""
-    assert list(command[1:3]) == ["-m", "rlkit"] and start_new_session
+    """In place of subprocess.Popen, for `python -m rlkit WORDS` and `python FILE.py WORDS`."""
+    assert start_new_session
 
-    def work() -> int:
+    def work() -> Any:
         os.setsid()
-        return main(command[3:])
+        if list(command[1:3]) == ["-m", "rlkit"]:
+            return main(command[3:])
+        return as_script(command[1:])
 
     return Copy(copied(work, env))

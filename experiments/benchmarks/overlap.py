@@ -30,13 +30,7 @@ import bench
 
 from rlkit.engines import Cached
 
-ENGINES = {
-    "cached": [],
-    "cached and 1 s": [
-        "generation.engine._target_=overlap.Waiting",
-        "+generation.engine.seconds=1.0",
-    ],
-}
+WAIT = 1.0  # seconds of the engine that waits; a tenth with --quick
 RUN = ["trainer.threads=1", "trainer.accelerator=cpu", "seed=0"]
 WAYS = {"none": ["asynchrony=none"], "overlap": ["asynchrony=overlap", "asynchrony.staleness=1"]}
 
@@ -129,11 +123,17 @@ def ceiling(overrides: list[str], steps: int) -> tuple[float, float]:
     return sample, update
 
 
-def measured(rounds: int, steps: int, extra: list[str]) -> list[dict[str, Any]]:
+def engines(wait: float) -> dict[str, list[str]]:
+    """Each engine's name and its overrides."""
+    waiting = ["generation.engine._target_=overlap.Waiting", f"+generation.engine.seconds={wait}"]
+    return {"cached": [], f"cached and {wait:g} s": waiting}
+
+
+def measured(rounds: int, steps: int, extra: list[str], wait: float = WAIT) -> list[dict[str, Any]]:
     """A row for each engine and way."""
     found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for turn in range(rounds):
-        for engine, words in ENGINES.items():
+        for engine, words in engines(wait).items():
             for way in list(WAYS)[:: 1 if turn % 2 else -1]:
                 with tempfile.TemporaryDirectory() as folder:
                     own = [*RUN, *WAYS[way], f"trainer.steps={steps + 2}", *words, *extra]
@@ -187,7 +187,7 @@ def main() -> None:
         return run(given.folder, given.overrides)
     small = ["batch.prompts=2", "batch.group_size=4", "generation.max_new_tokens=8"]
     rows = (
-        measured(1, 2, [*small, *given.overrides])
+        measured(1, 2, [*small, *given.overrides], WAIT / 10)
         if given.quick
         else measured(given.rounds, given.steps, given.overrides)
     )

@@ -1,9 +1,9 @@
 """Whatever happens to a file of a run folder: a resumed run ends as if nothing had happened, or
 says in a sentence which file it is.
 
-The law goes over every file of a folder in which a run was killed, and over every damage. A file of
-a kind that `KINDS` does not know fails it. Each run is a fork of this process, which has torch and
-Lightning imported already.
+The law goes over every kind of file of a folder in which a run was killed, and over every damage,
+in turns. A file of a kind that `KINDS` does not know fails it. Each run is a fork of this process,
+which has torch and Lightning imported already.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ UNREAD = (
     "failed rollout",
     "debug bundle",
     "TensorBoard's events",
-)  # one file of each is tried
+)  # one file of each is tried, with one damage
 TEXTS = (
     "config",
     "overrides",
@@ -371,16 +371,41 @@ def check(cases, runs, tmp_path, same) -> None:
     )
 
 
+FLIPS = (flipped_early, flipped_late)  # of texts alone
+OTHERS = [damage for damage in DAMAGES if damage not in FLIPS]
+
+
+def tried(names: list[str], damage) -> list[str]:
+    """The files that meet a damage, in turns: the first and the last file of a kind meet one of
+    them, and the first meets another one if a resume reads it."""
+    first = {kind_of(name): name for name in reversed(names)}
+    last = {kind: name for name in names if (kind := kind_of(name)) not in UNREAD}
+    names = [name for name in names if name in (*first.values(), *last.values())]
+    if damage in FLIPS:
+        texts = [name for name in names if kind_of(name) in TEXTS]
+        return texts[FLIPS.index(damage) :: 2]
+    number = OTHERS.index(damage)
+    return [
+        name
+        for place, name in enumerate(names)
+        if number == place % len(OTHERS)
+        or (
+            last.get(kind_of(name))
+            and name in first.values()
+            and number == (place + 3) % len(OTHERS)
+        )
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_to_every_file_of_a_run_folder(runs, tmp_path, same, damage):
+def test_every_damage_to_every_kind_of_file_of_a_run_folder(runs, tmp_path, same, damage):
     names = names_in(runs[2])
     assert set(map(kind_of, names)) == set(KINDS)
-    alike = {kind_of(name): name for name in reversed(names)}
-    tried = [name for name in names if kind_of(name) not in UNREAD or alike[kind_of(name)] == name]
-    if damage in (flipped_early, flipped_late):
-        tried = [name for name in tried if kind_of(name) in TEXTS]
-    check([(name, damage) for name in tried], runs, tmp_path, same)
+    assert set(map(kind_of, names)) == {
+        kind_of(name) for other in DAMAGES for name in tried(names, other)
+    }
+    check([(name, damage) for name in tried(names, damage)], runs, tmp_path, same)
 
 
 # ---------------------------------------------------------------------------------- representatives

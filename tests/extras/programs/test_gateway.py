@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from copies import heed
 from parametrise import each
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
@@ -706,7 +707,12 @@ def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path, mo
         "generation.max_new_tokens=4",
     ]
     with subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed,
     ) as serve:
         try:
             said = iter(serve.stdout.readline, "")
