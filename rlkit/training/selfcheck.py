@@ -28,7 +28,7 @@ FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by 
 BF16_LIMIT = 0.5  # more than any rounding
 MARGIN = 1.2  # a warning above this many times the difference between the model's own two paths
 TYPICAL = 0.05  # of SmolLM2-135M; the least that counts for paths compared on fewer than FEW tokens
-FEW = 64  # the mean of so many tokens is known to about a tenth
+FEW = 64  # the mean of so many tokens is known to about an eighth of itself
 # The least that counts for any paths: the unit roundoff of bfloat16. Logits from 8 to 16 are
 # rounded to multiples of 1/16, so the mean is this if one token in 16 is rounded up in one path and
 # down in the other.
