@@ -37,7 +37,7 @@ def double(**settings: Any) -> Policy:
 
 
 def unpacked(**settings: Any) -> Policy:
-    """A policy that cannot read packed rows, as one with sliding windows."""
+    """A policy that cannot read packed rows, as one with linear attention."""
     policy = load_policy(**settings)
     policy.model.config._attn_implementation = "sdpa"
     return policy

@@ -24,14 +24,14 @@ from rlkit.training.schedules import phases
 from rlkit.types import Environment, Policy, Task, Tool, bound, declarations
 
 FP32_TOLERANCE = 1e-3  # max |Δ log-prob|: two correct float32 paths differ by rounding alone
-# Mean |Δ log-prob| in half precision. Above LIMIT the numbers are others, not otherwise rounded.
-BF16_LIMIT = 0.5
-MARGIN = 1.2  # times what the model's own two paths differ by: a warning
-# What two paths are taken to differ by, if they cannot be measured: those of SmolLM2-135M.
-TYPICAL = 0.05
-FEW = 64  # tokens; the mean of fewer says little: up to a fifth of it is chance even then
-# Least that two paths are taken to differ by: the unit roundoff of bfloat16. A logit from 8 to 16
-# is a multiple of 1/16, so this is one token in 16 whose logit falls to the other side of a half.
+# All of these are means of |Δ log-prob| in half precision.
+BF16_LIMIT = 0.5  # more than any rounding
+MARGIN = 1.2  # a warning above this many times the difference between the model's own two paths
+TYPICAL = 0.05  # of SmolLM2-135M; the least that counts for paths compared on fewer than FEW tokens
+FEW = 64  # the mean of so many tokens is known to about an eighth of itself
+# The least that counts for any paths: the unit roundoff of bfloat16. Logits from 8 to 16 are
+# rounded to multiples of 1/16, so the mean is this if one token in 16 is rounded up in one path and
+# down in the other.
 ROUNDOFF = 2**-8
 FORWARD_ROWS = 4  # rows that the model's own forward reads for the comparison
 FORWARD_TOKENS = 32  # of such a row, read token by token
