@@ -26,6 +26,8 @@ _STATE = tempfile.TemporaryDirectory(
     prefix="rlkit_state_"
 )  # where runs of the tests are noted as their own
 os.environ["XDG_STATE_HOME"] = _STATE.name
+# else a copy of this process that ends would remove the folder
+os.register_at_fork(after_in_child=_STATE._finalizer.detach)
 
 # The same examples in each run, so that a failure belongs to the change at hand;
 # `--hypothesis-profile=random` searches among others.
@@ -302,7 +304,7 @@ def forked():
     import rlkit.training.callbacks.stopping
     import rlkit.training.module
     import rlkit.training.run  # noqa: F401
-    from copies import heed
+    from copies import begin_copy
     from rlkit.commands.cli import main
     from rlkit.config.compose import compose, experiment
 
@@ -317,10 +319,7 @@ def forked():
             return child
         status = 99
         try:
-            heed()
-            # makes the child's own pool before threads that load the model do so at once, and one
-            # finds none
-            torch.set_num_threads(1)
+            begin_copy()
             for stream in (1, 2):
                 os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
             sys.stdout, sys.stderr = (

@@ -7,6 +7,7 @@ command; what is here makes the processes that such a command starts itself.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import select
@@ -23,9 +24,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlkit.commands.cli import main
 from rlkit.runs.sweeps import runner, warm
 from rlkit.system.parent import tied
+
+# A pool of threads does not survive a fork. A copy of a process that has one makes its own at once,
+# or threads that load a model ask for it together and one of them finds none.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 LIMIT = 400  # seconds in which what has to happen does, on the slowest machine
 
@@ -104,6 +111,23 @@ def heed() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def begin_copy() -> None:
+    """What makes a copy like a new process: its signals and what it has imported."""
+    heed()
+    forget_modules_of_tests()
+
+
+def forget_modules_of_tests() -> None:
+    """A file that a test has written is imported anew, though another test has written and imported
+    one of that name."""
+    written = os.path.join(os.path.realpath(tempfile.gettempdir()), "pytest-of-")
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and os.path.realpath(file).startswith(written):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+
+
 def copied(work: Callable[[], Any], environment: Mapping[str, str]) -> int:
     """A copy of this process that does some work with other variables of the environment; its
     process id. Its exit status is what the work returns, or that of a SystemExit."""
@@ -114,7 +138,7 @@ def copied(work: Callable[[], Any], environment: Mapping[str, str]) -> int:
     try:
         os.environ.clear()
         os.environ.update(environment)
-        heed()
+        begin_copy()
         status = work()
     except SystemExit as end:
         status = end.code

@@ -30,6 +30,7 @@ SMALL = {
     "evaluation.n": "2",
     "generation.max_new_tokens": "10",
     "callbacks.checkpoint.every": "1",
+    "trainer.micro_batch_tokens": "1024",  # the probe before the first step fills one
 }
 # overrides, and the host reads of one RL step, rollouts and update, on the day that they were
 # written down; a tenth more is allowed
