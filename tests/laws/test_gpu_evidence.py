@@ -26,11 +26,16 @@ OWN = ("rows", "page", "run", "inside", "weights", "ceilings", "parts_of_passes"
 
 @pytest.fixture
 def evidence(monkeypatch):
-    """Imports a file of the experiment; its plain names are gone afterwards."""
+    """Imports a file of the experiment, of whose plain names others make use before and after."""
+
+    def forget() -> None:
+        for name in OWN:
+            sys.modules.pop(name, None)
+
     monkeypatch.syspath_prepend(str(FOLDER))
+    forget()
     yield importlib.import_module
-    for name in OWN:
-        sys.modules.pop(name, None)
+    forget()
 
 
 # ----------------------------------------------------------------------------------------- rows
