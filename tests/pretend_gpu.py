@@ -634,6 +634,25 @@ def segments_by_rows(
     return torch.cat(parts)
 
 
+def rows_by_pages(
+    attention: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    lengths: Any,
+    table: Any,
+    *,
+    enable_gqa: bool,
+) -> Any:
+    """What flash attention computes for one query a row over pages [pages, page, Hk, D]. Operations
+    of tensors alone, so that a captured graph sees the table as it is at each replay."""
+    key, value = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (key, value))
+    seen = torch.arange(key.shape[2], device=query.device) < lengths[:, None]
+    return attention(
+        query[:, :, None], key, value, attn_mask=seen[:, None, None], enable_gqa=enable_gqa
+    )[:, :, 0]
+
+
 class Event:
     def __init__(self, *_: Any, **__: Any): ...
     def record(self, *_: Any) -> None: ...
@@ -711,13 +730,25 @@ def patches(gpu: PretendGPU) -> list[tuple[Any, str, Any]]:
             gpu.lenient = before
 
     def varlen_attn(
-        query: Any, key: Any, value: Any, ends_q: Any, ends_k: Any, *_: Any, **settings: Any
+        query: Any,
+        key: Any,
+        value: Any,
+        ends_q: Any,
+        ends_k: Any,
+        *_: Any,
+        seqused_k: Any = None,
+        block_table: Any = None,
+        **settings: Any,
     ) -> Any:
         gpu.attention["varlen", str(query.dtype).removeprefix("torch."), gpu.site()] += 1
-        ends = [end.elem.tolist() for end in (ends_q, ends_k)]
         before, gpu.lenient = gpu.lenient, True
         try:
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                if block_table is not None:
+                    return rows_by_pages(
+                        attention, query, key, value, seqused_k, block_table, **settings
+                    )
+                ends = [end.elem.tolist() for end in (ends_q, ends_k)]
                 return segments_by_rows(attention, query, key, value, *ends, **settings)
         finally:
             gpu.lenient = before

@@ -13,7 +13,7 @@ from rlkit.commands import cli
 from rlkit.engines import Cached
 from rlkit.engines.cached.passes import Passes
 from rlkit.engines.cached.scheduler import Scheduler
-from rlkit.models import load_policy
+from rlkit.models import LoRA, load_policy
 from rlkit.training.learner import Learner
 from rlkit.training.update import probe
 
@@ -219,6 +219,28 @@ def test_graphs_serve_calls_whose_contexts_grow(gpu, complete, recwarn, keep_cac
         captured.append(gpu.captures - before[1])
     assert not recwarn.list and min(replayed) > 20, (replayed, gpu.report())
     assert bool(captured[-1]) is not keep_cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
+def test_pages_read_in_place_give_the_replies_of_pages_that_are_gathered(rank, gpu, complete):
+    """With and without an adapter that has learned something, in graphs that outlive calls."""
+    policy = load_policy(path="tiny", lora=LoRA(rank=rank))
+    for name, weight in policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.05)
+    policy.model.to("cuda")
+    prompts = [tuple(range(100, 100 + n)) for n in (5, 9, 9, 70, 300)]
+    engines = {kind: Cached(cache=kind, check_every=4) for kind in ("gather", "varlen")}
+    for seeds in (range(5), range(5, 10)):
+        gathered, in_place = (
+            complete(engine, policy, prompts, seeds, max_new_tokens=40)
+            for engine in engines.values()
+        )
+        assert [g.token_ids for g in gathered] == [g.token_ids for g in in_place]
+        for one, other in zip(gathered, in_place, strict=True):
+            assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    assert any(kind == "varlen" for kind, *_ in gpu.attention) and gpu.replays
 
 
 @pytest.mark.slow
