@@ -136,6 +136,8 @@ def adopt_slurm() -> None:
         "WORLD_SIZE": "SLURM_NTASKS",
     }
     os.environ.update({name: os.environ[theirs] for name, theirs in place.items()})
+    machines = int(os.environ.get("SLURM_NNODES") or 1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(1, int(os.environ["WORLD_SIZE"]) // machines))
     os.environ.update({"MASTER_ADDR": slurm.main_address, "MASTER_PORT": str(slurm.main_port)})
 
 

@@ -72,7 +72,8 @@ def use_threads(settings: Any, model: Any, device: Any) -> None:
 
 
 def total_memory(device: Any) -> int:
-    """Bytes of a device: all of a GPU's memory, or on a CPU the machine's or its control group's.
+    """Bytes of a device for this process: all of a GPU's memory, or on a CPU an equal part of the
+    machine's or its control group's for each rank on this machine.
 
     It never depends on what is free at the moment, so a decision that rests on it repeats itself.
     """
@@ -80,7 +81,7 @@ def total_memory(device: Any) -> int:
 
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return machine_memory()
+    return machine_memory() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def keep_freed_memory() -> None:

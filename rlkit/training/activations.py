@@ -192,8 +192,6 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
     entries = min(logits_at_once(torch.device(device)), rows * width * head.weight.shape[0])
     needs = Needs(weights, training, activations, LOGITS * entries)
     total = total_memory(device)
-    if device.type == "cpu" and ranks.size() > 1:
-        total //= x.trainer.devices  # the processes of a machine share it
     cache = _cache(x, policy.model, width, weights, total, device)
     return Decision(not fits(needs, cache, total), needs, cache, rows * width, total)
 

@@ -17,6 +17,7 @@ from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.passes import Passes
 from rlkit.engines.cached.slots import Slots
 from rlkit.functional import mix
+from rlkit.system import device
 from rlkit.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -211,6 +212,16 @@ def test_the_size_is_a_share_of_the_total_memory_beside_the_weights(tiny, monkey
     assert cache.default_tokens(tiny.model, CPU) == 350
     monkeypatch.setattr(cache, "total_memory", lambda device: 1)
     assert cache.default_tokens(tiny.model, CPU) == 1
+
+
+def test_the_caches_of_ranks_on_one_machine_fit_its_memory(tiny, monkeypatch):
+    """Four ranks in one small container: each took its share of the whole, 1.4 times what is
+    there."""
+    weights = sum(p.nbytes for p in tiny.model.parameters())
+    size = cache.token_bytes(tiny.model)
+    monkeypatch.setattr(device, "machine_memory", lambda: 4 * (weights + 1000 * size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cache.default_tokens(tiny.model, CPU) == 350
 
 
 def test_a_size_is_settled_once_and_kept(tiny, monkeypatch):

@@ -87,6 +87,8 @@ def test_a_container_limits_the_memory(membership, files, expected, tmp_path, mo
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": (8 << 30) // 4096}
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
     assert machine_memory() == total_memory("cpu") == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert total_memory("cpu") == expected // 2
 
 
 def test_a_gpu_has_the_memory_of_its_properties(monkeypatch):
