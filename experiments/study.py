@@ -4,9 +4,10 @@ a table, a plot.
     python experiments/study.py experiments/kl [--seeds 0 1 2] [--only none 'k3, 0.2'] [--jobs 2]
 
 A study is a folder with a study.yaml: `title`, `variants` (name: overrides of `rlkit train`; the
-others are compared with the first), `once` (names of those that only the first seed runs). Every
-run is `rlkit train` on one torch thread in an empty folder; runs that results.csv holds already are
-not repeated. Seeds are shared by the variants, so that a difference is one within pairs.
+others are compared with the first), `common` (overrides of all of them, in which FOLDER stands for
+the study's own folder), `once` (names of those that only the first seed runs). Every run is
+`rlkit train` on one torch thread in an empty folder; runs that results.csv holds already are not
+repeated. Seeds are shared by the variants, so that a difference is one within pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,10 @@ def trained(
     )
 
 
-def one_run(name: str, overrides: Sequence[str], seed: int) -> Row:
+def one_run(name: str, overrides: Sequence[str], seed: int, folder: Path) -> Row:
     """One run's row."""
-    summary, rows, seconds = trained([*overrides, *COMMON, f"seed={seed}"])
+    words = [text.replace("FOLDER", str(folder.resolve())) for text in overrides]
+    summary, rows, seconds = trained([*words, *COMMON, f"seed={seed}"])
     steps = [row for row in rows if "reward/mean" in row]
     curve = {
         row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row
@@ -270,7 +272,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args()
     study = yaml.safe_load((arguments.folder / "study.yaml").read_text())
-    variants, once = study["variants"], study.get("once", [])
+    common, once = study.get("common", []), study.get("once", [])
+    variants = {name: [*common, *own] for name, own in study["variants"].items()}
     path = arguments.folder / "results.csv"
     rows = read(path)
     known = {(row["variant"], int(row["seed"])) for row in rows}
@@ -284,7 +287,11 @@ def main() -> None:
         (name, seed) for name, seed in wanted if name not in once or seed == arguments.seeds[0]
     ]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for row in pool.map(lambda pair: one_run(pair[0], variants[pair[0]], pair[1]), wanted):
+        runs = [
+            pool.submit(one_run, name, variants[name], seed, arguments.folder)
+            for name, seed in wanted
+        ]
+        for row in (run.result() for run in as_completed(runs)):
             print(
                 {
                     key: row[key]

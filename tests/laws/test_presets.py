@@ -58,13 +58,12 @@ def test_a_preset_takes_a_step(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    sorted(Path(__file__).parents[2].glob("experiments/*/study.yaml")),
+    sorted(Path(__file__).parents[2].glob("experiments/**/study.yaml")),
     ids=lambda path: path.parent.name,
 )
 def test_a_study_can_run(path):
     study = yaml.safe_load(path.read_text())
-    assert set(study) <= {"title", "variants", "once"} and set(study.get("once", ())) < set(
-        study["variants"]
-    )
+    assert set(study) <= {"title", "variants", "common", "once"}
+    assert set(study.get("once", ())) < set(study["variants"])
     for overrides in study["variants"].values():
-        experiment(compose(overrides))
+        experiment(compose([*study.get("common", ()), *overrides]))

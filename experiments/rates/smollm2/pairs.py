@@ -1,0 +1,43 @@
+"""Writes train.jsonl and test.jsonl beside this file: which of two numbers is larger?
+
+python experiments/rates/smollm2/pairs.py
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+
+def ask(a: int, b: int) -> str:
+    return f"Which number is larger, {a} or {b}?"
+
+
+def say(role: str, content: int | str) -> dict[str, str]:
+    return {"role": role, "content": str(content)}
+
+
+EXAMPLES = [
+    say("user", ask(58, 731)),
+    say("assistant", 731),
+    say("user", ask(904, 26)),
+    say("assistant", 904),
+]
+
+
+def main() -> None:
+    rng = random.Random(0)
+    pairs = rng.sample([(a, b) for a in range(10, 1000) for b in range(10, a)], 500)
+    rows = []
+    for pair in pairs:
+        first, second = rng.sample(pair, 2)
+        prompt = [*EXAMPLES, say("user", ask(first, second))]
+        rows.append(json.dumps({"prompt": prompt, "answer": str(max(pair))}))
+    for name, part in (("train", rows[:400]), ("test", rows[400:])):
+        path = Path(__file__).with_name(f"{name}.jsonl")
+        path.write_text("".join(f"{row}\n" for row in part))
+
+
+if __name__ == "__main__":
+    main()
