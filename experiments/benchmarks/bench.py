@@ -270,12 +270,14 @@ SIZES: dict[str, tuple[int, int] | None] = {"0.9": None, "4.5": (256, 5), "26": 
 
 def model_folder(size: str, folder: Path) -> str:
     """A model of this size with random weights, beside the embedded tokenizer; its path.
-    "0.6b-shape": as `shape` gives it."""
+    "0.6b-shape": as `shape` gives it. "smollm2_135m": as `rlkit get` has fetched it."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlkit.models.load import TINY, pretrained_config, pretrained_tokenizer
+    from rlkit.models.load import TINY, fetched_folder, pretrained_config, pretrained_tokenizer
 
+    if size == "smollm2_135m":
+        return str(fetched_folder(size))
     if size == "0.6b-shape":
         shape("qwen3_0.6b-shape", "cpu").save_pretrained(folder / "model")
         pretrained_tokenizer("tiny").save_pretrained(folder / "model")

@@ -9,18 +9,20 @@ Both sides: the embedded model, the same prompts in the same order, the same gro
 loss (grpo: sequence means, group standard deviation), one update a step, AdamW at a constant rate,
 float32 on a CPU, bfloat16 autocast on a GPU, no checkpointing of activations, neither evaluation
 nor checkpoint, one micro-batch (or --micro-batches of as many rows, on rlkit's side by tokens, so
-about as many), the same number of threads. The model is the embedded one, or random weights of
-another size (--model), whose replies get 0 or 1 by their characters.
+about as many), the same number of threads. The model is the embedded one, SmolLM2-135M (--model
+smollm2_135m, once `rlkit get` has fetched it) or random weights of another size. Replies of all but
+the embedded one get 0 or 1, so that every group has a signal. --lora trains adapters of this rank
+on all projections.
 Each measurement is a process of its own, sides in turn: rlkit, TRL, rlkit, TRL. `forced` replies
 never end, so that both sides draw exactly the same number of tokens; `natural` ones end where they
 end. A step's seconds run from the end of a step to the end of the next, so that everything a
 framework does in between is in them. TRL samples by its transformers backend, or with --vllm by
 vLLM in its own process (colocate); rlkit by its default engine.
 
-peers.csv: a row for each side, length and beta. Peak memory is the most that was resident;
-`above_import_mib` leaves out what was there before the model was loaded. On a GPU both are of
-torch's allocator. peers_curve.csv (--curve): accuracy on the step's own samples for each seed, and
-greedy accuracy on held-out problems at the end.
+peers.csv, or peers_MODEL.csv of another model: a row for each side, length and beta. Peak memory is
+the most that was resident; `above_import_mib` leaves out what was there before the model was
+loaded. On a GPU both are of torch's allocator. peers_curve.csv (--curve): accuracy on the step's
+own samples for each seed, and greedy accuracy on held-out problems at the end.
 """
 
 from __future__ import annotations
@@ -58,11 +60,18 @@ def problems(given: dict[str, Any]) -> list[Any]:
     )[0]
 
 
+def tokenizer_of(given: dict[str, Any]) -> Any:
+    """The model's own."""
+    from rlkit.models import pretrained_tokenizer
+
+    return pretrained_tokenizer(given["model"])
+
+
 def longest_prompt(given: dict[str, Any]) -> int:
     """Tokens of the longest prompt of the run."""
-    from rlkit.models import encode_prompt, make_renderer, pretrained_tokenizer
+    from rlkit.models import encode_prompt, make_renderer
 
-    renderer = make_renderer(pretrained_tokenizer("tiny"))
+    renderer = make_renderer(tokenizer_of(given))
     return max(len(encode_prompt(renderer, task.messages)) for task in problems(given))
 
 
@@ -133,6 +142,7 @@ def run_rlkit(given: dict[str, Any]) -> dict[str, Any]:
         f"trainer.threads={given['threads']}",
         f"trainer.accelerator={'gpu' if given['device'] == 'cuda' else 'cpu'}",
         f"model.path={given['model']}",
+        f"model.lora.rank={given['lora']}",
         f"trainer.micro_batch_tokens={rows * (longest_prompt(given) + given['tokens'])}",
     ]
     seconds, metrics = bench.steps_of(overrides, Path.cwd() / "run")
@@ -162,7 +172,6 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    import rlkit.models
     from rlkit.models.load import TINY
 
     before = baseline(given)
@@ -233,7 +242,8 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
         reward_funcs=reward,
         args=config,
         train_dataset=data,
-        processing_class=rlkit.models.pretrained_tokenizer("tiny"),
+        processing_class=tokenizer_of(given),
+        peft_config=adapters(given["lora"]),
         callbacks=[Clock()],
     )
     if given["lengths"] == "forced":
@@ -261,6 +271,16 @@ def run_trl(given: dict[str, Any]) -> dict[str, Any]:
             else None
         ),
     }
+
+
+def adapters(rank: int) -> Any:
+    """rlkit's adapters for TRL; None for rank 0."""
+    from peft import LoraConfig
+
+    from rlkit.models import LoRA
+
+    own = LoRA(rank=rank)
+    return LoraConfig(r=rank, lora_alpha=own.alpha, target_modules=[*own.targets]) if rank else None
 
 
 # ------------------------------------------------------------------------------------ in the parent
@@ -372,10 +392,11 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--model",
-        choices=(*bench.SIZES, "0.6b-shape"),
+        choices=(*bench.SIZES, "0.6b-shape", "smollm2_135m"),
         default="0.9",
-        help="millions of parameters; random but for 0.9",
+        help="millions of parameters, random but for 0.9; or a model's name",
     )
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: all weights")
     parser.add_argument(
         "--vllm",
         action="store_true",
@@ -411,7 +432,7 @@ def main() -> None:
     need_peers(options.python)
     given = {
         name: getattr(options, name)
-        for name in ("prompts", "group", "tokens", "steps", "threads", "device", "vllm")
+        for name in ("prompts", "group", "tokens", "steps", "threads", "device", "vllm", "lora")
     }
     given |= {"lr": 3e-4, "seed": 0, "held_out": False}
     last = bench.provenance(options.threads, options.device) | {
@@ -419,7 +440,7 @@ def main() -> None:
         "vllm": options.vllm,
     }
     sizes = {"model": options.model} | {
-        name: given[name] for name in ("prompts", "group", "tokens", "steps")
+        name: given[name] for name in ("lora", "prompts", "group", "tokens", "steps")
     }
     with tempfile.TemporaryDirectory() as folder:
         given |= {
@@ -446,8 +467,9 @@ def main() -> None:
         rows = [
             row for case in asked for row in compare(given | case, options.python, options.rounds)
         ]
+    table = "peers" if options.model == "0.9" else f"peers_{options.model}"
     bench.write(
-        options.out, "peers", [row | sizes | {"rounds": options.rounds} | last for row in rows]
+        options.out, table, [row | sizes | {"rounds": options.rounds} | last for row in rows]
     )
     print(
         f"goal: at most {TARGETS['seconds']:.2f} of TRL's time and {TARGETS['memory']:.2f} of its"
