@@ -170,7 +170,7 @@ def main() -> None:
     if given.quick:
         one = {"as chosen": WAYS["as chosen"]}
         rows = neighbours(
-            1, [1], 2, ["debug=fast", "evaluation.n=0", *given.overrides], one
+            1, [0], 2, ["debug=fast", "evaluation.n=0", *given.overrides], one
         ) + sizes(2, {1: SHAPES[1]})
     else:
         rows = sizes(9, SHAPES) + neighbours(given.rounds, [0, 1, 3], 5, given.overrides)
