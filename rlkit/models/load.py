@@ -83,7 +83,8 @@ def load_policy(
 
     Args:
       path: "tiny" or "tiny_guess" (ship with rlkit), a local folder, a GGUF file, a hub id, or
-        "get:NAME" for a model that `rlkit get NAME` has fetched.
+        "get:NAME" for a model that `rlkit get NAME` has fetched. A folder of adapters stands for
+        their base model with the adapters added to its weights.
       revision: of a hub id; a commit makes the run reproducible.
       dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay
         float32), float32 otherwise:
@@ -120,14 +121,16 @@ def load_policy(
     )
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = pretrained_tokenizer(path, **hub)
-    model = pretrained_model(
-        path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub
-    )
     if chat_template is not None:
         file = Path(chat_template).expanduser()
         if not file.is_file():
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
+    template: dict[str, Any] = {"enable_thinking": enable_thinking, "interruption": interruption}
+    make_renderer(tokenizer, **template)  # a template is refused before any weights are read
+    model = pretrained_model(
+        path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub
+    )
     model.to(device)
     check_weights(model, path)
     if head_precision == "float32":
@@ -140,7 +143,7 @@ def load_policy(
     choose_kernel(model, kernel)
     # gradient checkpointing works in this mode alone; engines sample in the other one
     model.train()
-    return make_policy(model, tokenizer, enable_thinking=enable_thinking, interruption=interruption)
+    return make_policy(model, tokenizer, **template)
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
@@ -157,6 +160,9 @@ def pretrained_config(path: str, **hub: Any) -> Any:
     damaged."""
     from transformers import AutoConfig
 
+    base = base_of_adapters(path)
+    if base is not None:
+        return pretrained_config(base, **hub)
     with _loading(path, weights=False) as place:
         return AutoConfig.from_pretrained(**place, **hub)
 
@@ -172,6 +178,10 @@ def pretrained_model(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    base = base_of_adapters(path)
+    if base is not None:
+        model = pretrained_model(base, dtype=dtype, attention=attention, **hub)
+        return _with_adapters(model, path)
     logging.disable_progress_bar()
     with _loading(path, weights=True) as place:
         config = without_dropout(AutoConfig.from_pretrained(**place, **hub))
@@ -184,6 +194,38 @@ def pretrained_model(
             **hub,
         )
     return _unquantized(model) if "gguf_file" in place else model
+
+
+def base_of_adapters(path: str) -> str | None:
+    """The path of the base model where the path is that of a folder of adapters; else None.
+
+    Raises: ConfigError where the folder names none.
+    """
+    folder = Path(_source(path))
+    config = folder / "adapter_config.json"
+    if (folder / "config.json").exists() or not config.is_file():
+        return None
+    try:
+        base = json.loads(config.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base or Path(base) == folder:
+        raise ConfigError(
+            f"model.path={path}: {config.name} names no base model; write its path there as"
+            " base_model_name_or_path"
+        )
+    return base
+
+
+def _with_adapters(model: Any, path: str) -> Any:
+    """A base model with the adapters of a folder added to its weights."""
+    from peft import PeftModel
+
+    with _loading(path, weights=True) as place:
+        folder = place["pretrained_model_name_or_path"]
+        model = PeftModel.from_pretrained(model, folder).merge_and_unload()
+    model.name_or_path = folder  # the base that further adapters name
+    return model
 
 
 def _unquantized(model: Any) -> Any:
@@ -343,7 +385,8 @@ def _source(path: str) -> str:
             )
         return str(folder)
     location = TINY if path in EMBEDDED else Path(path).expanduser()
-    return str(location) if location.exists() else path
+    # absolute: adapters remember it as their base, and are loaded from another folder
+    return str(location.absolute()) if location.exists() else path
 
 
 def fetched_folder(name: str) -> Path | None:

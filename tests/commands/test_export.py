@@ -12,8 +12,10 @@ import yaml
 from parametrise import cases
 from rlkit.commands.cli import main
 from rlkit.commands.evaluate import restored_policy
+from rlkit.commands.export import export
 from rlkit.errors import ConfigError
 from rlkit.models import LoRA, load_policy
+from rlkit.models.save import save_policy
 from rlkit.training import references as reference
 
 IDS = torch.tensor([[20, 21, 22, 23, 24]])
@@ -87,6 +89,15 @@ def test_refusals(run, tmp_path, capsys):
     }.items():
         assert main(["export", *words]) == 2 and expected in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_adapters_on_adapters_leave_merged_alone(tmp_path):
+    """No other program would find the base of their base."""
+    save_policy(tmp_path / "first", load_policy(path="tiny", lora=LoRA(rank=2)))
+    model = {"_target_": "rlkit.models.load_policy", "path": f"{tmp_path}/first"}
+    adapted = model | {"lora": {"_target_": "rlkit.models.LoRA", "rank": 2}}
+    with pytest.raises(ConfigError, match=r"folder of adapters; use merge=true"):
+        export(adapted | {"_partial_": True}, checkpoint=tmp_path, out=tmp_path / "out")
 
 
 def test_another_model_is_the_reference():

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from rlkit.errors import ConfigError, TemplateError
-from rlkit.models import LoRA, load_policy
-from rlkit.models.load import TINY
+from rlkit.models import LoRA, load, load_policy
+from rlkit.models.load import TINY, pretrained_config
 from rlkit.models.packing import ATTENTION
+from rlkit.models.save import save_policy
 
 
 def test_every_end_token_of_the_generation_config_counts(tiny):
@@ -46,6 +47,37 @@ def test_lora_trains_float32_adapters_over_a_frozen_base():
         assert any(f".{target}." in n for n in trained), target
 
 
+def test_a_folder_of_adapters_is_its_base_with_them_added(tiny, tmp_path, monkeypatch):
+    """Whatever folder it is loaded from, and again when further adapters are trained on it."""
+    monkeypatch.chdir(tmp_path)
+    save_policy(tmp_path / "0", load_policy(path="tiny"))
+    ids = torch.tensor([[20, 21, 22, 23]])
+    for number in range(2):
+        policy = load_policy(path=str(number), lora=LoRA(rank=2))
+        for name, weight in policy.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        save_policy(tmp_path / str(number + 1), policy)
+        expected = policy.model.eval()(ids).logits
+        with monkeypatch.context() as elsewhere:
+            elsewhere.chdir("/")
+            loaded = load_policy(path=str(tmp_path / str(number + 1)))
+        # B A is added to the weights, and no longer multiplied with the input
+        torch.testing.assert_close(loaded.model.eval()(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert not any("lora_" in name for name, _ in loaded.model.named_parameters())
+    assert (
+        pretrained_config(str(tmp_path / "2")).num_hidden_layers
+        == tiny.model.config.num_hidden_layers
+    )
+
+
+@pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": None}, []])
+def test_adapters_without_a_base_are_refused(named, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+    with pytest.raises(ConfigError, match="names no base model"):
+        pretrained_config(str(tmp_path))
+
+
 def test_bf16_weights_are_not_trained():
     with pytest.raises(ConfigError, match=r"model\.dtype=bfloat16"):
         load_policy(path="tiny", dtype="bfloat16")
@@ -67,7 +99,9 @@ def test_missing_template_file_is_named():
         load_policy(path="tiny", chat_template="no.jinja")
 
 
-def test_model_without_a_template_is_refused(tmp_path):
+def test_model_without_a_template_is_refused(tmp_path, monkeypatch):
+    """Before its weights are read."""
+    monkeypatch.setattr(load, "pretrained_model", lambda *_, **__: pytest.fail("weights are read"))
     shutil.copytree(TINY, tmp_path / "m")
     (tmp_path / "m" / "chat_template.jinja").unlink()
     config = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
