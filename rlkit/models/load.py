@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
 from rlkit.errors import ConfigError, TemplateError, install
-from rlkit.models.chat import make_renderer
+from rlkit.models.chat import Renderer, make_renderer
 from rlkit.models.checkpointing import checkpoint_activations
 from rlkit.models.fused import Kernel, choose_kernel
 from rlkit.models.head import Float32Head
@@ -126,8 +126,8 @@ def load_policy(
         if not file.is_file():
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
-    template: dict[str, Any] = {"enable_thinking": enable_thinking, "interruption": interruption}
-    make_renderer(tokenizer, **template)  # a template is refused before any weights are read
+    # before the weights, so that a tokenizer without a template is refused at once
+    renderer = make_renderer(tokenizer, enable_thinking=enable_thinking, interruption=interruption)
     model = pretrained_model(
         path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub
     )
@@ -143,7 +143,7 @@ def load_policy(
     choose_kernel(model, kernel)
     # gradient checkpointing works in this mode alone; engines sample in the other one
     model.train()
-    return make_policy(model, tokenizer, **template)
+    return _policy(model, renderer)
 
 
 def pretrained_tokenizer(path: str, **hub: Any) -> Any:
@@ -441,12 +441,17 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
       template: enable_thinking, interruption and render, of `make_renderer`.
     Raises: TemplateError.
     """
+    return _policy(model, make_renderer(tokenizer, **template))
+
+
+def _policy(model: Any, renderer: Renderer) -> Policy:
+    tokenizer = renderer.tokenizer
     context = model_shape(model.config).context
     context = 1 << 20 if context is None else int(context)
     allow_packing(model)
     end_ids = end_token_ids(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
-    return Policy(model, make_renderer(tokenizer, **template), end_ids, pad, context)
+    return Policy(model, renderer, end_ids, pad, context)
 
 
 def without_dropout(config: Any) -> Any:
