@@ -144,6 +144,8 @@ WORK = Work()
 # the innermost one of this thread or coroutine
 CURRENT: ContextVar[Wait | None] = ContextVar("CURRENT", default=None)
 LOCK = threading.Lock()
+# held until a line is printed, so that whoever looks next finds it there
+LOOKING = threading.Lock()
 
 
 class Watcher:
@@ -336,7 +338,8 @@ def look_safely(now: float) -> None:
     """`look`, which prints its own failure. A call that reaches its limit looks too, because the
     watcher's thread may have had no turn on a busy machine."""
     try:
-        look(now)
+        with LOOKING:
+            look(now)
     except Exception as error:  # a name that cannot be printed ends no watch
         print(
             f"rlkit: the watcher failed: {type(error).__name__}: {visible(str(error))}",
@@ -403,8 +406,9 @@ def _arm(now: float) -> None:
 
 def _after_fork() -> None:
     """In a new process no thread watches, and no one waits."""
-    global LOCK
+    global LOCK, LOOKING
     LOCK = threading.Lock()
+    LOOKING = threading.Lock()
     WAITS.clear()
     WATCHER.thread = None
     WATCHER.limits = []

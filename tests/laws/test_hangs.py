@@ -243,6 +243,33 @@ def test_a_call_at_its_limit_is_named_though_the_watcher_had_no_turn(
     check_async(tiny, capfd, DOORS["a next prompt"], swallows)
 
 
+def test_whoever_looks_while_a_line_is_being_printed_waits_for_it(quick, monkeypatch):
+    """A watcher whose writing stood still for half a second left a call unnamed at its limit."""
+    writes, returned, order = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def write(self, text):
+            writes.set()
+            returned.wait(0.2)  # whoever does not wait comes back meanwhile
+            order.append("printed")
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(waiting, "LOOK", BOUND)  # the test looks, not the watcher
+    monkeypatch.setattr(sys, "stderr", Slow())
+    with waiting.waiting("the tool", sleeps):
+        late = time.monotonic() + 1.0
+        first = threading.Thread(target=waiting.look_safely, args=(late,))
+        first.start()
+        assert writes.wait(BOUND)
+        waiting.look_safely(late)
+        order.append("came back")
+        returned.set()
+        first.join(BOUND)
+    assert order[0] == "printed"
+
+
 def check_async(tiny, capfd, door, do, failures=4, place=PLACE):
     """Four episodes: what hangs is named with its place, and so many fail at least."""
     make, named, text = door
