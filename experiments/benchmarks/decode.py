@@ -96,13 +96,19 @@ def limit(model: Any, contexts: Contexts, tokens: int) -> float:
 # -------------------------------------------------------------------------------------- the engines
 
 
-def own(engine: str, policy: Policy) -> Engine:
+def own(engine: str, policy: Policy, kernel: str = "auto") -> Engine:
     """An engine of rlkit with all rows at once."""
 
     def decode(contexts: Contexts, tokens: int) -> list[tuple[int, ...]]:
         seeds = [mix(0, i) for i in range(len(contexts))]
         replies = completions(
-            engine, policy, contexts, seeds, max_new_tokens=tokens, max_rows=max(256, len(contexts))
+            engine,
+            policy,
+            contexts,
+            seeds,
+            max_new_tokens=tokens,
+            max_rows=max(256, len(contexts)),
+            kernel=kernel,
         )
         return [reply.token_ids for reply in replies]
 
@@ -337,6 +343,7 @@ def main() -> None:
         "--vllm-python",
         help="interpreter of an environment with vLLM; without it, vLLM is left out",
     )
+    parser.add_argument("--kernel", default="auto", help="of --once")
     given = parser.parse_args()
     if given.quick:
         given.rows, given.tokens, given.rounds = [8], 4, 1
@@ -347,7 +354,8 @@ def main() -> None:
     if given.once:
         for n in given.rows:
             contexts = prompts(policy, n, given.prompt)
-            bench.once(lambda contexts=contexts: own("cached", policy)(contexts, given.tokens))
+            decode = own("cached", policy, given.kernel)
+            bench.once(lambda contexts=contexts, decode=decode: decode(contexts, given.tokens))
         return
     rows = [row for n in given.rows for row in measure(policy, n, given)]
     last = bench.provenance(given.threads, given.device)

@@ -1,11 +1,11 @@
-"""What decoding costs beside an older checkout, pair by pair: the ratio of processor seconds, this
-checkout over the older one.
+"""What decoding and a training step cost beside an older checkout, pair by pair: the ratio of
+processor seconds, this checkout over the older one.
 
     git worktree add /tmp/before 149a62e
-    python experiments/benchmarks/pairs.py /tmp/before [--processes 14] [--pairs 4]
+    python experiments/benchmarks/pairs.py /tmp/before [--processes 14] [--pairs 4] [--cases turns]
 
-Two processes, one a checkout, with one thread each; in turn each does a round of `decode.py --once`
-or `turns.py --once`, and which goes first alternates. The median ratio of their rounds is one
+Two processes, one a checkout, with one thread each; in turn each does a round of `decode.py`,
+`turns.py` or `steps.py`, and which goes first alternates. The median ratio of their rounds is one
 observation, since two processes of one checkout differ by up to 5 % for as long as they live.
 pairs.csv has the median over `--processes` such couples and its 95 % interval, free of any
 distribution: the order statistics between which the median lies with 95 % by the binomial law.
@@ -25,9 +25,14 @@ import bench
 
 HERE = Path(__file__).resolve().parent
 CASES = {
-    "decode, 64 rows": ["decode.py", "--rows", "64"],
-    "decode, 256 rows": ["decode.py", "--rows", "256"],
-    "turns, 32 rows of 20 turns": ["turns.py", "--turns", "20"],
+    f"{name}, {kernel}": [*words, "--kernel", kernel]
+    for kernel in ("fused", "eager")
+    for name, words in {
+        "decode, 64 rows": ["decode.py", "--rows", "64"],
+        "decode, 256 rows": ["decode.py", "--rows", "256"],
+        "turns, 32 rows of 20 turns": ["turns.py", "--turns", "20"],
+        "steps of training": ["steps.py"],
+    }.items()
 }
 
 
@@ -89,9 +94,12 @@ def main() -> None:
     parser.add_argument("older", type=Path)
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--cases", default="", help="only those whose name holds this")
     given = parser.parse_args()
     rows = []
     for name, words in CASES.items():
+        if given.cases not in name:
+            continue
         ratios, seconds = [], []
         for couple in range(given.processes):
             ratio, mine = compared(words, given.older, given.pairs, couple)

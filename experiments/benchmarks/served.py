@@ -23,8 +23,8 @@ def completions(
     """The last completion of each prompt, all sampled side by side.
 
     Args:
-      name: "cached" or "transformers". given: max_rows, `follow` (of "cached" alone), and how a
-        completion is sampled.
+      name: "cached" or "transformers". given: max_rows, `follow` and `kernel` (of "cached" alone),
+        and how a completion is sampled.
     """
     try:
         from rlkit import engines
@@ -35,8 +35,9 @@ def completions(
             policy, prompts, seeds, **given
         )
     max_rows = given.pop("max_rows", 256)
+    kernel = given.pop("kernel", "auto")
     engine = (
-        engines.Cached(max_rows=max_rows)
+        engines.Cached(max_rows=max_rows, kernel=kernel)
         if name == "cached"
         else engines.Transformers(max_rows=max_rows)
     )

@@ -2,14 +2,15 @@
 tokens, or its history again?
 
     python experiments/benchmarks/turns.py [--rows 32] [--turns 50] [--rounds 3] [--threads 2] \\
-        [--once]
+        [--once] [--kernel eager]
 
 Every turn adds 16 tokens and draws 8, with the embedded model, so a context is about 150 tokens
 long at turn 5 and 1,250 at turn 50. Turns of all episodes keep pace, since no reply ends before its
 limit. turns.csv has, for each engine, the seconds and the tokens that went through the model at
 both turns; the last column is the ratio of one decode step alone at both lengths of context,
-written by hand. `--once` prints the processor seconds of one round of `cached` instead, to be
-compared with another checkout's (served.py).
+written by hand. The tokens are counted by a hook, and a model with hooks decodes by calls of torch.
+`--once` prints the processor seconds of one round of `cached` instead, to be compared with another
+checkout's (served.py). It counts no tokens, so `--kernel` says how it decodes.
 """
 
 from __future__ import annotations
@@ -32,15 +33,32 @@ def context_length(turn: int) -> int:
     return 48 + (turn - 1) * (NEW + DRAWN)
 
 
-def episodes(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, float], dict[int, int]]:
+def counted(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, float], dict[int, int]]:
     """Seconds and tokens through the model, by turn."""
-    marks, read, now = {0: time.perf_counter()}, dict.fromkeys(range(1, turns + 2), 0), [1]
+    read, now = dict.fromkeys(range(1, turns + 2), 0), [1]
     hook = policy.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: read.__setitem__(
             now[0], read[now[0]] + kwargs["input_ids"].numel()
         ),
         with_kwargs=True,
     )
+    seconds = episodes(policy, rows, turns, engine, now=now)
+    hook.remove()
+    return seconds, read
+
+
+def episodes(
+    policy,
+    rows: int,
+    turns: int,
+    engine: str,
+    *,
+    kernel: str = "auto",
+    now: list[int] | None = None,
+) -> dict[int, float]:
+    """Seconds by turn. `now` holds the turn that is played."""
+    marks = {0: time.perf_counter()}
+    now = [1] if now is None else now
     held = {i: tuple(100 + (7 * i + j) % 500 for j in range(48)) for i in range(rows)}
     done = [0]
 
@@ -65,6 +83,7 @@ def episodes(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, floa
             [mix(i) for i in range(rows)],
             max_new_tokens=DRAWN,
             follow=follow,
+            kernel=kernel,
         )
     else:
         for _ in range(turns):
@@ -74,8 +93,7 @@ def episodes(policy, rows: int, turns: int, engine: str) -> tuple[dict[int, floa
             )
             for i, reply in enumerate(replies):
                 follow(i, reply)
-    hook.remove()
-    return {turn: marks[turn] - marks[turn - 1] for turn in range(1, turns + 1)}, read
+    return {turn: marks[turn] - marks[turn - 1] for turn in range(1, turns + 1)}
 
 
 def decode_step(policy, rows: int, length: int, rounds: int = 20) -> float:
@@ -97,13 +115,14 @@ def main() -> None:
     parser = bench.parser(__doc__, rounds=3, device=False)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--kernel", default="auto", help="of --once")
     given = parser.parse_args()
     if given.quick:
         given.rounds, given.rows, given.turns = 1, 2, 6
     torch.set_num_threads(given.threads)
     policy = load_policy(path="tiny")._replace(eos_token_ids=bench.NEVER)
     if given.once:
-        bench.once(lambda: episodes(policy, given.rows, given.turns, "cached"))
+        bench.once(lambda: episodes(policy, given.rows, given.turns, "cached", kernel=given.kernel))
         return
     early, late = 5, given.turns
     hand = decode_step(policy, given.rows, context_length(late)) / decode_step(
@@ -111,7 +130,7 @@ def main() -> None:
     )
     rows = []
     for engine in ("transformers", "cached"):
-        runs = [episodes(policy, given.rows, given.turns, engine) for _ in range(given.rounds)]
+        runs = [counted(policy, given.rows, given.turns, engine) for _ in range(given.rounds)]
         seconds = {turn: statistics.median(run[0][turn] for run in runs) for turn in (early, late)}
         rows.append(
             {

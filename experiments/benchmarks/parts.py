@@ -1,0 +1,261 @@
+"""Where the processor seconds of a training step go, and what the arithmetic alone would take.
+
+    rlkit get smollm2_135m
+    python experiments/benchmarks/parts.py [--precision float32 bf16] [--steps 4] [--threads 1]
+
+SmolLM2-135M, adapters of rank 16 on all projections, no KL, one update a step; 4 word problems of
+about GSM8K's length, 8 replies of at most 64 tokens each. Every precision runs in a process of its
+own. The first step is left out, because it costs more than later ones; it has a column.
+
+parts.csv has a row for each precision and part: prefill (contexts that the engine reads), decode,
+scoring (log-probs before the update), update, other. `tokens` went through the model in that part.
+`limit_s` is the time of its matrix products alone: 2 · weights · tokens for a forward pass, as many
+again for a backward pass through frozen weights, 2 · vocabulary · hidden for each predicted token,
+divided by the rate of the same products in this process, at `rows` rows each. Attention, norms,
+adapters, sampling and the optimizer are not in the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import bench
+
+PARTS = ("prefill", "decode", "scoring", "update", "other")
+ROWS = {"prefill": 512, "decode": 32, "scoring": 512, "update": 512}  # of a matrix product
+PRECISIONS = {"float32": "32-true", "bf16": "bf16-mixed"}
+STEPS: list[dict[str, float]] = []  # of each step: seconds, and tokens as "tokens_PART"
+
+
+class Meter:
+    """Processor seconds and tokens of the parts of the step under way."""
+
+    def __init__(self) -> None:
+        self.begun = time.process_time()
+        self.found: Counter[str] = Counter()
+        self.inside = False
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A block of this part; parts inside it belong to it."""
+        if self.inside:
+            yield
+            return
+        self.inside = True
+        begun = time.process_time()
+        try:
+            yield
+        finally:
+            self.inside = False
+            self.found[name] += time.process_time() - begun
+
+    def end_step(self) -> None:
+        """Note the step, and begin the next one."""
+        now = time.process_time()
+        known = sum(self.found[name] for name in PARTS)
+        STEPS.append({"step": now - self.begun, "other": now - self.begun - known, **self.found})
+        self.found.clear()
+        self.begun = now
+
+
+def measure_calls(meter: Meter) -> None:
+    """Replace the functions of each part by ones that measure their time and count their tokens."""
+    from rlkit.engines.cached.scheduler import Scheduler
+    from rlkit.training.update import drift, minibatch, scored, step
+
+    def timed(home: Any, name: str, part: str, count: Callable[..., None] | None = None) -> None:
+        inner = getattr(home, name)
+
+        def measured(*arguments: Any, **keywords: Any) -> Any:
+            if count is not None:
+                count(*arguments)
+            with meter.part(part):
+                return inner(*arguments, **keywords)
+
+        setattr(home, name, measured)
+
+    def counted(home: Any, part: str) -> None:
+        inner = home.pack
+
+        def pack(*arguments: Any, **keywords: Any) -> Any:
+            packed = inner(*arguments, **keywords)
+            note(part, len(packed.ids), len(packed.targets))
+            return packed
+
+        home.pack = pack
+
+    def note(part: str, tokens: int, predicted: int) -> None:
+        meter.found.update({f"tokens_{part}": tokens, f"predicted_{part}": predicted})
+
+    def note_contexts(scheduler: Any, rows: Any) -> None:
+        contexts = {(row.prompt, row.known): len(row.context) - row.known for row in rows}
+        note("prefill", sum(contexts.values()), len(rows))
+
+    def note_draws(scheduler: Any) -> None:
+        draws = len(scheduler.slots.rows) * scheduler.check_every
+        note("decode", draws, draws)
+
+    timed(Scheduler, "read", "prefill", note_contexts)
+    timed(Scheduler, "draw", "decode", note_draws)
+    for home in (scored, drift):
+        timed(home, "batch_logprobs", "scoring")
+    timed(step, "one_update", "update")
+    counted(scored, "scoring")
+    counted(minibatch, "update")
+
+
+def metered(run: Path, /) -> Any:
+    """A callback that ends the steps of the meter."""
+    import lightning as L
+
+    meter = Meter()
+    measure_calls(meter)
+
+    class Metered(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            meter.found.clear()
+            meter.begun = time.process_time()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            meter.end_step()
+
+    return Metered()
+
+
+# ---------------------------------------------------------------------------- what the limit would be
+
+
+def product_rate(shape: Any, rows: int, dtype: Any) -> float:
+    """FLOP a processor second of the products of one layer, at so many rows each."""
+    import torch
+
+    ends = [
+        (shape.hidden, shape.heads * shape.head_dim),
+        (shape.hidden, 2 * shape.kv_heads * shape.head_dim),
+        (shape.heads * shape.head_dim, shape.hidden),
+        (shape.hidden, 2 * shape.mlp),
+        (shape.mlp, shape.hidden),
+    ]
+    layers = [[torch.randn(m, n).to(dtype) for n, m in ends] for _ in range(8)]
+    inputs = [torch.randn(rows, n).to(dtype) for n, _ in ends]
+    work = 2 * rows * sum(n * m for n, m in ends) * len(layers)
+    rates = []
+    for _ in range(5):
+        begun = time.process_time()
+        for weights in layers:
+            for weight, given in zip(weights, inputs, strict=True):
+                torch.nn.functional.linear(given, weight)
+        rates.append(work / (time.process_time() - begun))
+    return max(rates)
+
+
+def flops(shape: Any, part: str, tokens: float, predicted: float) -> float:
+    """Of the matrix products with weights: forward, in an update also backward to the inputs."""
+    passes = 2 if part == "update" else 1
+    return passes * 2 * (shape.used * tokens + shape.vocab * shape.hidden * predicted)
+
+
+def measure(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one precision."""
+    import torch
+    from check_forecast import stories
+
+    from rlkit.commands.cli import main as run
+    from rlkit.extras.forecast.roofline import shape_of
+
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = Path(folder) / "tasks.jsonl"
+        tasks.write_text("".join(json.dumps(row) + "\n" for row in stories(64)))
+        status = run(
+            [
+                "train",
+                f"hydra.run.dir={folder}/run",
+                f"model={given['model']}",
+                "task=jsonl",
+                f"task.path={tasks}",
+                "environment=single_turn",
+                "reward=numeric",
+                "reward.terms.numeric.fn._target_=bench.spread",
+                "kl=none",
+                "reference=none",
+                "batch.prompts=4",
+                "batch.group_size=8",
+                "generation.max_new_tokens=64",
+                "evaluation.n=0",
+                "logger=none",
+                f"trainer.steps={given['steps']}",
+                f"trainer.precision={PRECISIONS[given['precision']]}",
+                f"trainer.threads={given['threads']}",
+                "+callbacks.parts={_target_: parts.metered, _partial_: true}",
+                *given["overrides"],
+            ]
+        )
+    if status:
+        raise RuntimeError(f"rlkit train ended with {status}")
+    from parts import STEPS as steps  # the module that the callback is of, not this __main__
+
+    from rlkit.models import load_policy
+
+    shape = shape_of(load_policy(path=given["model"]).model.config)
+    dtype = torch.float32 if given["precision"] == "float32" else torch.bfloat16
+    rows = []
+    for part in PARTS:
+        mean = {
+            name: statistics.fmean(step.get(f"{name}{part}", 0.0) for step in steps[1:])
+            for name in ("", "tokens_", "predicted_")
+        }
+        rate = product_rate(shape, ROWS[part], dtype) if part in ROWS else 0.0
+        work = flops(shape, part, mean["tokens_"], mean["predicted_"])
+        limit = work / rate if rate else 0.0
+        rows.append(
+            {
+                "model": given["model"],
+                "precision": given["precision"],
+                "part": part,
+                "processor_s": round(mean[""], 3),
+                "limit_s": round(limit, 3),
+                "times_limit": round(mean[""] / limit, 2) if limit else "",
+                "tokens": round(mean["tokens_"]),
+                "gflop": round(work / 1e9, 1),
+                "gflops_of_products": round(rate / 1e9, 1),
+                "rows": ROWS.get(part, ""),
+                "step_s": round(statistics.fmean(step["step"] for step in steps[1:]), 3),
+                "first_step_s": round(steps[0]["step"], 3),
+                "steps": len(steps) - 1,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--side"]:
+        bench.answer(measure(json.loads(sys.argv[2])))
+        return
+    parser = bench.parser(__doc__, rounds=1, threads=1, device=False)
+    parser.add_argument("--model", default="smollm2_135m")
+    parser.add_argument("--precision", nargs="+", choices=tuple(PRECISIONS), default=["float32"])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("overrides", nargs="*", help="of rlkit train, for both precisions")
+    given = parser.parse_args()
+    if given.quick:
+        given.model, given.steps = "tiny", 2
+    rows = []
+    for precision in given.precision:
+        side = {**vars(given), "precision": precision, "out": ""}
+        command = [bench.PYTHON, __file__, "--side", json.dumps(side)]
+        found = bench.child(command, threads=given.threads)
+        rows += [row | bench.provenance(given.threads) for row in found]
+    bench.write(given.out, "parts", rows)
+
+
+if __name__ == "__main__":
+    main()
