@@ -131,7 +131,7 @@ def metered(run: Path, /) -> Any:
     return Metered()
 
 
-# ---------------------------------------------------------------------------- what the limit would be
+# ---------------------------------------------------------------------------- the limit
 
 
 def product_rate(shape: Any, rows: int, dtype: Any) -> float:

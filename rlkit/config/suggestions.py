@@ -1,5 +1,5 @@
 """Defaults that follow from what several options suggest: `${rlkit_lr:…}`,
-`${rlkit_reply_length:…}`, `${rlkit_weights:}` in conf/.
+`${rlkit_reply_length:…}`, `${rlkit_answer_room:…}`, `${rlkit_weights:}` in conf/.
 
 An option says under `suggests` what would suit it, and the group that owns a key interpolates that
 as its default.
@@ -7,9 +7,14 @@ as its default.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+ROOM = 256  # tokens of a reply to a row whose answer is short
+PER_CHARACTER = 2  # further ones for each character of the longest answer
+LOOKED_AT = 1 << 20  # characters of a file of rows
 TIMES = 10  # rate of adapters over that of all weights: Schulman et al. 2025, "LoRA Without Regret"
 
 
@@ -48,6 +53,30 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
     )
 
 
+def answer_room(otherwise: int, *, _root_: Any) -> int:
+    """task.suggests.max_new_tokens of a .jsonl file: ROOM tokens and PER_CHARACTER for each
+    character of the longest answer in its first LOOKED_AT characters, at most `otherwise`;
+    `otherwise` if `task.path` is no such file or its rows have no answers."""
+    path = Path(str(_read(_root_, "task.path"))).expanduser()
+    field = _read(_root_, "task.fields.answer")
+    if path.suffix != ".jsonl" or not path.is_file():
+        return otherwise
+    with path.open(errors="replace") as file:
+        lines = file.read(LOOKED_AT).splitlines()
+    lengths = [length for line in lines if (length := _answer_length(line, field))]
+    return min(otherwise, ROOM + PER_CHARACTER * max(lengths, default=otherwise))
+
+
+def _answer_length(line: str, field: str) -> int:
+    """Characters of a row's answer; 0 without one, and if the line is cut or damaged, which the
+    task itself reports."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return 0
+    return len(str(row.get(field) or "")) if isinstance(row, dict) else 0
+
+
 def reward_weights(*, _root_: Any) -> dict[str, float]:
     """algorithm.advantage.weights of gdpo: name → weight of the reward's terms."""
     return {
@@ -59,6 +88,7 @@ def reward_weights(*, _root_: Any) -> dict[str, float]:
 RESOLVERS: dict[str, Callable] = {
     "rlkit_lr": learning_rate,
     "rlkit_reply_length": reply_length,
+    "rlkit_answer_room": answer_room,
     "rlkit_weights": reward_weights,
 }
 

@@ -74,7 +74,9 @@ def test_every_task_composes_to_sane_numbers_with_every_model(task, model):
     thinks = config["model"]["enable_thinking"] is not False
     assert (2048 if thinks else 256) <= config["generation"]["max_new_tokens"] <= 8192
     assert config["trainer"]["steps"] >= 100
-    assert config["generation"]["max_new_tokens"] < config["trainer"]["micro_batch_tokens"]
+    assert model == "smollm2_135m" or (
+        config["generation"]["max_new_tokens"] < config["trainer"]["micro_batch_tokens"]
+    )
 
 
 def test_thinking_lengthens_the_replies_and_adapters_raise_the_rate():
@@ -89,6 +91,25 @@ def test_thinking_lengthens_the_replies_and_adapters_raise_the_rate():
         for c in [composed(*words, more)]
     }
     assert list(got.values()) == [(1024, 1e-5, 32), (4096, 1e-5, 32), (1024, 1e-6, 32)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"),
+    [
+        ('{"prompt": "2 + 2?", "answer": 4}\n{"prompt": "2 + 20?", "answer": "22"}\n', 260),
+        ('{"prompt": "Sum up.", "answer": "' + 800 * "x" + '"}\n', 1024),
+        ('{"prompt": "2 + 2?"}\n', 1024),
+        ('["no row"]\nno JSON\n{"prompt": "2 + 2?", "answer": "4"}\n{"prompt": "cut', 258),
+        ("", 1024),
+    ],
+)
+def test_the_longest_answer_of_a_file_gives_the_length_of_a_reply(tmp_path, rows, tokens):
+    """1,024 tokens for answers of two characters are days on a CPU."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(rows)
+    words = ["model=smollm2_135m", "task=jsonl", f"task.path={file}"]
+    assert at(compose(words).config, "generation.max_new_tokens") == tokens
+    assert at(compose([*words, "task.fields.answer=a"]).config, "generation.max_new_tokens") == 1024
 
 
 def test_turns_are_those_of_the_task_and_a_mixture_takes_its_longest_part():

@@ -27,12 +27,13 @@ COLUMNS = {  # benchmark → columns whose every value is a number > 0
     "startup": ("seconds",),
     "threads": ("seconds",),
     "overlap": ("step_s", "update_s", "reached"),
+    "parts": ("step_s", "first_step_s"),
 }
 
 
 # Benchmarks that need a new process: a copy has the memory that this one has freed, so a peak may
 # not show, and changing torch's threads in it may fail after this one has used several.
-NEW = ("memory", "overhead")
+NEW = ("memory", "overhead", "parts")
 
 
 @pytest.fixture

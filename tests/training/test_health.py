@@ -19,7 +19,7 @@ HEALTHY = {
     "reward/mean": 0.4,
     "reward/std": 0.5,
     "adv/abs_mean": 0.3,
-    "len/truncated_frac": 0.9,
+    "len/truncated_frac": 0.5,
     "len/loop_frac": 0.02,
     "parse_fail_frac": 0.2,
     "reward/numeric/error_frac": 0.0,
@@ -45,9 +45,9 @@ ILL = {  # check → (what makes it speak, words of the message)
         {"group/frac_zero_std": 1.0, "adv/abs_mean": 0.0},
         ["equal", "0.40", "batch.group_size"],
     ),
-    "nearly_all_truncated": (
-        {"len/truncated_frac": 0.91},
-        ["91%", "truncated", "length", "generation.max_new_tokens"],
+    "most_truncated": (
+        {"len/truncated_frac": 0.51},
+        ["51%", "truncated", "length", "generation.max_new_tokens"],
     ),
     "length_inflation": ({"len/loop_frac": 0.1}, ["10%", "repeat themselves", "imitation"]),
     "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/", "environment/parse_calls"]),
@@ -177,10 +177,7 @@ def test_truncation_names_the_key_of_what_cut_most_episodes(why, key):
         "stop_reason/length": 0.1,
         f"stop_reason/{why}": 0.8,
     }
-    assert (
-        key in spoken(row)["nearly_all_truncated"]
-        and f"by {why}" in spoken(row)["nearly_all_truncated"]
-    )
+    assert key in spoken(row)["most_truncated"] and f"by {why}" in spoken(row)["most_truncated"]
 
 
 def test_equal_groups_name_the_direction():
@@ -188,6 +185,9 @@ def test_equal_groups_name_the_direction():
     ill = HEALTHY | ILL["all_rewards_equal"][0]
     assert "easier" in spoken(ill | {"group/frac_all_bad": 0.9})["all_rewards_equal"]
     assert "harder" in spoken(ill | {"group/frac_all_bad": 0.0})["all_rewards_equal"]
+    # at a mean of 0.88 it advised harder problems alone, and one prompt in eight was never solved
+    mixed = spoken(ill | {"group/frac_all_bad": 0.125})["all_rewards_equal"]
+    assert "solved always or never" in mixed
     assert "all_rewards_equal" not in spoken(
         ill | {"streams/teacher": 0.2}
     )  # there is something else to learn from
@@ -195,7 +195,7 @@ def test_equal_groups_name_the_direction():
 
 def test_a_second_illness_is_said_while_the_first_lasts():
     trainer, health = Trainer(), Health()
-    first = HEALTHY | ILL["nearly_all_truncated"][0]
+    first = HEALTHY | ILL["most_truncated"][0]
     health.on_train_batch_end(trainer, Module(first))
     health.on_train_batch_end(trainer, Module(first | ILL["update_skipped"][0], 2))
     assert len(trainer.lines) == 2 and "skipped" in trainer.lines[1]

@@ -28,12 +28,13 @@ def all_rewards_equal(row: Row) -> str | None:
     followed = any(name.startswith("streams/") for name in row)  # a teacher, or given tokens
     if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed:
         return None
-    bad = row["group/frac_all_bad"] > 0.5
-    remedy = (
-        "choose easier problems (task), or warm the model up (experiment=sft)"
-        if bad
-        else "choose harder problems (task)"
-    )
+    bad = row["group/frac_all_bad"]
+    if bad <= 0.1:
+        remedy = "choose harder problems (task)"
+    elif bad >= 0.9:
+        remedy = "choose easier problems (task), or warm the model up (experiment=sft)"
+    else:
+        remedy = "choose problems between these, which are solved always or never (task)"
     return (
         f"all rewards of every prompt's group are equal (mean {row['reward/mean']:.2f}): there is"
         f" nothing to learn from; raise batch.group_size, {remedy}"
@@ -59,13 +60,13 @@ REMEDIES = {  # what cut most episodes → the key to turn
 }
 
 
-def nearly_all_truncated(row: Row) -> str | None:
-    """More than nine tenths of the episodes were cut."""
-    if not row["len/truncated_frac"] > 0.9:
+def most_truncated(row: Row) -> str | None:
+    """More than half of the episodes were cut."""
+    if not row["len/truncated_frac"] > 0.5:
         return None
     why = max(REMEDIES, key=lambda why: row.get(f"stop_reason/{why}", 0))
     return (
-        f"{row['len/truncated_frac']:.0%} of the episodes were truncated, most of them by {why}:"
+        f"{row['len/truncated_frac']:.0%} of the episodes were truncated, most often by {why}:"
         f" {REMEDIES[why]}"
     )
 
@@ -196,7 +197,7 @@ def waits_for_cores(row: Row) -> str | None:
 
 CHECKS: tuple[Callable[[Row], str | None], ...] = (
     all_rewards_equal,
-    nearly_all_truncated,
+    most_truncated,
     length_inflation,
     parse_failures,
     reward_failures,
@@ -211,6 +212,6 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
 
 ADVICE = {
     "all_rewards_equal",
-    "nearly_all_truncated",
+    "most_truncated",
     "parse_failures",
 }  # on the settings, which a run does not change: said once
