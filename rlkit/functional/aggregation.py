@@ -1,10 +1,10 @@
 """How much each token counts: weights [B, T], to be computed over the whole update batch.
 
 loss = Σ weights × loss per token, over all micro-batches. No mean is taken within a micro-batch, so
-a split into micro-batches
-never changes the gradient. Weights are float32 and 0 under the mask. They sum to 1 unless their
-docstring says otherwise, and are all 0 if nothing is trained. "Sequence" means all trained tokens
-of one rollout, even if it fills several rows.
+a split into micro-batches never changes the gradient. Weights have torch's default dtype, float32
+in a run, and are 0 under the mask. They sum to 1 unless their docstring says otherwise, and are all
+0 if nothing is trained. "Sequence" means all trained tokens of one rollout, even if it fills
+several rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ def token_mean(response_mask: Tensor) -> Tensor:
 
     w_it = m_it / Σ m
 
+    The denominator depends on the sampled lengths. So the expected update of a small batch is not
+    along the policy gradient where the policy decides the length; in a large batch it is.
+
     Args:
       response_mask: [B, T] bool, of the whole update batch.
-    Returns: [B, T] float32; sums to 1.
+    Returns: [B, T]; sums to 1.
     Source: DAPO, Yu et al. 2025, section 3.3, arXiv:2503.14476; in TRL `dapo`, in verl
       `token-mean`.
 
@@ -31,7 +34,7 @@ def token_mean(response_mask: Tensor) -> Tensor:
     tensor([[0.3333, 0.3333],
             [0.3333, 0.0000]])
     """
-    return response_mask.float() / response_mask.sum().clamp_min(1)
+    return response_mask.to(torch.get_default_dtype()) / response_mask.sum().clamp_min(1)
 
 
 def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
@@ -41,12 +44,14 @@ def sequence_mean(response_mask: Tensor, rollout_ids: Tensor) -> Tensor:
     w_it = m_it / (n |y_j|), j the rollout of row i, |y_j| its trained tokens over all its rows, n
     rollouts with any
 
-    A rollout without a trained token does not count in n. So the weights sum to 1 whatever is
-    masked. TRL and verl count it, which shrinks the loss of all others.
+    Where the policy decides the length, the expected update is not along the policy gradient: what
+    comes late in a rollout counts less (docs/prove.md). A rollout without a trained token does not
+    count in n. So the weights sum to 1 whatever is masked. TRL and verl count it, which shrinks the
+    loss of all others.
 
     Args:
       response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, 0 … N-1.
-    Returns: [B, T] float32; sums to 1.
+    Returns: [B, T]; sums to 1.
     Source: GRPO, Shao et al. 2024 eq. 3, arXiv:2402.03300; in TRL `grpo`, in verl
       `seq-mean-token-mean`.
 
@@ -68,7 +73,7 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
     Args:
       response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64.
       constant: > 0, in tokens; usually the most tokens that a rollout may have.
-    Returns: [B, T] float32.
+    Returns: [B, T].
     Raises: ValueError naming the constant.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783; in TRL `dr_grpo`. verl's
       `seq-mean-token-sum-norm` divides by the padded length unless told otherwise.
@@ -78,7 +83,7 @@ def sequence_sum(response_mask: Tensor, rollout_ids: Tensor, *, constant: float)
             [0.1250, 0.0000]])
     """
     require(0 < constant < float("inf"), "constant", constant, "> 0 and finite")
-    return response_mask.float() / (rollout_ids.unique().numel() * constant)
+    return response_mask / (rollout_ids.unique().numel() * constant)
 
 
 def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ def prompt_mean(response_mask: Tensor, rollout_ids: Tensor, group_ids: Tensor) -
       response_mask: [B, T] bool, of the whole update batch. rollout_ids: [B] int64, indices into
         `group_ids`.
       group_ids: [N] any integers.
-    Returns: [B, T] float32; sums to 1. A prompt without a trained token does not count in n.
+    Returns: [B, T]; sums to 1. A prompt without a trained token does not count in n.
     Source: the objective of DAPO as written, Yu et al. 2025 eq. 8, arXiv:2503.14476, an expectation
       over prompts of token means; compared with the other forms in Khatri et al. 2025 (ScaleRL),
       arXiv:2510.13786.
@@ -110,6 +115,6 @@ def _equal_shares(response_mask: Tensor, owners: Tensor) -> Tensor:
     """Weights that give every owner [B] with a trained token the same share, and its tokens the
     same part of it."""
     tokens = segment_sum(response_mask, owners)
-    # [B]; the counts are exact integers
+    # [B], of the default dtype; the counts are exact integers
     share = 1.0 / (tokens[owners] * (tokens > 0).sum()).clamp_min(1)
-    return response_mask * share.to(torch.float32).unsqueeze(-1)
+    return response_mask * share.unsqueeze(-1)
