@@ -516,21 +516,24 @@ def turn_group_mean(
     """The return of each turn above the mean return of the same turn in its group: credit to turns
     without a critic.
 
-    G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group that have a
-    turn k of G_jk
+    G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group of G_jk, which
+    is 0 where rollout j has ended before turn k
 
     r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone.
-    Rollouts that are not trained on are no part of a mean.
+    Every turn has a mean over all rollouts, ended ones too. So the expected update is (n-1)/n of
+    the policy gradient at each turn, even if the policy decides when to end. A mean over the m
+    rollouts that have the turn would shrink it by (m-1)/m instead, and so late turns more. Rollouts
+    that are not trained on are no part of a mean.
 
     Args:
       rewards: [N], nan where it cannot be scored: no part of a mean. group_ids: [N] any integers.
       token_rewards, step_ids, response_mask: [B, T]. rollout_ids: [B]. As in `turn_gae`. gamma: 0 ≤
         gamma ≤ 1, per turn.
-    Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or the only
-      rollout with that many turns: 0.
+    Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or a group of
+      one: 0.
     Raises: ValueError naming gamma.
-    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821, who standardise
-      them.
+    Source: turn-level advantages of groups, Zeng et al. 2025, arXiv:2505.11821, whose rollouts all
+      have the same turns, and who standardise them.
 
     >>> given = (
     ...     torch.tensor([0, 0]),
@@ -544,10 +547,11 @@ def turn_group_mean(
     """
     require(0 <= gamma <= 1, "gamma", gamma, "0 ≤ gamma ≤ 1")
     positions, mask = episode_positions(rollout_ids, step_ids, response_mask)
-    turn, _, taken = _turns(step_ids, positions, mask)
+    turn, _, _ = _turns(step_ids, positions, mask)
     earned = to_episodes(token_rewards.detach().double(), positions, mask)
     returns = _accumulated(torch.zeros_like(earned).scatter_add(1, turn, earned), gamma)
-    known = returns.where(taken & ~rewards[: len(mask), None].isnan(), torch.nan)
+    counted = mask.any(1) & ~rewards[: len(mask)].isnan()
+    known = returns.where(counted[:, None], torch.nan)
     places = group_ids.unique(return_inverse=True)[1][: len(mask), None] * mask.shape[
         1
     ] + torch.arange(mask.shape[1], device=mask.device)

@@ -203,9 +203,9 @@ def turn_group_mean(
     out = {}
     for (j, k), action in turns.items():
         peers = [
-            G
-            for (i, turn), G in returns.items()
-            if turn == k and group_ids[i] == group_ids[j] and not math.isnan(rewards[i])
+            returns.get((i, k), 0.0)
+            for i in {i for i, _ in returns}
+            if group_ids[i] == group_ids[j] and not math.isnan(rewards[i])
         ]
         a = (
             returns[j, k] - mean(peers)

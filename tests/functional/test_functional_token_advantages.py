@@ -389,19 +389,20 @@ def _group(rewards: list[list[float]], **more) -> dict[str, Tensor]:
 
 
 def test_turn_group_mean_by_hand() -> None:
-    """Returns 3 2 | 2 0 | 1 of first and second turns: means 2 and 1; with γ = 0 the rewards 1 2 |
-    2 0 | 1 themselves: 4/3 and 1."""
+    """Returns 3 2 | 2 0 | 1 of first and second turns, and 0 of the turn that the third does not
+    have: means 2 and 2/3; with γ = 0 the rewards 1 2 | 2 0 | 1 themselves: 4/3 and 2/3."""
     given = _group([[1, 2], [2, 0], [1]])
-    assert turn_group_mean(**given).tolist() == [[1, 1, 1, 1], [0, 0, -1, -1], [-1, -1, 0, 0]]
+    expected = torch.tensor([[3, 3, 4, 4], [0, 0, -2, -2], [-3, -3, 0, 0]], dtype=torch.float64) / 3
+    torch.testing.assert_close(turn_group_mean(**given), expected, **CLOSE)
     expected = (
-        torch.tensor([[-1, -1, 3, 3], [2, 2, -3, -3], [-1, -1, 0, 0]], dtype=torch.float64) / 3
+        torch.tensor([[-1, -1, 4, 4], [2, 2, -2, -2], [-1, -1, 0, 0]], dtype=torch.float64) / 3
     )
     torch.testing.assert_close(turn_group_mean(**given, gamma=0.0), expected, **CLOSE)
     lost = given["rewards"].where(
         torch.tensor([True, False, True]), NAN
-    )  # the second cannot be scored: means 2 and 2
+    )  # the second cannot be scored: means 2 and 1
     assert turn_group_mean(**given | {"rewards": lost}).tolist() == [
-        [1, 1, 0, 0],
+        [1, 1, 1, 1],
         [0, 0, 0, 0],
         [-1, -1, 0, 0],
     ]
