@@ -63,6 +63,9 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A_i = R_i - mean_g(R)
 
+    The mean includes R_i itself, which shrinks the expected gradient by (n-1)/n and does not turn
+    it, for n scored rollouts in the group. Summed over tokens it is the policy gradient otherwise.
+
     Args:
       rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be
         neighbours.
@@ -100,7 +103,9 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     A_i = R_i - Σ_j |y_j| R_j / Σ_j |y_j|, j over the scored rollouts of the group
 
     The squared norm of a rollout's score function is assumed to grow with its length. Under this
-    assumption the baseline is optimal for a loss that sums over tokens.
+    assumption the baseline is optimal for a loss that sums over tokens. It includes the rollout
+    itself, weighted by its length. So where the policy decides the length, the expected update is
+    not along the policy gradient.
 
     Args:
       rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
@@ -204,9 +209,10 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A_i = (R_i - mean_g(R)) / mean_g(R); 0 where mean_g(R) ≤ 0
 
-    For rewards 0 and 1 the expected gradient is that of a truncated series of log p(correct). So it
-    maximises the likelihood of a correct answer. The mean reward is only the first term of that
-    series.
+    For rewards 0 and 1, p the chance of 1, and n scored rollouts, the expected gradient is that of
+    the first n - 1 terms of log p = -Σ_k (1 - p)^k / k. So it maximises the likelihood of a correct
+    answer; the mean reward is only the first term. All n terms need a baseline in groups without a
+    success too, and this estimator drops the whole update of such a group.
 
     Args:
       rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored. group_ids: [N] any
@@ -214,7 +220,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Returns: [N], dimensionless; sums to 0 over a group. All equal, or a group of one: 0. As
       prime-rl; SkyRL and TRL add 1e-6 to the mean.
     Source: MaxRL, Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning",
-      arXiv:2602.02710.
+      arXiv:2602.02710, algorithm 1; its order n - 1: appendix D.
 
     >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0]))
     tensor([ 3., -1., -1., -1.])

@@ -166,8 +166,8 @@ def clip_cov(
       share: in [0, 1]. low, high: in units of advantage times nats, low < high.
     Returns: [B, T] bool, False under the mask.
     Raises: ValueError naming `share` or `low`.
-    Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. verl takes the covariance of each
-      micro-batch at its current log-probs.
+    Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617. The authors' code takes the covariance of
+      each micro-batch at its current log-probs, and draws among the tokens that the clip leaves.
 
     >>> logprobs = torch.tensor([[-5.0, -1.0, -6.0]])
     >>> clip_cov(
@@ -195,7 +195,8 @@ def covariance_rank(advantages: Tensor, logprobs_old: Tensor, response_mask: Ten
 
     Args:
       advantages, logprobs_old, response_mask: [B, T], as in `clip_cov`.
-    Returns: [B, T] float64, in [0, 1) on the N trained tokens, 1 under the mask.
+    Returns: [B, T] float64, in [0, 1) on the N trained tokens, 1 under the mask. Equal covariances
+      share a rank.
     Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617.
 
     >>> covariance_rank(

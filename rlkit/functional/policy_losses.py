@@ -281,11 +281,12 @@ def kl_cov(
       ratio: [B, T] π / π_old, > 0. logprobs: [B, T] in nats. Both carry the gradient.
       advantages, logprobs_old: [B, T], constants. covariance_rank: [B, T], of the function of that
         name.
-      share: in [0, 1], of the step's trained tokens, rounded up. coef: ≥ 0, in units of advantage
-        per nat. verl 2e-4 and 1.
+      share: in [0, 1], of the step's N trained tokens: ⌈share · N⌉ of them, and those that tie with
+        the last. coef: ≥ 0, in units of advantage per nat. verl 2e-4 and 1.
     Returns: [B, T] loss in units of advantage; the penalty has no gradient at r_t = 1.
     Raises: ValueError naming `share` or `coef`.
-    Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617.
+    Source: KL-Cov, Cui et al. 2025, arXiv:2505.22617. The authors' code takes max(1, ⌊share · N⌋)
+      tokens and no more on ties, of each micro-batch, ranked by its current log-probs.
 
     >>> ratio, old, rank = torch.tensor([[2.0, 2.0]]), torch.zeros(1, 2), torch.tensor([[0.0, 0.5]])
     >>> kl_cov(ratio, torch.ones(1, 2), ratio.log(), old, rank, share=0.5)
