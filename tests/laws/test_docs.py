@@ -86,6 +86,7 @@ BROUGHT = {
     "forecast": "forecast",
     "get": "pretrained",
     "bench": "bench",
+    "prove": "bench",
 }  # command → the extra that brings it
 NEEDS = {  # what a shown command leaves to the reader
     "task=jsonl": ["task.path=rows.jsonl"],
@@ -279,6 +280,7 @@ SMALL = {
     "agent": [],
     "doctor": [],
     "metrics": [],
+    "prove": [],
     "show": [],
     "--help": [],
 }

@@ -352,6 +352,7 @@ def test_no_part_of_a_package_hides_a_file_of_its_own():
 
 NAMED_TWICE = {
     "commands.command": "every command of the command line has one",
+    "bench.command": "each of its two commands has one",
     "config.experiment": "of a composed config; from overrides and keywords",
 }
 

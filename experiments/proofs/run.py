@@ -1,0 +1,25 @@
+"""Make the tables of docs/prove.md again: each row is what `rlkit prove` says of its first cell.
+
+python experiments/proofs/run.py
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from rlkit.extras.bench.commands.prove import row
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "prove.md"
+
+
+def remade(text: str) -> str:
+    """A page with all rows of its tables made again."""
+    return re.sub(
+        r"^\| `(.+?)` \|.*$", lambda found: row(found[1], shlex.split(found[1])), text, flags=re.M
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(remade(PAGE.read_text()))

@@ -1,0 +1,85 @@
+"""an algorithm's expected update, by enumeration, against the true gradient: algorithm=grpo,rloo"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlkit.algorithm import PARTS
+from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+
+if TYPE_CHECKING:
+    from rlkit.extras.bench.prove import Figures
+
+# key → where a function of the user stands in the experiment
+OWN = {name: path for name, (path, _, _) in PARTS.items()} | {"loss": "algorithm.policy_loss"}
+# Around a user's own part, all else is exact.
+AROUND = {"algorithm": "rloo", "kl": "none"}
+HEAD = """| | 2, fresh | 3, fresh | 2, stale | 3, stale | easy, turns 1 to 3 | hard, turns 1 to 3 |
+|---|---|---|---|---|---|---|"""
+
+
+def command(arguments: Arguments) -> int:
+    """Overrides of a run, of which commas make several lines; advantage=, loss= or another part:
+    a function of your own, as my.module.function."""
+    from rlkit.runs.sweeps import expand
+
+    trusted = is_trusted(arguments.overrides)
+    own = {key: path for key, path in OWN.items() if option(arguments.overrides, key)}
+    parts = {path: str(option(arguments.overrides, key)) for key, path in own.items()}
+    words = drop(arguments.overrides, "trust")
+    for key in own:
+        words = drop(words, key)
+    print("each cell: angle, scale, bias, noise; by turn: scale, groups of 3, fresh\n")
+    print(HEAD)
+    named = [f"{key}={parts[path]}" for key, path in own.items()]
+    for job in expand(words):
+        label = shlex.join([*job, *named]) or "the defaults"
+        print(row(label, job, parts, arguments.config_dir, trusted=trusted), flush=True)
+    return 0
+
+
+def row(
+    label: str,
+    words: Sequence[str],
+    parts: dict[str, str] | None = None,
+    config_dir: str | None = None,
+    *,
+    trusted: bool = False,
+) -> str:
+    """A line of the table.
+
+    Args:
+      words: overrides of a run.
+      parts: path in the experiment → dotted name of the user's function in its place.
+    """
+    from rlkit.config.experiment import experiment
+    from rlkit.config.problems.schedules import first_steps
+    from rlkit.config.schema import resolve
+    from rlkit.extras.bench.prove import SIZES, STALENESS, prove
+
+    given = {path: resolve(name) for path, name in (parts or {}).items()}
+    usual = {"generation.max_new_tokens": "1"} | (AROUND if parts else {})
+    words = [f"{key}={value}" for key, value in usual.items() if not option(words, key)] + [*words]
+    keywords: dict[str, Any] = {path.replace(".", "__"): part for path, part in given.items()}
+    x = experiment(*words, config_dir=config_dir, trust=trusted, **keywords)
+    x = next(iter(first_steps(x).values()))
+    figures = [prove(x, size, staleness) for staleness in STALENESS for size in SIZES]
+    turns = [" ".join(map(in_hundredths, own)) for own in figures[1].turns]
+    return f"| `{label}` | {' | '.join([*map(cell, figures), *turns])} |"
+
+
+def cell(figures: Figures) -> str:
+    """Angle, scale, bias and noise."""
+    if math.isnan(figures.angle):
+        return "no update"
+    numbers = " ".join(map(in_hundredths, (figures.scale, figures.bias)))
+    return f"{round(figures.angle, 6):.1f}° {numbers} {round(figures.noise, 6):.0f}"
+
+
+def in_hundredths(number: float) -> str:
+    """A figure with two digits; one that rounding of float64 has left beside a tie or 0 is there
+    again."""
+    return f"{round(number, 6) + 0.0:.2f}"

@@ -1,0 +1,250 @@
+"""The expected update of an algorithm, by enumeration, beside the gradient that it stands for.
+
+The game has an easy and a hard problem. In each of at most three turns the policy gives the right
+answer, gives a wrong one, or looks. An answer ends the episode, so the policy decides when to stop;
+so does the third look. The right answer earns 1, and all else 0. A turn is one token and the policy
+is a table of logits, so a problem has seven routes.
+
+A batch is one group: n routes of one problem, drawn by the sampler. Its update is the gradient of
+the loss that training takes, by the same functions and with the same parts, before any optimizer.
+The expectation runs over both problems and all multisets of routes, in float64. It is exact for
+parts that do not depend on the order of a batch.
+
+The truth is the gradient of the expected reward, less the coefficient times KL(π‖ref) of whole
+episodes where the experiment has a KL. `max_rl` has an objective of its own: the mean over problems
+of -Σ_k (1 - p)^k / k for k = 1 … n - 1, with p the chance of a right answer.
+
+What is left out: later updates of the same batch, refills, and streams beside the reward's. A
+critic is perfect: it knows the expected return of every state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import rlkit.functional as F
+from rlkit.algorithm import KL, number
+from rlkit.errors import ConfigError
+from rlkit.training.experiment import Experiment, settle_correction
+from rlkit.training.update.loss import loss_weights, surrogate
+from rlkit.training.update.sampled import filter_rollouts
+from rlkit.training.update.scored import old_share
+from rlkit.training.update.weighted import penalize, weigh
+from rlkit.types import Scored, TokenLogprobs, plain
+
+RIGHT, WRONG, LOOK = range(3)
+TURNS = 3
+SIZES = (2, 3)
+STALENESS = (0, 1)
+# [problem, turn, token] logits of the sampler that is one step old; the easy problem stands first.
+OLD = (
+    ((0.4, 0.2, 0.6), (1.2, 0.0, 0.2), (1.6, 0.0, -0.4)),
+    ((-2.0, 0.6, 0.6), (-1.4, 0.6, 0.4), (-0.4, 0.6, 0.2)),
+)
+# The policy's logits are the sampler's, plus this times the gradient of the expected reward.
+STEP = 6.0
+
+
+class Figures(NamedTuple):
+    """An expected update u beside the truth g, both [problem, turn, token]."""
+
+    angle: float  # between u and g, in degrees; nan if u is 0
+    scale: float  # u·g / g·g, which a learning rate absorbs
+    bias: float  # |u - g| / |g|
+    # n (E|single update|² - |u|²) / |scale · g|²: so many rollouts have to be averaged until the
+    # noise is as long as the update's part along g
+    noise: float
+    turns: tuple[tuple[float, ...], ...]  # the scale at each problem's turns
+
+
+class Problem(NamedTuple):
+    """The routes of a problem, each once."""
+
+    batch: Scored
+    scores: TokenLogprobs  # of the policy; carries the gradient
+    chances: list[float]  # of each route, by the sampler
+
+
+def prove(x: Experiment, size: int, staleness: int) -> Figures:
+    """The figures of an experiment for groups of `size` rollouts.
+
+    Args:
+      x: with plain numbers, as `rlkit.config.problems.schedules.first_steps` gives it.
+      staleness: 0: the policy has sampled the rollouts. 1: the policy of one step before has.
+    Raises: ConfigError where the reward is no part of the loss.
+    """
+    if not x.algorithm.reward_coef or x.algorithm.episodes is not None:
+        raise ConfigError(
+            f"algorithm={x.algorithm.name} does not learn from rewards of sampled rollouts, so its"
+            " update has no gradient to be compared with; choose another algorithm"
+        )
+    x = settle_correction(x, exact=staleness == 0)
+    with in_float64():
+        old = torch.tensor(OLD, requires_grad=True)
+        [ascent] = torch.autograd.grad(torch.stack([*map(expected_reward, old)]).mean(), old)
+        now = (old + STEP * ascent).detach().requires_grad_()
+        sampler = old.detach() if staleness else now.detach()
+        objectives = torch.stack([objective(x, own, size) for own in now])
+        [truth] = torch.autograd.grad(objectives.mean(), now)
+        mean = torch.zeros_like(truth)
+        square = 0.0
+        for logits, sampled in zip(now, sampler, strict=True):
+            problem = problem_of(x, logits, sampled, staleness)
+            for rows, chance in multisets(problem.chances, size):
+                [slope] = torch.autograd.grad(loss_of(x, problem, rows), now, retain_graph=True)
+                mean -= chance / len(now) * slope
+                square += chance / len(now) * float(slope.square().sum())
+    return compare(mean, truth, size, square)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Weights and other tensors without a dtype of their own are made in float64."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def compare(mean: Tensor, truth: Tensor, size: int, square: float) -> Figures:
+    """The figures of an expected update, from the expected square of a single update's length."""
+    scale = (mean * truth).sum() / truth.square().sum()
+    along = float((scale * truth).norm())
+    across = float((mean - scale * truth).norm())
+    angle = math.degrees(math.atan2(across, math.copysign(along, scale)))
+    spread = size * (square - float(mean.square().sum()))
+    turns = (mean * truth).sum(-1) / truth.square().sum(-1)
+    return Figures(
+        angle=angle if mean.any() else math.nan,
+        scale=float(scale),
+        bias=float((mean - truth).norm() / truth.norm()),
+        noise=spread / along**2 if along else math.inf,
+        turns=tuple(map(tuple, turns.tolist())),
+    )
+
+
+def routes() -> tuple[Tensor, Tensor]:
+    """Tokens of the seven routes [7, 3], and which of them are sampled [7, 3]."""
+    ids = torch.full((2 * TURNS + 1, TURNS), LOOK)
+    for looks, answer in itertools.product(range(TURNS), (RIGHT, WRONG)):
+        ids[2 * looks + answer, looks] = answer
+    answered = (ids != LOOK).long()
+    return ids, answered.cumsum(1) == answered
+
+
+def score_routes(logits: Tensor) -> TokenLogprobs:
+    """What a policy [turn, token] gives for the tokens of all routes; its reference is uniform."""
+    ids, mask = routes()
+    log_p = logits.log_softmax(-1)
+    entropy = F.from_log_probs(log_p)
+    return TokenLogprobs(
+        logprobs=F.fill_masked(log_p[torch.arange(TURNS), ids], mask, 0.0),
+        entropy=entropy.expand_as(mask),
+        full_kl=(math.log(logits.shape[-1]) - entropy).expand_as(mask),
+    )
+
+
+def expected_reward(logits: Tensor) -> Tensor:
+    """The chance of the right answer to a problem."""
+    ids, _ = routes()
+    return score_routes(logits).logprobs.sum(1).exp()[(ids == RIGHT).any(1)].sum()
+
+
+def objective(x: Experiment, logits: Tensor, size: int) -> Tensor:
+    """What the update on a problem should climb."""
+    value = expected_reward(logits)
+    if plain(x.algorithm.advantage) is F.max_rl:
+        orders = torch.arange(1.0, size)
+        value = -((1 - value) ** orders / orders).sum()
+    if x.kl.active:
+        _, mask = routes()
+        logprobs = score_routes(logits).logprobs
+        reached = logprobs.sum(1, keepdim=True).exp() * mask
+        divergence = (reached * (logprobs + math.log(logits.shape[-1]))).sum()
+        value = value - number(x.kl.coef) * divergence
+    return value
+
+
+def problem_of(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int) -> Problem:
+    """The routes of a problem as a step finds them before its update."""
+    ids, mask = routes()
+    n = len(ids)
+    right = (ids == RIGHT).double()
+    now = score_routes(logits.detach())
+    sampled = score_routes(sampler).logprobs
+    greedy = ((ids == logits.argmax(-1)) | ~mask).all(1)
+    batch = Scored(
+        ids=ids,
+        attention_mask=mask,
+        response_mask=mask,
+        sampled_mask=mask,
+        rollout_ids=torch.arange(n),
+        step_ids=torch.arange(TURNS).expand(n, TURNS),
+        rewards=right.sum(1),
+        group_ids=torch.zeros(n, dtype=torch.int64),
+        truncated=(ids == LOOK).all(1),
+        lengths=mask.sum(1),
+        reply_lengths=torch.ones(n, dtype=torch.int64),
+        greedy_rewards=right[greedy].sum().expand(n),
+        token_rewards=right,
+        logprobs_sampler=sampled,
+        versions=torch.zeros_like(ids),
+        logprobs_old=now.logprobs,
+        entropy_old=now.entropy,
+        logprobs_ref=F.fill_masked(torch.full(ids.shape, -math.log(logits.shape[-1])), mask, 0.0),
+        full_kl=now.full_kl,
+    )
+    batch = replace(
+        batch,
+        values=perfect_values(batch, x.kl),
+        old_share=old_share(batch, x.algorithm, step=staleness),
+    )
+    return Problem(batch, score_routes(logits), sampled.sum(1).exp().tolist())
+
+
+def perfect_values(batch: Scored, kl: KL) -> Tensor:
+    """The policy's expected return at each state [7, 3], less what a KL in the reward takes."""
+    assert batch.logprobs_old is not None
+    later = (batch.token_rewards - penalize(batch, kl)).flip(1).cumsum(1).flip(1)
+    reached = batch.logprobs_old.sum(1, keepdim=True).exp() * batch.response_mask
+    return ((reached * later).sum(0) / reached.sum(0)).expand_as(later)
+
+
+def multisets(chances: Sequence[float], size: int) -> Iterator[tuple[list[int], float]]:
+    """Every multiset of so many routes, and how likely a group is to be it."""
+    for rows in itertools.combinations_with_replacement(range(len(chances)), size):
+        orders = math.factorial(size)
+        for count in Counter(rows).values():
+            orders //= math.factorial(count)
+        yield list(rows), orders * math.prod(chances[row] for row in rows)
+
+
+def loss_of(x: Experiment, problem: Problem, rows: list[int]) -> Tensor:
+    """The policy's loss on a group of routes, as in the first update of a training step."""
+    n = len(rows)
+    tensors = {
+        name: value[rows]
+        for name, value in vars(problem.batch).items()
+        if isinstance(value, Tensor)
+    }
+    own: dict[str, Any] = {
+        "rollout_ids": torch.arange(n),
+        "components": dict.fromkeys(x.reward.terms, tensors["rewards"]),
+        "metadata": ({},) * n,
+    }
+    batch = filter_rollouts(replace(problem.batch, **tensors | own), x.algorithm)
+    given = problem.scores._asdict().items()
+    scores = TokenLogprobs(**{name: value[rows] for name, value in given if value is not None})
+    weighted = weigh(batch, x.algorithm, x.kl)
+    return surrogate(loss_weights(weighted, x.algorithm), scores, x.algorithm, x.kl)[0]
