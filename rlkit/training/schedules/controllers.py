@@ -145,8 +145,9 @@ def adaptive_entropy(
     """A coefficient that keeps the entropy near a target: + step after a step below it, - step
     above it, within [low, high].
 
-    After He et al. 2025, arXiv:2505.22312, as TRL has it. A step without a finite entropy changes
-    nothing.
+    After He et al. 2025, arXiv:2505.22312, as TRL has it. In the paper the bonus counts only while
+    the entropy is at most the target; here the coefficient always counts, and falls above the
+    target. A step without a finite entropy changes nothing.
 
     Args:
       target: nats per sampled token.
