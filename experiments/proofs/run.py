@@ -1,4 +1,4 @@
-"""Make the tables of docs/prove.md again: each row is what `rlkit prove` says of its first cell.
+"""Make the tables of docs/prove.md again: `rlkit prove` gives the row of each first cell.
 
 python experiments/proofs/run.py
 """

@@ -1,4 +1,4 @@
-"""The expected update of an algorithm, by enumeration, beside the gradient that it stands for.
+"""The expected update of an algorithm, by enumeration, beside the true gradient.
 
 The game has an easy and a hard problem. In each of at most three turns the policy gives the right
 answer, gives a wrong one, or looks. An answer ends the episode, so the policy decides when to stop;
@@ -6,12 +6,12 @@ so does the third look. The right answer earns 1, and all else 0. A turn is one 
 is a table of logits, so a problem has seven routes.
 
 A batch is one group: n routes of one problem, drawn by the sampler. Its update is the gradient of
-the loss that training takes, by the same functions and with the same parts, before any optimizer.
-The expectation runs over both problems and all multisets of routes, in float64. It is exact for
-parts that do not depend on the order of a batch.
+the training loss, by the same functions and with the same parts, before any optimizer. The
+expectation runs over both problems and all multisets of routes, in float64. It is exact for parts
+without a preferred order of rollouts.
 
 The truth is the gradient of the expected reward, less the coefficient times KL(π‖ref) of whole
-episodes where the experiment has a KL. `max_rl` has an objective of its own: the mean over problems
+episodes if the experiment has a KL. `max_rl` has an objective of its own: the mean over problems
 of -Σ_k (1 - p)^k / k for k = 1 … n - 1, with p the chance of a right answer.
 
 What is left out: later updates of the same batch, refills, and streams beside the reward's. A
@@ -45,7 +45,7 @@ RIGHT, WRONG, LOOK = range(3)
 TURNS = 3
 SIZES = (2, 3)
 STALENESS = (0, 1)
-# [problem, turn, token] logits of the sampler that is one step old; the easy problem stands first.
+# [problem, turn, token] logits of the sampler, one step old; the easy problem stands first.
 OLD = (
     ((0.4, 0.2, 0.6), (1.2, 0.0, 0.2), (1.6, 0.0, -0.4)),
     ((-2.0, 0.6, 0.6), (-1.4, 0.6, 0.4), (-0.4, 0.6, 0.2)),
@@ -80,7 +80,7 @@ def prove(x: Experiment, size: int, staleness: int) -> Figures:
     Args:
       x: with plain numbers, as `rlkit.config.problems.schedules.first_steps` gives it.
       staleness: 0: the policy has sampled the rollouts. 1: the policy of one step before has.
-    Raises: ConfigError where the reward is no part of the loss.
+    Raises: ConfigError if the loss has no reward.
     """
     if not x.algorithm.reward_coef or x.algorithm.episodes is not None:
         raise ConfigError(
@@ -135,7 +135,7 @@ def compare(mean: Tensor, truth: Tensor, size: int, square: float) -> Figures:
 
 
 def routes() -> tuple[Tensor, Tensor]:
-    """Tokens of the seven routes [7, 3], and which of them are sampled [7, 3]."""
+    """Tokens of the seven routes [7, 3], and a mask of the sampled ones [7, 3]."""
     ids = torch.full((2 * TURNS + 1, TURNS), LOOK)
     for looks, answer in itertools.product(range(TURNS), (RIGHT, WRONG)):
         ids[2 * looks + answer, looks] = answer
@@ -214,7 +214,7 @@ def problem_of(x: Experiment, logits: Tensor, sampler: Tensor, staleness: int) -
 
 
 def perfect_values(batch: Scored, kl: KL) -> Tensor:
-    """The policy's expected return at each state [7, 3], less what a KL in the reward takes."""
+    """The policy's expected return at each state [7, 3], less the KL in the reward."""
     assert batch.logprobs_old is not None
     later = (batch.token_rewards - penalize(batch, kl)).flip(1).cumsum(1).flip(1)
     reached = batch.logprobs_old.sum(1, keepdim=True).exp() * batch.response_mask

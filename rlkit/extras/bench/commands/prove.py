@@ -13,7 +13,7 @@ from rlkit.commands.arguments import Arguments, drop, is_trusted, option
 if TYPE_CHECKING:
     from rlkit.extras.bench.prove import Figures
 
-# key → where a function of the user stands in the experiment
+# key → path of a user's function in the experiment
 OWN = {name: path for name, (path, _, _) in PARTS.items()} | {"loss": "algorithm.policy_loss"}
 # Around a user's own part, all else is exact.
 AROUND = {"algorithm": "rloo", "kl": "none"}
@@ -22,8 +22,8 @@ HEAD = """| | 2, fresh | 3, fresh | 2, stale | 3, stale | easy, turns 1 to 3 | h
 
 
 def command(arguments: Arguments) -> int:
-    """Overrides of a run, of which commas make several lines; advantage=, loss= or another part:
-    a function of your own, as my.module.function."""
+    """Overrides of a run, several values by commas; advantage=, loss= or another part: a function
+    of your own, as my.module.function."""
     from rlkit.runs.sweeps import expand
 
     trusted = is_trusted(arguments.overrides)
@@ -80,6 +80,6 @@ def cell(figures: Figures) -> str:
 
 
 def in_hundredths(number: float) -> str:
-    """A figure with two digits; one that rounding of float64 has left beside a tie or 0 is there
-    again."""
+    """A figure with two digits, rounded first to six: float64 may leave a tie or a 0 beside
+    itself."""
     return f"{round(number, 6) + 0.0:.2f}"
