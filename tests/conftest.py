@@ -173,6 +173,23 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def toolless(tiny):
+    """The tokenizer of the embedded model with the template of SmolLM2-135M-Instruct, which knows
+    no tools."""
+    import copy
+
+    tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging"
+        " Face<|im_end|>\n' }}{% endif %}{{ '<|im_start|>' + message['role'] + '\n' +"
+        " message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> str:
     """The option of `model` for SmolLM2-135M-Instruct, if `rlkit get` has fetched it."""
     from rlkit.models.load import fetched_folder

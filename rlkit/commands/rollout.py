@@ -17,6 +17,7 @@ from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rol
 from rlkit.episodes.summary import by_part, failures, summarize
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
+from rlkit.system.contents import PROMPTS
 from rlkit.system.files import LOST, finite, lenient, write_atomic, write_json
 from rlkit.training.experiment import RolloutRun
 from rlkit.types import Environment, Rollout, Task
@@ -50,7 +51,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     policy, device = on_device(x)
     environment = limited(x.environment, x.max_steps)
     with autocast(x, device):
-        tools = check_contexts(policy, tasks, environment)
+        tools, prompts = check_contexts(policy, tasks, environment)
         out = runs.fresh(parent)
         with (
             unscored_kept(out / UNSCORED, len(tasks) * x.num_return_sequences) as keep,
@@ -73,8 +74,10 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             rollouts = score(rollouts, x.reward)
             with lenient(f"rollouts.{x.format}"):
                 save_rollouts(out / f"rollouts.{x.format}", rollouts)
+    with lenient(PROMPTS):
+        write_atomic(out / PROMPTS, prompts.encode(errors="backslashreplace"))
     with lenient("conversations.txt"):
-        said = "\n\n".join(transcript(r) for r in rollouts[:8])
+        said = "\n\n".join([prompts, *(transcript(r) for r in rollouts[:8])])
         write_atomic(out / "conversations.txt", said.encode(errors="backslashreplace"))
     figures = {
         "split": x.split,

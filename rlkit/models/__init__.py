@@ -11,6 +11,7 @@ from rlkit.models.chat import (
     decode,
     encode_prompt,
     encode_text,
+    has_tool_prompt,
     make_renderer,
 )
 from rlkit.models.critic import HeadCritic, SeparateCritic, ValueHead, make_critic

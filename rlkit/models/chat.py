@@ -13,11 +13,13 @@ Two rules (they hold for any template and tokenizer):
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import TemplateError
 from rlkit.types import THINK_TAGS, Message, Messages, Thinking
@@ -25,6 +27,13 @@ from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 # around a placeholder's number; a content that holds these is encoded like any other
 _OPEN = "\u27e6rlkit:"
 _CLOSE = "\u27e7"
+_ASKED: Messages = [{"role": "user", "content": "?"}]  # before a reply whose surroundings count
+
+# goes in front of a template that does not know tools
+TOOL_PROMPT = Path(__file__).with_name("tool_prompt.jinja").read_text()
+# who writes tools, calls and results: the model's template, rlkit's TOOL_PROMPT, or the former if
+# it knows tools and else the latter
+ToolForm = Literal["auto", "template", "prompt"]
 
 
 class Renderer(NamedTuple):
@@ -45,6 +54,7 @@ def make_renderer(
     *,
     enable_thinking: bool | None = None,
     interruption: str = "",
+    tools: ToolForm = "auto",
     render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None,
 ) -> Renderer:
     """A renderer for a fast tokenizer that has a chat template.
@@ -53,6 +63,8 @@ def make_renderer(
       tokenizer: a fast `transformers` tokenizer.
       enable_thinking: passed to the template where it is not None.
       interruption: text that a thinking budget writes before the closing tag.
+      tools: "prompt" gives a copy of the tokenizer whose template begins with TOOL_PROMPT. "auto"
+        does so if the template never mentions `tools`.
       render: (messages, tools) → text in place of the template. Contents are stand-ins, to be
         written as they are.
     Raises: TemplateError where there is no template, the tokenizer is not a fast one, or the
@@ -69,6 +81,8 @@ def make_renderer(
             f"model.path: '{tokenizer.name_or_path}' has no fast tokenizer; rlkit needs"
             " tokenizer.json"
         )
+    if render is None:
+        tokenizer = _with_tools(tokenizer, tools)
     arguments = () if enable_thinking is None else (("enable_thinking", enable_thinking),)
     plain = _without_added_tokens(backend)
     return Renderer(
@@ -81,13 +95,29 @@ def make_renderer(
     )
 
 
+def _with_tools(tokenizer: Any, tools: ToolForm) -> Any:
+    """The tokenizer, or a copy of it whose template begins with TOOL_PROMPT. The template is not
+    run: it may be a stranger's."""
+    known = re.search(r"\btools\b", str(tokenizer.chat_template))
+    if tools == "template" or (tools == "auto" and known) or has_tool_prompt(tokenizer):
+        return tokenizer
+    prompted = copy.copy(tokenizer)
+    prompted.chat_template = TOOL_PROMPT + tokenizer.get_chat_template()
+    return prompted
+
+
+def has_tool_prompt(tokenizer: Any) -> bool:
+    """Whether rlkit's TOOL_PROMPT writes the tools, also in the template of an exported model."""
+    return str(tokenizer.chat_template).startswith(TOOL_PROMPT)
+
+
 def _thinking(tokenizer: Any, plain: Any, interruption: str) -> Thinking:
     if any(tag in interruption for tag in THINK_TAGS):
         raise TemplateError(
             f"model.interruption={interruption!r}: the closing tag is written behind it; leave"
             f" {' and '.join(THINK_TAGS)} out"
         )
-    added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    added = tokenizer.get_added_vocab()
     first, last = (added.get(tag) for tag in THINK_TAGS)
     ids = None if first is None or last is None else (first, last)
     text = interruption + (THINK_TAGS[1] if ids is None else "")
@@ -119,12 +149,17 @@ def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
     return tuple(renderer.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
+def _after_reply(renderer: Renderer, masked: Messages) -> str:
+    """What the template writes after a reply that these messages follow."""
+    # the template is a part of the key: a user may replace it
+    return _between_replies(renderer, renderer.tokenizer.chat_template, json.dumps(masked))
+
+
 @functools.lru_cache(maxsize=1024)  # the same few stand between all replies
-def _between_replies(renderer: Renderer, template: str | None, dialogue: str) -> str:
-    """What the template writes behind the sentinel of a dialogue; `template`: the tokenizer's,
-    which a user may replace."""
+def _between_replies(renderer: Renderer, template: str | None, masked: str) -> str:
     sentinel = f"{_OPEN}0{_CLOSE}"
-    rendered = _render(renderer, json.loads(dialogue), ())
+    dialogue = [*_ASKED, {"role": "assistant", "content": sentinel}, *json.loads(masked)]
+    rendered = _render(renderer, dialogue, ())
     if rendered.count(sentinel) != 1:
         raise TemplateError(
             f"the chat template writes an assistant's content {rendered.count(sentinel)} times, not"
@@ -161,13 +196,7 @@ def continuation(
       cut: the reply was cut by length; it has no end-of-turn token and gets none.
     """
     masked, contents = _mask_contents(messages, first=1)
-    sentinel = f"{_OPEN}0{_CLOSE}"
-    dialogue: list[Message] = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": sentinel},
-        *masked,
-    ]
-    rendered = _between_replies(renderer, renderer.tokenizer.chat_template, json.dumps(dialogue))
+    rendered = _after_reply(renderer, masked)
     ids = _encode_rendered(renderer, rendered, contents, first=1)
     if ids and (ids[0] == last_id or cut):
         ids = ids[1:]
@@ -185,12 +214,9 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
       drops a part of it.
     """
     masked, contents = _mask_contents([reply])
-    asked: list[Message] = [{"role": "user", "content": "?"}]
-    before = _render(renderer, asked, ())
-    after = _render(renderer, [*asked, *masked], ())
-    end = _render(
-        renderer, [*asked, {"role": "assistant", "content": f"{_OPEN}end{_CLOSE}"}], ()
-    ).partition(f"{_OPEN}end{_CLOSE}")[2]
+    before = _render(renderer, _ASKED, ())
+    after = _render(renderer, [*_ASKED, *masked], ())
+    end = _after_reply(renderer, [])
     name = renderer.tokenizer.name_or_path
     if not after.startswith(before) or not end or not after.endswith(end):
         raise TemplateError(
@@ -210,7 +236,7 @@ def _encode_joined(renderer: Renderer, rendered: str, contents: Sequence[str]) -
     """Ids of a rendered reply, the control tokens those of the scaffolding alone. The text between
     two of them is encoded in one piece, scaffolding and contents together, as a model writes it
     that does not know where a content begins."""
-    added = {str(token): i for i, token in renderer.tokenizer.added_tokens_decoder.items()}
+    added = renderer.tokenizer.get_added_vocab()
     control = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
     ids: list[int] = []
     text = ""
@@ -304,8 +330,8 @@ def _check_schemas(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     if not tools:
         return
     text = json.dumps(list(tools), ensure_ascii=False)
-    for token in renderer.tokenizer.added_tokens_decoder.values():
-        if str(token) in text:
+    for token in renderer.tokenizer.get_added_vocab():
+        if token in text:
             raise TemplateError(
                 f"a tool's schema holds the control token '{token}'; take it out of the docstring"
             )
@@ -316,36 +342,25 @@ def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     result."""
     if not tools:
         return
-    rendered = _render(renderer, [{"role": "user", "content": "?"}], tools)
+    result = f"{_OPEN}0{_CLOSE}"
+    answer: Message = {
+        "role": "tool",
+        "tool_call_id": "call_0",
+        "name": tools[0]["function"]["name"],
+        "content": result,
+    }
+    rendered = _render(renderer, [*_ASKED, {"role": "assistant", "content": "!"}, answer], tools)
     missing = [t["function"]["name"] for t in tools if t["function"]["name"] not in rendered]
     name = renderer.tokenizer.name_or_path
     remedy = (
-        "choose a model whose template takes tools, give one with model.chat_template=FILE.jinja,"
-        " or environment=single_turn"
+        "choose another model, or a task without tools"
+        if has_tool_prompt(renderer.tokenizer)
+        else "use model.tools=prompt, or a model whose template knows tools"
     )
-    if missing:
+    if missing or result not in rendered:
+        lost = f"the tools {missing}" if missing else "a tool's result"
         raise TemplateError(
-            f"model.path: the chat template of '{name}' does not write the tools {missing};"
-            f" {remedy}"
-        )
-    result = f"{_OPEN}0{_CLOSE}"
-    rendered = _render(
-        renderer,
-        [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "!"},
-            {
-                "role": "tool",
-                "tool_call_id": "call_0",
-                "name": tools[0]["function"]["name"],
-                "content": result,
-            },
-        ],
-        (),
-    )
-    if result not in rendered:
-        raise TemplateError(
-            f"model.path: the chat template of '{name}' does not write a tool's result; {remedy}"
+            f"model.path: the chat template of '{name}' does not write {lost}; {remedy}"
         )
 
 

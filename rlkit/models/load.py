@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nn_functional
 
 from rlkit.errors import ConfigError, TemplateError, install
-from rlkit.models.chat import Renderer, make_renderer
+from rlkit.models.chat import Renderer, ToolForm, make_renderer
 from rlkit.models.checkpointing import checkpoint_activations
 from rlkit.models.fused import Kernel, choose_kernel
 from rlkit.models.head import Float32Head
@@ -75,6 +75,7 @@ def load_policy(
     enable_thinking: bool | None = None,
     interruption: str = "",
     chat_template: str | None = None,
+    tools: ToolForm = "auto",
     trust_remote_code: bool = False,
     kernel: Kernel = "auto",
     device: torch.device | str = "cpu",
@@ -100,6 +101,8 @@ def load_policy(
       interruption: what generation.max_thinking_tokens writes before the closing tag; not trained
         on.
       chat_template: a file that replaces the tokenizer's template.
+      tools: what writes tools into prompts: the "template", or rlkit's tool "prompt" in front of
+        it. "auto" is the template if that mentions tools, and else the prompt.
       trust_remote_code: run code that comes with the model. Needs a pinned revision.
       kernel: of updates on a CPU: "fused" C code (fused.py), "eager" calls of torch, "auto" the
         former where it is possible.
@@ -127,7 +130,9 @@ def load_policy(
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
     # before the weights, so that a tokenizer without a template is refused at once
-    renderer = make_renderer(tokenizer, enable_thinking=enable_thinking, interruption=interruption)
+    renderer = make_renderer(
+        tokenizer, enable_thinking=enable_thinking, interruption=interruption, tools=tools
+    )
     model = pretrained_model(
         path, dtype=torch.bfloat16 if half else torch.float32, attention=attention, **hub
     )
@@ -438,7 +443,7 @@ def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
     """A policy of a causal LM that is already built, also under PEFT, and its tokenizer.
 
     Args:
-      template: enable_thinking, interruption and render, of `make_renderer`.
+      template: enable_thinking, interruption, tools and render, of `make_renderer`.
     Raises: TemplateError.
     """
     return _policy(model, make_renderer(tokenizer, **template))

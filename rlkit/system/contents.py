@@ -24,6 +24,7 @@ from rlkit.system.shards import members
 
 ASIDE = "aside"  # folder for what is not the run's own, under its own name
 METRICS = "metrics.jsonl"
+PROMPTS = "prompts.txt"  # first prompts as the policy reads them, tools included
 APPENDED = (  # files that grow while a run goes on; what a checkpoint lists of them never changes
     "rollouts/steps_*.jsonl.gz",
     "held_out/*/steps_*.jsonl.gz",
@@ -32,6 +33,7 @@ APPENDED = (  # files that grow while a run goes on; what a checkpoint lists of 
 )
 REWRITTEN = (  # other files that a resume reads or writes, and can do without
     *("run.json", "summary.json", "metrics.csv", "metrics.discarded.jsonl", "metrics.unreadable"),
+    PROMPTS,
     *(
         "*.discarded.jsonl.gz",
         "held_out/*.discarded.jsonl.gz",

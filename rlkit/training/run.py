@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rlkit.distributed import ranks
 from rlkit.errors import Interrupted, RLKitError, raised_at
 from rlkit.system import owner
+from rlkit.system.contents import PROMPTS
 from rlkit.system.device import autocast, on_device, precision, quiet, versions
-from rlkit.system.files import LOST, lenient, put_aside, refusing, write_json
+from rlkit.system.files import LOST, lenient, put_aside, refusing, write_atomic, write_json
 from rlkit.system.processors import cores
 from rlkit.system.redaction import redacted
 from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
@@ -68,7 +69,7 @@ def train_in(
     ):
         policy, device, agreement = prepare(x, tasks)
         # brings Lightning, which takes as long as all else: after the first lines
-        from rlkit.episodes.record import FAILED, failed_rollout_kept
+        from rlkit.episodes.record import failed_rollout_kept
         from rlkit.training.callbacks.faults import Watchdog
         from rlkit.training.module import RLModule
 
@@ -82,10 +83,8 @@ def train_in(
         )
         module.provenance = dict(provenance)
         results: Results = {}
-        with refusing(folder):
-            earlier = folder / FAILED  # of the process that this one continues
-            if ranks.rank() == 0 and earlier.exists():
-                put_aside(earlier, ".earlier")
+        if ranks.rank() == 0:
+            begin_folder(folder, agreement.prompts)
         trainer, checkpoint = make_trainer(x, module, tasks, folder, results, device, resume=resume)
         dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
         summary = {"ended": "failed", "seed": x.seed, "name": x.name}
@@ -104,6 +103,18 @@ def train_in(
             seconds = time.perf_counter() - started
             conclude(summary, module, folder, results, seconds=seconds, device=device)
     return summary, module
+
+
+def begin_folder(folder: Path, prompts: str) -> None:
+    """Writes what the policy reads first, and puts the rollout aside on which the process failed
+    that this one continues."""
+    from rlkit.episodes.record import FAILED
+
+    with lenient(PROMPTS):
+        write_atomic(folder / PROMPTS, prompts.encode(errors="backslashreplace"))
+    with refusing(folder):
+        if (folder / FAILED).exists():
+            put_aside(folder / FAILED, ".earlier")
 
 
 @contextmanager

@@ -15,9 +15,17 @@ from rlkit.engines.transformers import sampling_mode
 from rlkit.environments import environment_of, tools_in_words
 from rlkit.episodes import assemble, collect, failures
 from rlkit.episodes.episode import opening
-from rlkit.errors import DataError, SelfCheckError
+from rlkit.errors import DataError, SelfCheckError, visible
 from rlkit.functional import token_log_probs
-from rlkit.models import check_template, check_vocabulary, encode_prompt, forward_logprobs, pack
+from rlkit.models import (
+    check_template,
+    check_vocabulary,
+    decode,
+    encode_prompt,
+    forward_logprobs,
+    has_tool_prompt,
+    pack,
+)
 from rlkit.system.adapters import base_model
 from rlkit.training.experiment import Experiment
 from rlkit.training.schedules import phases
@@ -77,27 +85,35 @@ def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
 
 def check_contexts(
     policy: Policy, tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
-) -> str:
+) -> tuple[str, str]:
     """The template carries the rows' tools, and the longest rows leave room for a reply.
 
-    Returns: a line, with its end, that names the tools of these rows; empty where they have none.
+    Returns: lines, with their ends, that name the tools of these rows and what lists them; empty
+      where there are none. And a first prompt of each part and environment as the policy reads it,
+      template and tools included.
     Raises: TemplateError, DataError naming the row.
     """
     tools: dict[str, Tool] = {}
+    read: dict[tuple[str, str], str] = {}
     for task in first_rows(
         sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages)), LONGEST
     ):
         own = opening(task, environment_of(environment, task))
         check_template(policy.renderer, own.schemas)
         tools |= own.tools
-        length = len(encode_prompt(policy.renderer, own.prompt, own.schemas))
-        if length >= policy.context_length:
+        ids = encode_prompt(policy.renderer, own.prompt, own.schemas)
+        if len(ids) >= policy.context_length:
             raise DataError(
-                f"row {task.id}: its prompt has {length} tokens, and the model's context is"
+                f"row {task.id}: its prompt has {len(ids)} tokens, and the model's context is"
                 f" {policy.context_length}; take the row out, or choose a model with a longer"
                 " context (model.path)"
             )
-    return f"tools: {tools_in_words(tools)}\n" if tools else ""
+        text = visible(decode(policy.renderer, ids), kept="\n")
+        read[task.part, task.environment] = f"=== row {task.id}\n{text}\n"
+    prompted = has_tool_prompt(policy.renderer.tokenizer)
+    form = "rlkit's (model.tools=prompt)" if prompted else "the template's (model.tools=template)"
+    lines = f"tools: {tools_in_words(tools)}\ntool prompt: {form}\n" if tools else ""
+    return lines, "".join(read.values())
 
 
 class Agreement(NamedTuple):
@@ -106,7 +122,8 @@ class Agreement(NamedTuple):
 
     warnings: list[str]
     exact: bool  # in float32, within FP32_TOLERANCE
-    tools: str  # the line of `check_contexts`
+    tools: str  # the lines of `check_contexts`
+    prompts: str  # its first prompts
     bound: float | None  # mean |Δ log-prob| above which half precision warns; None in float32
 
 
@@ -122,7 +139,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     gave the policy nothing to say.
     """
     few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
-    tools = check_contexts(policy, tasks, x.environment)
+    tools, prompts = check_contexts(policy, tasks, x.environment)
     temperature = x.generation.temperature or 1.0
     rollouts = collect(
         policy,
@@ -175,7 +192,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         "training would be wrong. Does the engine sample at generation.temperature, and from these"
         " weights?",
     )
-    return Agreement(warnings, not half, tools, rounding and rounding.bound)
+    return Agreement(warnings, not half, tools, prompts, rounding and rounding.bound)
 
 
 def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:

@@ -41,6 +41,7 @@ def test_episodes_are_recorded_scored_and_summed_up(played):
     rollouts = load_rollouts(played["rollout"] / "rollouts.jsonl.gz")
     assert sorted(f.name for f in played["rollout"].iterdir()) == [
         "conversations.txt",
+        "prompts.txt",
         "rollouts.jsonl.gz",
         "summary.json",
     ]
@@ -52,7 +53,9 @@ def test_episodes_are_recorded_scored_and_summed_up(played):
         summary["steps"] == {str(k): v for k, v in step_counts(rollouts).items()}
         and sum(summary["steps"].values()) == 6
     )
-    assert (played["rollout"] / "conversations.txt").read_text()
+    read = (played["rollout"] / "prompts.txt").read_text()
+    assert '"name": "calculator"' in read
+    assert (played["rollout"] / "conversations.txt").read_text().startswith(read)
 
 
 def test_max_steps_is_the_limit_of_every_environment(played):

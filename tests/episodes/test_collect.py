@@ -11,9 +11,10 @@ from itertools import count
 import pytest
 
 from rlkit.engines import Batched, Transformers
-from rlkit.environments import by_task, calculator, hermes, single_turn, tool_use
+from rlkit.environments import by_task, calculator, hermes, single_turn, tool_schema, tool_use
 from rlkit.episodes import collect
 from rlkit.episodes._assemble import rows
+from rlkit.episodes.demonstrate import demonstrated
 from rlkit.episodes.record import to_row
 from rlkit.functional import mix
 from rlkit.models import decode, encode_text, make_renderer
@@ -84,11 +85,14 @@ def no_runs():
     RUNS.clear()
 
 
-@pytest.fixture(scope="module", params=["tiny", "qwen3"])
+@pytest.fixture(scope="module", params=["tiny", "qwen3", "toolless"])
 def policy(request, tiny):
-    """The tiny tokenizer under its own template, and under the real one of Qwen3."""
+    """The tiny tokenizer under its own template, under the real one of Qwen3, and under one that
+    knows no tools, behind rlkit's tool prompt."""
     if request.param == "tiny":
         return tiny
+    if request.param == "toolless":
+        return tiny._replace(renderer=make_renderer(request.getfixturevalue("toolless")))
     template = request.getfixturevalue("shared") / "qwen3" / "chat_template.jinja"
     tokenizer = copy.deepcopy(tiny.renderer.tokenizer)
     tokenizer.chat_template = template.read_text()
@@ -138,6 +142,28 @@ def test_call_result_answer(policy):
         "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>"
         "\n<|im_start|>assistant\n"
     )
+
+
+def test_the_tool_prompt_appends_and_reads_back_as_it_was_played(tiny, toolless):
+    """Over two turns with calls: each context is the one before, the reply and what follows it;
+    all of them read as the template renders them; algorithm=sft learns the same tokens."""
+    policy = tiny._replace(renderer=make_renderer(toolless))
+    texts = ["First.\n" + call("calculator", expression="3 + 4"), call("note", text="7"), "#### 7"]
+    rollout = one(policy, Scripted(*texts))
+    assert [r.content for s in rollout.steps for r in s.tool_results] == ["7", "noted 7"]
+    for i in (1, 2):
+        before = rollout.context(i - 1) + rollout.steps[i - 1].response_ids
+        assert rollout.context(i)[: len(before)] == before
+    schemas = [tool_schema(tool) for tool in TOOLS.values()]
+    whole = policy.renderer.tokenizer.apply_chat_template(
+        rollout.conversation[:-1], tools=schemas, add_generation_prompt=True, tokenize=False
+    )
+    assert decode(policy.renderer, rollout.context(2)) == whole
+    assert all(f'"name": "{name}"' in whole for name in TOOLS)
+    learned = demonstrated(policy, rollout.conversation, schemas)
+    assert [(s.kept, s.prompt_ids, s.response_ids) for s in learned] == [
+        (s.kept, s.prompt_ids, s.response_ids) for s in rollout.steps
+    ]
 
 
 def test_replies_are_kept_as_sampled(tiny):

@@ -15,6 +15,7 @@ from rlkit.models.chat import (
     encode_prompt,
     encode_scaffold,
     encode_text,
+    has_tool_prompt,
     make_renderer,
 )
 
@@ -33,11 +34,14 @@ CALL = {
 }
 
 
-@pytest.fixture(scope="module", params=["tiny", "qwen3"])
+@pytest.fixture(scope="module", params=["tiny", "qwen3", "toolless"])
 def renderer(request, tiny):
-    """The tiny tokenizer with its own template, and with the real one of Qwen3."""
+    """The tiny tokenizer with its own template, with the real one of Qwen3, and with one that knows
+    no tools, behind rlkit's tool prompt."""
     if request.param == "tiny":
         return tiny.renderer
+    if request.param == "toolless":
+        return make_renderer(request.getfixturevalue("toolless"))
     import copy
 
     template = request.getfixturevalue("shared") / "qwen3" / "chat_template.jinja"
@@ -151,12 +155,10 @@ def test_missing_template_is_refused(tiny):
         make_renderer(broken(tiny, None))
 
 
-def test_template_without_tools_is_refused(tiny):
-    renderer = make_renderer(
-        broken(tiny, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    )
-    with pytest.raises(TemplateError, match="does not write the tools"):
-        check_template(renderer, TOOLS)
+def test_template_without_tools_is_refused_if_it_has_to_write_them(toolless):
+    with pytest.raises(TemplateError, match=r"does not write the tools.*use model.tools=prompt"):
+        check_template(make_renderer(toolless, tools="template"), TOOLS)
+    check_template(make_renderer(toolless), TOOLS)
 
 
 def test_template_without_tool_results_is_refused(tiny):
@@ -164,7 +166,14 @@ def test_template_without_tool_results_is_refused(tiny):
         "{{ tools | tojson }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{%"
         " endif %}{% endfor %}"
     )
-    with pytest.raises(TemplateError, match="does not write a tool's result"):
+    with pytest.raises(TemplateError, match=r"a tool's result; use model.tools=prompt"):
+        check_template(make_renderer(broken(tiny, template)), TOOLS)
+    check_template(make_renderer(broken(tiny, template), tools="prompt"), TOOLS)
+
+
+def test_a_template_without_system_messages_cannot_carry_the_tool_prompt(tiny):
+    template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(TemplateError, match=r"does not write the tools.*choose another model"):
         check_template(make_renderer(broken(tiny, template)), TOOLS)
 
 
@@ -190,3 +199,62 @@ def test_schema_with_a_control_token_is_refused(tiny):
     ]
     with pytest.raises(TemplateError, match=r"<\|im_end\|>"):
         encode_prompt(tiny.renderer, [{"role": "user", "content": "a"}], schema)
+
+
+# -------------------------------------------------------------------------- rlkit's tool prompt
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = {"role": "user", "content": "What is 1 + 1?"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+TWICE = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]}
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "call_0", "name": "calculator"}
+DONE = {"role": "assistant", "content": "2"}
+CONVERSATIONS = (
+    [ASKED],
+    [SYSTEM, ASKED],
+    [ASKED, CALLED, RESULT],
+    [ASKED, CALLED, RESULT, DONE, ASKED],  # a worked example
+    [SYSTEM, ASKED, TWICE, RESULT, RESULT, CALLED, RESULT, DONE, ASKED],
+)
+
+
+@each("messages", CONVERSATIONS)
+@pytest.mark.parametrize("tools", [[], TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("thinking", [None, False])
+def test_the_tool_prompt_writes_what_the_template_of_qwen3_writes(
+    tiny, shared, messages, tools, thinking
+):
+    tokenizer = broken(tiny, (shared / "qwen3" / "chat_template.jinja").read_text())
+    theirs, ours = (
+        make_renderer(tokenizer, enable_thinking=thinking, tools=form)
+        for form in ("template", "prompt")
+    )
+    assert encode_prompt(ours, messages, tools) == encode_prompt(theirs, messages, tools)
+
+
+@each("messages", CONVERSATIONS)
+def test_without_tools_and_calls_the_template_writes_what_it_wrote(toolless, messages):
+    if any(m["role"] == "tool" for m in messages):
+        messages = [m for m in messages if "tool_calls" not in m and m["role"] != "tool"]
+    plain = make_renderer(toolless, tools="template")
+    assert encode_prompt(make_renderer(toolless), messages) == encode_prompt(plain, messages)
+
+
+def test_auto_leaves_a_template_alone_that_knows_tools(tiny):
+    assert make_renderer(tiny.renderer.tokenizer).tokenizer is tiny.renderer.tokenizer
+    asked = make_renderer(tiny.renderer.tokenizer, tools="prompt").tokenizer
+    assert has_tool_prompt(asked) and not has_tool_prompt(tiny.renderer.tokenizer)
+
+
+def test_a_saved_tokenizer_keeps_the_tool_prompt_once(toolless, tmp_path):
+    """What `rlkit export` writes and what vLLM and a later run read is what was trained on."""
+    from transformers import AutoTokenizer
+
+    ours = make_renderer(toolless)
+    ours.tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for form in ("auto", "template", "prompt"):
+        again = make_renderer(loaded, tools=form)
+        assert again.tokenizer.chat_template == ours.tokenizer.chat_template
+    assert encode_prompt(again, [ASKED], TOOLS) == encode_prompt(ours, [ASKED], TOOLS)
+    assert not has_tool_prompt(toolless)

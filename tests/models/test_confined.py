@@ -62,6 +62,11 @@ def test_it_renders_the_same(policy, tiny):
         tiny.renderer, {"role": "assistant", "content": "Me."}
     )
     check_template(policy.renderer, TOOLS)
+    load = partial(load_policy, path="tiny", tools="prompt")
+    ours, theirs = confined(load)(device="cpu"), load()
+    assert encode_prompt(ours.renderer, dialogue, TOOLS) == encode_prompt(
+        theirs.renderer, dialogue, TOOLS
+    )
     assert confined(partial(load_policy, path="tiny")).keywords == {"path": "tiny"}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlkit.errors import ConfigError, TemplateError
-from rlkit.models import LoRA, load, load_policy
+from rlkit.models import LoRA, has_tool_prompt, load, load_policy
 from rlkit.models.load import TINY, pretrained_config
 from rlkit.models.packing import ATTENTION
 from rlkit.models.save import save_policy
@@ -97,6 +97,14 @@ def test_missing_model_is_named(tmp_path):
 def test_missing_template_file_is_named():
     with pytest.raises(ConfigError, match=r"model.chat_template=no.jinja"):
         load_policy(path="tiny", chat_template="no.jinja")
+
+
+def test_an_exported_policy_keeps_the_tool_prompt_that_it_was_trained_with(tmp_path):
+    save_policy(tmp_path / "out", load_policy(path="tiny", tools="prompt"))
+    assert "You may call one or more" in (tmp_path / "out" / "chat_template.jinja").read_text()
+    tokenizer = load_policy(path=str(tmp_path / "out")).renderer.tokenizer
+    assert has_tool_prompt(tokenizer)
+    assert not has_tool_prompt(load_policy(path="tiny").renderer.tokenizer)
 
 
 def test_model_without_a_template_is_refused(tmp_path, monkeypatch):

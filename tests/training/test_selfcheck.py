@@ -132,9 +132,8 @@ def copied(policy):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_right_scorer_passes_at_any_temperature(tiny, tasks, experiment, temperature):
-    assert check_policy(
-        tiny, tasks, with_engine(experiment, complete, temperature=temperature)
-    ) == ([], True, "tools: calculator\n", None)
+    found = check_policy(tiny, tasks, with_engine(experiment, complete, temperature=temperature))
+    assert (found.warnings, found.exact, found.bound) == ([], True, None)
 
 
 def test_a_sampler_at_another_temperature_is_refused(tiny, tasks, experiment):
@@ -352,7 +351,7 @@ def test_a_template_that_cannot_carry_the_tools_is_refused(tiny, tasks, experime
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateError, match="does not write the tools"):
         check_policy(
-            tiny._replace(renderer=make_renderer(tokenizer)),
+            tiny._replace(renderer=make_renderer(tokenizer, tools="template")),
             tasks,
             with_engine(experiment, complete),
         )
@@ -387,9 +386,26 @@ def test_the_tools_of_a_run_are_those_of_all_environments_that_its_rows_name(tin
     }
     many = arithmetic(max_samples=9)
     given = [*many, tasks[0]._replace(id="last", environment="rare")]
-    line = check_contexts(tiny, given, environments_by_task(environments=known))
+    lines, _ = check_contexts(tiny, given, environments_by_task(environments=known))
     place = f"{Shop.__module__}.{Shop.__qualname__}"
-    assert line == f"tools: calculator, get_weather; search ({place})\n"
+    assert lines == (
+        f"tools: calculator, get_weather; search ({place})\n"
+        "tool prompt: the template's (model.tools=template)\n"
+    )
     assert len(set(opened)) == len(opened) == 4
     alone = [tasks[0]._replace(environment="none")]
-    assert check_contexts(tiny, alone, environments_by_task(environments=known)) == ""
+    assert check_contexts(tiny, alone, environments_by_task(environments=known))[0] == ""
+
+
+def test_a_run_shows_what_the_policy_reads_of_a_template_without_tools(tiny, toolless):
+    """One prompt of each environment, with the list of tools and without an escape that a terminal
+    obeys."""
+    known = {"tool_use": tool_use(tools={"calculator": calculator}), "none": single_turn()}
+    asked = Task("a", ({"role": "user", "content": "\x1b[2J?"},), environment="tool_use")
+    given = [asked, asked._replace(id="b"), asked._replace(id="c", environment="none")]
+    policy = tiny._replace(renderer=make_renderer(toolless))
+    lines, prompts = check_contexts(policy, given, environments_by_task(environments=known))
+    assert "tool prompt: rlkit's (model.tools=prompt)\n" in lines
+    assert [line for line in prompts.splitlines() if "===" in line] == ["=== row b", "=== row c"]
+    assert prompts.count('"name": "calculator"') == 1 and prompts.count("named SmolLM") == 1
+    assert prompts.count("<|im_start|>user\n") == 2 and "\x1b" not in prompts

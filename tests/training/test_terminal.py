@@ -147,7 +147,7 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
         ),
         "batch: 2 prompts × 4 samples → 2 update(s) of 4 rollouts a step, 2 steps",
         "sandbox: no reward and no tool asks for one\nactivations: kept (one micro-batch of ",
-        "\ntools: calculator\nkernels: ",
+        "\ntools: calculator\ntool prompt: the template's (model.tools=template)\nkernels: ",
         " left",
         "less outputs/",
     ):

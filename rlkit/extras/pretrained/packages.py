@@ -109,7 +109,7 @@ def convert(file: Path, folder: Path, package: Package) -> None:
     The folder appears whole. bfloat16 is what SmolLM2 was published in, so rounding loses less than
     the four bits of the file did.
     """
-    policy = load_policy(path=str(file))
+    policy = load_policy(path=str(file), tools="template")
     policy.model.to(torch.bfloat16)
     policy.model.config.dtype = torch.bfloat16
     card = (

@@ -24,7 +24,7 @@ from rlkit.errors import Hung, TemplateError
 from rlkit.extras.programs.contract import Ask, Ended, RequestRefused
 from rlkit.extras.programs.wire import reply_message
 from rlkit.functional import mix
-from rlkit.models.chat import continuation, encode_prompt
+from rlkit.models.chat import check_template, continuation, encode_prompt
 from rlkit.system.copies import copied
 from rlkit.system.loops import AtMost, awaited, closing, is_over, result_of, settled, wind_up
 from rlkit.types import (
@@ -181,6 +181,7 @@ class Conversations:
         rendered as a whole."""
         renderer = self.policy.renderer
         if parent is None:
+            check_template(renderer, tools)
             return tuple(encode_prompt(renderer, new, tools))
         said = parent.step.response_ids
         cut = parent.step.finish_reason == "length"

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -22,7 +23,7 @@ from rlkit.extras.report.charts import (
     seconds_data,
     solve_rates,
 )
-from rlkit.extras.report.conversations import Shown, compressed
+from rlkit.extras.report.conversations import Shown, compressed, trimmed
 from rlkit.runs.comparing import TO_CLAIM
 from rlkit.runs.reading import Group, ReadRun, differences, is_number
 from rlkit.runs.tables import (
@@ -34,6 +35,8 @@ from rlkit.runs.tables import (
     symptoms,
 )
 from rlkit.runs.verdicts import UNITS, basis, budgets, falls, notes, shared_figure, verdicts
+from rlkit.system.contents import PROMPTS
+from rlkit.system.files import read_regular
 from rlkit.tasks.splits import count_in_words
 
 SCRIPTS = ("charts.js", "report.js")
@@ -86,6 +89,7 @@ def render(
         section("Turns", turns_table(shown)),
         section("Runs", runs_table(found) + phases_list(groups)),
         section("Settings that differ", settings_table(groups)),
+        section("Prompts", prompts_list(found)),
         section(
             "Conversations",
             files(__package__).joinpath("viewer.html").read_text() if shown.entries else "",
@@ -306,6 +310,25 @@ def health_list(groups: Sequence[Group]) -> str:
                 f" {steps} steps</li>"
             )
     return f"<ul class=health>{''.join(out)}</ul>" if out else ""
+
+
+def prompts_list(found: Sequence[ReadRun]) -> str:
+    """What the policies read first; a text that several runs share stands once."""
+    readers: dict[str, list[str]] = {}
+    for run in found:
+        with suppress(OSError):
+            text = read_regular(run.folder / PROMPTS).decode(errors="replace")
+            readers.setdefault(text, []).append(run.name)
+    texts = "".join(
+        f"<details><summary>{escape(', '.join(dict.fromkeys(names)))}</summary>"
+        f"<div class=text>{escape(trimmed(text))}</div></details>"
+        for text, names in readers.items()
+    )
+    note = (
+        "<p class=note>A first prompt of each part and environment, as the policy reads it: with"
+        " the system prompt, the list of tools and the control tokens of the template.</p>"
+    )
+    return f"{note}{texts}" if texts else ""
 
 
 def run_name(group: Group, run: ReadRun) -> str:

@@ -34,7 +34,7 @@ from rlkit.extras.programs._program import LANDLOCK, landlock_version
 from rlkit.extras.programs.server import MAX_BODY, Endpoint, opened_door
 from rlkit.extras.programs.serving import serving
 from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply
-from rlkit.models.chat import encode_scaffold
+from rlkit.models.chat import encode_scaffold, make_renderer
 from rlkit.tasks import arithmetic
 from rlkit.training.selfcheck import check_policy
 from rlkit.types import Generation, Step, Task, ToolCall
@@ -141,6 +141,32 @@ def test_a_program_that_does_what_tool_use_does_gives_its_tokens(tiny):
             b.group,
             b.sample,
         )
+
+
+def test_a_program_reads_the_tools_of_a_template_without_tools_as_tool_use_does(tiny, toolless):
+    """They were silently left out of its prompts."""
+    policy = tiny._replace(renderer=make_renderer(toolless))
+    outside = played(policy, tool_user, CALL, "#### 7", max_turns=4)
+    (inside,) = collect(
+        policy,
+        [Task("t", ASKED)],
+        engine=said_by(CALL, "#### 7"),
+        environment=tool_use(tools={"calculator": calculator}),
+    )
+    assert [(s.prompt_ids, s.response_ids, s.kept) for s in outside.steps] == [
+        (s.prompt_ids, s.response_ids, s.kept) for s in inside.steps
+    ]
+    assert len(outside.steps) == 2
+    refused = []
+
+    def asks(task, client):
+        body = {"messages": list(task.messages), "tools": [tool_schema(calculator)]}
+        refused.append(status_of(client, body))
+        client.chat(task.messages)
+
+    played(tiny._replace(renderer=make_renderer(toolless, tools="template")), asks, "fine")
+    ((code, sentence),) = refused
+    assert code == 400 and "use model.tools=prompt" in sentence
 
 
 def test_no_more_programs_are_alive_than_allowed_and_one_that_fails_gives_its_place_back(tiny):

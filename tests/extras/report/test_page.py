@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import html
 import json
 import random
 import re
@@ -141,6 +142,18 @@ def test_a_folder_of_rollouts_is_conversations_alone(tmp_path, make_run):
     next((make_run("a") / "rollouts").iterdir()).rename(tmp_path / "rolled" / "rollouts.jsonl.gz")
     text = write_report([tmp_path / "rolled"]).read_text()
     assert re.findall(r"<h2>(.*?)</h2>", text) == ["Solve rates", "Turns", "Runs", "Conversations"]
+
+
+def test_what_the_policies_read_first_stands_once_and_is_no_markup(make_run, tmp_path):
+    prompt = "=== row 1\n<tools>" + HOSTILE.replace("\ud800", "")
+    runs = [make_run("a"), make_run("b", seed=1)]
+    for run in runs:
+        (run / "prompts.txt").write_text(prompt)
+    text = write_report(runs, tmp_path / "both.html").read_text()
+    (shown,) = re.findall(
+        r"<details><summary>grpo</summary><div class=text>(.*?)</div>", text, re.S
+    )
+    assert shown == html.escape(prompt)
 
 
 def test_a_run_that_has_just_begun_is_reported_too(tmp_path):
