@@ -43,7 +43,7 @@ SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(
         ("steps", "micro_batch_tokens", "max_new_tokens_thinking", "turns", "prompts"), int
     ),
-    "embedded": str,
+    **dict.fromkeys(("embedded", "environment"), str),
     "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }

@@ -112,6 +112,13 @@ def test_the_longest_answer_of_a_file_gives_the_length_of_a_reply(tmp_path, rows
     assert at(compose([*words, "task.fields.answer=a"]).config, "generation.max_new_tokens") == 1024
 
 
+def test_rows_of_a_file_have_tools_where_the_model_asks_for_them():
+    """A model without tools in its template read 150 tokens of a calculator's description."""
+    rows = ["task=jsonl"]
+    assert at(composed(*rows), "task.environment") == "tool_use"  # of the embedded model
+    assert at(composed(*rows, "model=smollm2_135m"), "task.environment") == "single_turn"
+
+
 def test_turns_are_those_of_the_task_and_a_mixture_takes_its_longest_part():
     assert (
         at(
