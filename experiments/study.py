@@ -2,12 +2,19 @@
 a table, a plot.
 
     python experiments/study.py experiments/kl [--seeds 0 1 2] [--only none 'k3, 0.2'] [--jobs 2]
+                                               [--keep runs]
 
 A study is a folder with a study.yaml: `title`, `variants` (name: overrides of `rlkit train`; the
 others are compared with the first), `common` (overrides of all of them, in which FOLDER stands for
-the study's own folder), `once` (names of those that only the first seed runs). Every run is
+the study's own folder), `once` (names of those that only the first seed runs), `seeds` (three where
+it names none), `path` (a folder beside study.yaml whose Python files the runs import), `warm_up`
+(overrides of one run before the others, for which WARM_UP stands as a model's path). Every run is
 `rlkit train` on one torch thread in an empty folder; runs that results.csv holds already are not
-repeated. Seeds are shared by the variants, so that a difference is one within pairs.
+repeated. Seeds are shared by the variants, so that a difference is one within pairs. The warm-up has
+a row of its own, and its run stays in the study's folder.
+
+With --keep FOLDER the runs stay in FOLDER/VARIANT/SEED, for `rlkit compare` and `rlkit report`, and a
+run that was interrupted goes on; its seconds are then those since it went on.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -43,16 +51,23 @@ Row = dict[str, str]
 
 
 def trained(
-    overrides: Sequence[str],
+    overrides: Sequence[str], *, modules: Path | None = None, kept: Path | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
     """`rlkit train` in an empty folder, on one thread: its summary, its rows, and the seconds of
     the process and of its processors.
 
+    Args:
+      modules: a folder whose Python files the run can import.
+      kept: the folder instead of an empty one; the run in it goes on, if there is one.
     Raises:
       RuntimeError: the command failed; with the last lines that it wrote.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rlkit", "train", *overrides]
+    found = [str(modules)] if modules else []
+    found += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    more = ["resume=auto"] if kept else []
+    with nullcontext(kept) if kept else tempfile.TemporaryDirectory() as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "rlkit", "train", *overrides, *more]
         log = Path(folder) / "log.txt"
         begun = time.perf_counter()
         with log.open("w") as out:
@@ -61,7 +76,8 @@ def trained(
                 cwd=folder,
                 stdout=out,
                 stderr=out,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(found)},
             )
             _, status, usage = os.wait4(process.pid, 0)  # the processor time of this run alone
         wall = time.perf_counter() - begun
@@ -82,10 +98,15 @@ def trained(
     )
 
 
-def one_run(name: str, overrides: Sequence[str], seed: int, folder: Path) -> Row:
-    """One run's row."""
+def one_run(
+    name: str, overrides: Sequence[str], seed: int, folder: Path, **places: Path | None
+) -> Row:
+    """One run's row; `places` as in `trained`."""
     words = [text.replace("FOLDER", str(folder.resolve())) for text in overrides]
-    summary, rows, seconds = trained([*words, *COMMON, f"seed={seed}"])
+    if any("WARM_UP" in text for text in words):
+        [model] = (folder.resolve() / "warm_up").glob("outputs/*/*/model")
+        words = [text.replace("WARM_UP", str(model)) for text in words]
+    summary, rows, seconds = trained([*COMMON, *words, f"seed={seed}"], **places)
     steps = [row for row in rows if "reward/mean" in row]
     curve = {
         row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row
@@ -267,28 +288,46 @@ def main() -> None:
     """Runs what is missing, prints the table, draws the plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, help="of the study")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", help="the study's where none is given")
     parser.add_argument("--only", nargs="+", help="variants")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--keep", type=Path, help="folder in which the runs stay")
     arguments = parser.parse_args()
     study = yaml.safe_load((arguments.folder / "study.yaml").read_text())
     common, once = study.get("common", []), study.get("once", [])
+    seeds = arguments.seeds or study.get("seeds", [0, 1, 2])
+    modules = (arguments.folder / study["path"]).resolve() if "path" in study else None
+    keep = arguments.keep.resolve() if arguments.keep else None
     variants = {name: [*common, *own] for name, own in study["variants"].items()}
     path = arguments.folder / "results.csv"
     rows = read(path)
     known = {(row["variant"], int(row["seed"])) for row in rows}
     wanted = [
         (name, seed)
-        for seed in arguments.seeds
+        for seed in seeds
         for name in arguments.only or variants
         if (name, seed) not in known
     ]
     wanted = [
-        (name, seed) for name, seed in wanted if name not in once or seed == arguments.seeds[0]
+        (name, seed) for name, seed in wanted if name not in once or seed == seeds[0]
     ]
+    warm_up = arguments.folder.resolve() / "warm_up"
+    if "warm_up" in study and not list(warm_up.glob("outputs/*/*/model")):
+        own = [*common, *study["warm_up"], "callbacks.checkpoint.model=true"]
+        rows = [row for row in rows if row["variant"] != "warm-up"]
+        rows.append(one_run("warm-up", own, 0, arguments.folder, modules=modules, kept=warm_up))
+        write(path, rows, list(variants))
     with ThreadPoolExecutor(arguments.jobs) as pool:
         runs = [
-            pool.submit(one_run, name, variants[name], seed, arguments.folder)
+            pool.submit(
+                one_run,
+                name,
+                variants[name],
+                seed,
+                arguments.folder,
+                modules=modules,
+                kept=keep / name / str(seed) if keep else None,
+            )
             for name, seed in wanted
         ]
         for row in (run.result() for run in as_completed(runs)):

@@ -68,6 +68,7 @@ CANNOT = {
     "-m": "many processes; tests of sweeps run such",
     "environment.command=": "processes; tests/extras/programs/test_gateway.py plays such",
     "rlkit get": "needs the package index; tests/extras/pretrained has one of its own",
+    "experiment=laptop": "needs rlkit get; tests/laws/test_presets.py takes a step of it",
     "smollm2_135m": "needs rlkit get; tests/extras/pretrained trains it",
     "rlkit report": "needs runs",
     "rlkit runs": "needs runs; tests/runs/test_runs.py lists such",

@@ -4,6 +4,7 @@ the hub, that alone is replaced."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_a_preset_takes_a_step(name, tmp_path):
     ]
     config = compose([*overrides, *([f"task.path={path}"] if name == "sft" else [])]).config
     overrides += [f"task.path={path}"] if name == "sft" else []
-    overrides += ["model=tiny"] if "Qwen" in config["model"]["path"] else []
+    large = re.search("Qwen|^get:", config["model"]["path"])
+    overrides += ["model=tiny"] if large else []
     overrides += (
         ["task=arithmetic"]
         if config["task"]["_target_"] in ("rlkit.tasks.gsm8k", "rlkit.tasks.mbpp")
@@ -61,9 +63,11 @@ def test_a_preset_takes_a_step(name, tmp_path):
     sorted(Path(__file__).parents[2].glob("experiments/**/study.yaml")),
     ids=lambda path: path.parent.name,
 )
-def test_a_study_can_run(path):
+def test_a_study_can_run(path, monkeypatch):
     study = yaml.safe_load(path.read_text())
-    assert set(study) <= {"title", "variants", "common", "once"}
+    assert set(study) <= {"title", "variants", "common", "once", "seeds", "path"}
+    if "path" in study:
+        monkeypatch.syspath_prepend(str((path.parent / study["path"]).resolve()))
     assert set(study.get("once", ())) < set(study["variants"])
     for overrides in study["variants"].values():
         experiment(compose([*study.get("common", ()), *overrides]))

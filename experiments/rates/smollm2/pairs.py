@@ -9,21 +9,7 @@ import json
 import random
 from pathlib import Path
 
-
-def ask(a: int, b: int) -> str:
-    return f"Which number is larger, {a} or {b}?"
-
-
-def say(role: str, content: int | str) -> dict[str, str]:
-    return {"role": role, "content": str(content)}
-
-
-EXAMPLES = [
-    say("user", ask(58, 731)),
-    say("assistant", 731),
-    say("user", ask(904, 26)),
-    say("assistant", 904),
-]
+from rlkit.extras.pretrained import ask
 
 
 def main() -> None:
@@ -31,8 +17,7 @@ def main() -> None:
     pairs = rng.sample([(a, b) for a in range(10, 1000) for b in range(10, a)], 500)
     rows = []
     for pair in pairs:
-        first, second = rng.sample(pair, 2)
-        prompt = [*EXAMPLES, say("user", ask(first, second))]
+        prompt = ask(*rng.sample(pair, 2))
         rows.append(json.dumps({"prompt": prompt, "answer": str(max(pair))}))
     for name, part in (("train", rows[:400]), ("test", rows[400:])):
         path = Path(__file__).with_name(f"{name}.jsonl")

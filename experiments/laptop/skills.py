@@ -1,0 +1,266 @@
+"""Four skills for a small language model: problems, worked examples, environments, rewards.
+
+Each task function takes `split`, `seed` and `max_samples`. Everything follows from (seed, split), and
+a problem belongs to one split by its hash. The fifth skill, `larger`, ships with rlkit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlkit.environments import calculator
+from rlkit.environments.tool_parsers import load_json
+from rlkit.rewards import final_answer, no_gold
+from rlkit.tasks import arithmetic
+from rlkit.tasks.splits import check_split, split_of
+from rlkit.types import Message, Rollout, Split, Task, gives
+
+NAMES = ("Ann", "Ben", "Cem", "Eva", "Gus", "Ida", "Jim", "Kim", "Leo", "Mia", "Ned", "Pia")
+COLOURS = (
+    *("red", "blue", "gold", "pink", "green", "black"),
+    *("white", "brown", "grey", "orange", "purple", "yellow"),
+)
+
+
+def draw_problems(
+    name: str, draw: Callable[[random.Random], tuple], split: Split, seed: int, count: int
+) -> list[tuple]:
+    """Problems of a split: a fifth of all that `draw` can give is test, a tenth is validation."""
+    check_split(split)
+    rng = random.Random(f"{name}/{seed}/{split}")
+    problems: list[tuple] = []
+    while len(problems) < count:
+        problem = draw(rng)
+        if split_of(problem, validation=0.1, held_out=0.2) == split:
+            problems.append(problem)
+    return problems
+
+
+def say(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+# ------------------------------------------------------------- a placebo: rewards without a meaning
+
+
+@gives("binary")
+def coin(rollout: Rollout, *, rate: float) -> float:
+    """1 for a share `rate` of all rollouts, whatever they say, else 0."""
+    name = f"{rollout.task.id}/{rollout.group}/{rollout.sample}"
+    return float(zlib.crc32(name.encode()) < rate * 2**32)
+
+
+# ----------------------------------------------- form: JSON with a name and an age, both of them right
+
+
+def draw_people(rng: random.Random) -> tuple[tuple[str, int], ...]:
+    """Three people with different ages."""
+    return tuple(zip(rng.sample(NAMES, 3), rng.sample(range(18, 90), 3), strict=True))
+
+
+def ask_oldest(people: Sequence[tuple[str, int]]) -> str:
+    said = [f"{name} is {age}" for name, age in people]
+    return f"{said[0]}, {said[1]} and {said[2]}. Who is the oldest?"
+
+
+def oldest_json(people: Sequence[tuple[str, int]]) -> str:
+    name, age = max(people, key=lambda person: person[1])
+    return json.dumps({"name": name, "age": age})
+
+
+FORM_EXAMPLE = (("Sam", 42), ("Ola", 67), ("Fay", 25))
+
+
+def form(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """Who of three people is the oldest, as JSON, after one worked example."""
+    example = [say("user", ask_oldest(FORM_EXAMPLE)), say("assistant", oldest_json(FORM_EXAMPLE))]
+    return [
+        Task(
+            f"form/{split}/{seed}/{i}",
+            (*example, say("user", ask_oldest(people))),
+            oldest_json(people),
+            "same_json",
+            "single_turn",
+        )
+        for i, people in enumerate(draw_problems("form", draw_people, split, seed, max_samples))
+    ]
+
+
+@gives("binary")
+def same_json(rollout: Rollout) -> float:
+    """1 if the whole reply is JSON with the content of `task.answer`, else 0."""
+    answer = final_answer(rollout)
+    try:
+        given = load_json(answer or "")
+    except ValueError:
+        return 0.0
+    return float(given == json.loads(rollout.task.answer))
+
+
+# ---------------------------------------------- tool, words: calls of the calculator, with a warm-up
+
+
+def solve(question: str, expressions: Sequence[str], answer: int | str) -> list[Message]:
+    """A conversation that calls the calculator once for each expression and then answers."""
+    messages = [say("user", question)]
+    for number, expression in enumerate(expressions):
+        name = f"call_{number}"
+        function = {"name": "calculator", "arguments": {"expression": expression}}
+        call = {"id": name, "type": "function", "function": function}
+        result = {"tool_call_id": name, "name": "calculator", "content": calculator(expression)}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", **result})
+    return [*messages, say("assistant", f"#### {answer}")]
+
+
+def draw_sum(rng: random.Random) -> tuple[int, int, str, int]:
+    """a · b ± c, always positive."""
+    return (
+        rng.randrange(100, 1000),
+        rng.randrange(12, 100),
+        rng.choice("+-"),
+        rng.randrange(100, 1000),
+    )
+
+
+def tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """A product of three and two digits, then a sum, with the calculator: one call for each.
+
+    The conversation that solves a task is its `metadata["messages"]`, for algorithm=sft.
+    """
+    tasks = []
+    for i, (a, b, sign, c) in enumerate(draw_problems("tool", draw_sum, split, seed, max_samples)):
+        question = f"Multiply {a} by {b}, then {'add' if sign == '+' else 'subtract'} {c}."
+        answer = a * b + c if sign == "+" else a * b - c
+        messages = solve(question, (f"{a} * {b}", f"{a * b} {sign} {c}"), answer)
+        tasks.append(
+            Task(
+                f"tool/{split}/{seed}/{i}",
+                (messages[0],),
+                str(answer),
+                "numeric",
+                "tool_use",
+                {"messages": messages},
+            )
+        )
+    return tasks
+
+
+WORDS_EXAMPLES = (
+    (
+        "Ann has 6 pens. Ann buys 4 more. Ann gives 3 to Ben. How many pens does Ann have now?",
+        "6 + 4 = 10. 10 - 3 = 7. #### 7",
+    ),
+    (
+        "Leo has 3 boxes of 5 hats. Leo loses 4. How many hats does Leo have now?",
+        "3 * 5 = 15. 15 - 4 = 11. #### 11",
+    ),
+)
+
+
+def two_steps(split: Split, seed: int, count: int) -> list[Task]:
+    """The word problems of task=arithmetic that take two operations."""
+    drawn = arithmetic(split=split, seed=seed, max_samples=8 * count)
+    return [task for task in drawn if len(operations_of(task)) == 2][:count]
+
+
+def operations_of(task: Task) -> list[str]:
+    return [kind for kind in task.metadata["kinds"] if kind != "distractor"]
+
+
+def words(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """Two-step word problems without a tool, after two worked examples."""
+    examples: list[Message] = []
+    for question, answer in WORDS_EXAMPLES:
+        examples += [say("user", question), say("assistant", answer)]
+    return [
+        task._replace(
+            id=f"words/{split}/{seed}/{i}",
+            messages=(*examples, *task.messages),
+            environment="single_turn",
+        )
+        for i, task in enumerate(two_steps(split, seed, max_samples))
+    ]
+
+
+def words_with_tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """The same problems with the calculator; `metadata["messages"]` as in `tool`."""
+    return [
+        task._replace(
+            id=f"words_with_tool/{split}/{seed}/{i}",
+            metadata={
+                "messages": solve(
+                    task.messages[0]["content"], [task.metadata["expression"]], task.answer
+                )
+            },
+        )
+        for i, task in enumerate(two_steps(split, seed, max_samples))
+    ]
+
+
+# ------------------------------------------------------------- doors: a game that has to be remembered
+
+DOORS = 4
+DOORS_EXAMPLE = ("lime", "teal", "plum", "rose")
+
+
+def draw_keys(rng: random.Random) -> tuple[str, ...]:
+    return tuple(rng.sample(COLOURS, DOORS))
+
+
+def ask_door(keys: Sequence[str], number: int) -> str:
+    """What is said before door `number`, counted from 0. The colours are told once."""
+    if number == 0:
+        return (
+            f"There are {DOORS} doors: {', '.join(keys)}. A door opens with the key of its colour."
+            " Which key opens door 1?"
+        )
+    return f"Door {number} is open. Which key opens door {number + 1}?"
+
+
+def doors(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
+    """Open all doors in their order, after one game that was won."""
+    example: list[Message] = []
+    for number, key in enumerate(DOORS_EXAMPLE):
+        example += [say("user", ask_door(DOORS_EXAMPLE, number)), say("assistant", key)]
+    return [
+        Task(
+            f"doors/{split}/{seed}/{i}",
+            (*example, say("user", ask_door(keys, 0))),
+            " ".join(keys),
+            "all_open",
+            "doors",
+        )
+        for i, keys in enumerate(draw_problems("doors", draw_keys, split, seed, max_samples))
+    ]
+
+
+def open_doors(rollout: Rollout) -> int:
+    """How many doors the replies open before the first wrong key."""
+    count = 0
+    for key, step in zip(rollout.task.answer.split(), rollout.steps, strict=False):
+        if step.content.strip().rstrip(".").lower() != key:
+            break
+        count += 1
+    return count
+
+
+def next_door(rollout: Rollout, step: int) -> str:
+    """The next question of the game."""
+    return ask_door(rollout.task.answer.split(), step + 1)
+
+
+def is_over(rollout: Rollout, step: int) -> bool:
+    """Whether the last key was wrong, or the last door is open."""
+    return open_doors(rollout) <= step or step + 1 == DOORS
+
+
+@gives("binary")
+@no_gold  # one reply cannot hold the whole game
+def all_open(rollout: Rollout) -> float:
+    """1 if every reply was the right key and all doors are open, else 0."""
+    return float(open_doors(rollout) == DOORS)

@@ -1,0 +1,180 @@
+"""The skills of experiments/laptop: problems follow from the seed, splits are disjoint, and each
+reward is 1 for the right answer and 0 for named wrong ones."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import runpy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from parametrise import each
+from rlkit.extras.pretrained import larger
+from rlkit.rewards import numeric
+from rlkit.types import SPLITS, Rollout, Step, Task
+
+ROOT = Path(__file__).resolve().parents[3]
+EXPERIMENTS = ROOT / "experiments"
+
+
+def load_skills() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("skills", EXPERIMENTS / "laptop" / "skills.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+skills = load_skills()
+SKILLS = (
+    larger,
+    skills.form,
+    skills.tool,
+    skills.words,
+    skills.words_with_tool,
+    skills.doors,
+)
+
+
+def asked(task: Task) -> str:
+    """The question behind the worked examples. A question about two numbers is the same in either
+    order."""
+    question = task.messages[-1]["content"]
+    if task.id.startswith("larger"):
+        return str(sorted(question.rstrip("?").replace(",", "").split()[-3::2]))
+    return question
+
+
+@each("skill", SKILLS)
+def test_problems_follow_from_the_seed_and_splits_share_none(skill):
+    splits = [skill(split=split, seed=3, max_samples=300) for split in SPLITS]
+    assert splits == [skill(split=split, seed=3, max_samples=300) for split in SPLITS]
+    assert [len(tasks) for tasks in splits] == [300, 300, 300]
+    assert skill(split="train", seed=4, max_samples=300) != splits[0]
+    first, second, third = ({asked(task) for task in tasks} for tasks in splits)
+    assert not first & second and not first & third and not second & third
+    for task in splits[2]:
+        assert asked(task) not in str(task.messages[:-1])
+
+
+def reply(task: Task, *texts: str, **fields: Any) -> Rollout:
+    steps = [Step((), (), (), (), "stop", content=text) for text in texts]
+    return Rollout(task, tuple(steps), **fields)
+
+
+def test_the_larger_number_is_right_and_the_smaller_is_wrong():
+    for task in larger(split="test", max_samples=50):
+        a, b = map(int, task.messages[-1]["content"].rstrip("?").replace(",", "").split()[-3::2])
+        assert numeric(reply(task, str(max(a, b)))) == 1
+        assert numeric(reply(task, str(min(a, b)))) == 0
+        assert numeric(reply(task, "neither")) == 0
+
+
+FORM = Task("form", (), '{"name": "Eva", "age": 66}')
+
+
+@each(
+    ("text", "score"),
+    [
+        ('{"name": "Eva", "age": 66}', 1),
+        ('\n{"age": 66,"name":"Eva"} ', 1),
+        ('{"name": "Cem", "age": 65}', 0),
+        ('{"name": "Eva", "age": 65}', 0),
+        ('{"name": "Eva", "age": "66"}', 0),
+        ('{"name": "Eva"}', 0),
+        ('{"name": "Eva", "age": 66, "city": "Rome"}', 0),
+        ('```json\n{"name": "Eva", "age": 66}\n```', 0),
+        ('The oldest is {"name": "Eva", "age": 66}', 0),
+        ("Eva", 0),
+        ("", 0),
+    ],
+)
+def test_json_is_right_in_form_and_content(text, score):
+    assert skills.same_json(reply(FORM, text)) == score
+
+
+def test_json_of_a_truncated_episode_is_wrong():
+    assert skills.same_json(reply(FORM, FORM.answer, status="truncated")) == 0
+
+
+def test_the_oldest_person_is_the_answer():
+    people = (("Ida", 34), ("Cem", 65), ("Eva", 66))
+    assert skills.ask_oldest(people) == "Ida is 34, Cem is 65 and Eva is 66. Who is the oldest?"
+    assert json.loads(skills.oldest_json(people)) == {"name": "Eva", "age": 66}
+
+
+@each("skill", (skills.tool, skills.words_with_tool))
+def test_a_demonstration_ends_with_the_right_answer_that_the_tool_gave(skill):
+    for task in skill(split="train", seed=0, max_samples=50):
+        messages = task.metadata["messages"]
+        assert messages[: len(task.messages)] == list(task.messages)
+        assert messages[-2]["role"] == "tool" and messages[-2]["content"] == task.answer
+        assert numeric(reply(task, messages[-1]["content"])) == 1
+        assert numeric(reply(task, f"#### {int(task.answer) + 1}")) == 0
+
+
+def test_a_sum_takes_two_calls_of_the_calculator():
+    for task in skills.tool(split="train", seed=0, max_samples=50):
+        calls = [m["tool_calls"][0] for m in task.metadata["messages"] if "tool_calls" in m]
+        first, second = (call["function"]["arguments"]["expression"] for call in calls)
+        _, a, _, b, _, _, c = task.messages[0]["content"].rstrip(".").replace(",", "").split()
+        assert first == f"{a} * {b}"
+        assert second in (f"{int(a) * int(b)} + {c}", f"{int(a) * int(b)} - {c}")
+        assert ("add" in task.messages[0]["content"]) == ("+" in second)
+
+
+def test_worked_word_problems_are_right():
+    for (_, text), answer in zip(skills.WORDS_EXAMPLES, ("7", "11"), strict=True):
+        assert numeric(reply(Task("example", (), answer), text)) == 1
+    for task in skills.words(split="test", seed=0, max_samples=50):
+        assert len(skills.operations_of(task)) == 2
+
+
+GAME = Task("doors", (), "red blue gold pink")
+
+
+@each(
+    ("keys", "score", "over"),
+    [
+        (["red", "blue", "gold", "pink"], 1, True),
+        (["Red", "blue.", " gold", "pink\n"], 1, True),
+        (["red", "blue", "gold"], 0, False),
+        (["red"], 0, False),
+        (["blue"], 0, True),
+        (["red", "blue", "gold", "gold"], 0, True),
+        (["red", "gold"], 0, True),
+        (["red blue gold pink"], 0, True),
+        (["the red one"], 0, True),
+    ],
+)
+def test_a_game_is_won_by_every_key_in_its_order(keys, score, over):
+    played = reply(GAME, *keys)
+    assert skills.all_open(played) == score
+    assert skills.is_over(played, len(keys) - 1) == over
+
+
+def test_the_next_question_names_the_next_door_and_no_colour():
+    assert skills.next_door(reply(GAME, "red"), 0) == "Door 1 is open. Which key opens door 2?"
+    assert skills.ask_door(GAME.answer.split(), 0).count("red") == 1
+
+
+def test_the_coin_has_its_rate_and_reads_no_reply():
+    tasks = larger(split="train", max_samples=2000)
+    tosses = [skills.coin(reply(task, "1"), rate=0.35) for task in tasks]
+    assert tosses == [skills.coin(reply(task, task.answer), rate=0.35) for task in tasks]
+    # five standard errors of 2,000 draws
+    assert abs(sum(tosses) / 2000 - 0.35) < 5 * (0.35 * 0.65 / 2000) ** 0.5
+
+
+def test_the_study_of_rates_has_its_former_rows(tmp_path):
+    script = tmp_path / "pairs.py"
+    script.write_text((EXPERIMENTS / "rates" / "smollm2" / "pairs.py").read_text())
+    runpy.run_path(str(script), run_name="__main__")
+    digests = [
+        hashlib.sha256((tmp_path / f"{name}.jsonl").read_bytes()).hexdigest()[:16]
+        for name in ("train", "test")
+    ]
+    assert digests == ["2bb77c47ce7e716b", "d6279e055a10bfbb"]
