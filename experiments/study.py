@@ -8,13 +8,13 @@ A study is a folder with a study.yaml: `title`, `variants` (name: overrides of `
 others are compared with the first), `common` (overrides of all of them, in which FOLDER stands for
 the study's own folder), `once` (names of those that only the first seed runs), `seeds` (three where
 it names none), `path` (a folder beside study.yaml whose Python files the runs import), `warm_up`
-(overrides of one run before the others, for which WARM_UP stands as a model's path). Every run is
-`rlkit train` on one torch thread in an empty folder; runs that results.csv holds already are not
-repeated. Seeds are shared by the variants, so that a difference is one within pairs. The warm-up has
-a row of its own, and its run stays in the study's folder.
+(overrides of one run before the others, whose model is WARM_UP in theirs). Every run is `rlkit
+train` on one torch thread in an empty folder; runs that results.csv holds already are not repeated.
+Seeds are shared by the variants, so that a difference is one within pairs. The warm-up has a row of
+its own, and its run stays in the study's folder.
 
-With --keep FOLDER the runs stay in FOLDER/VARIANT/SEED, for `rlkit compare` and `rlkit report`, and a
-run that was interrupted goes on; its seconds are then those since it went on.
+With --keep FOLDER the runs stay in FOLDER/VARIANT/SEED, for `rlkit compare` and `rlkit report`, and
+a run that was interrupted goes on; its seconds are then those since it went on.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def trained(
                 cwd=folder,
                 stdout=out,
                 stderr=out,
-                env=os.environ
-                | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(found)},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(found)},
             )
             _, status, usage = os.wait4(process.pid, 0)  # the processor time of this run alone
         wall = time.perf_counter() - begun
@@ -308,9 +307,7 @@ def main() -> None:
         for name in arguments.only or variants
         if (name, seed) not in known
     ]
-    wanted = [
-        (name, seed) for name, seed in wanted if name not in once or seed == seeds[0]
-    ]
+    wanted = [(name, seed) for name, seed in wanted if name not in once or seed == seeds[0]]
     warm_up = arguments.folder.resolve() / "warm_up"
     if "warm_up" in study and not list(warm_up.glob("outputs/*/*/model")):
         own = [*common, *study["warm_up"], "callbacks.checkpoint.model=true"]

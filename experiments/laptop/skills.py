@@ -1,7 +1,7 @@
 """Four skills for a small language model: problems, worked examples, environments, rewards.
 
-Each task function takes `split`, `seed` and `max_samples`. Everything follows from (seed, split), and
-a problem belongs to one split by its hash. The fifth skill, `larger`, ships with rlkit.
+Each task function takes `split`, `seed` and `max_samples`. Everything follows from (seed, split),
+and a problem belongs to one split by its hash. The fifth skill, `larger`, ships with rlkit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rlkit.environments import calculator
 from rlkit.environments.tool_parsers import load_json
@@ -44,7 +43,7 @@ def say(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-# ------------------------------------------------------------- a placebo: rewards without a meaning
+# ----------------------------------------------------------- a placebo: rewards without a meaning
 
 
 @gives("binary")
@@ -54,7 +53,7 @@ def coin(rollout: Rollout, *, rate: float) -> float:
     return float(zlib.crc32(name.encode()) < rate * 2**32)
 
 
-# ----------------------------------------------- form: JSON with a name and an age, both of them right
+# -------------------------------------------- form: JSON with a name and an age, both of them right
 
 
 def draw_people(rng: random.Random) -> tuple[tuple[str, int], ...]:
@@ -101,7 +100,7 @@ def same_json(rollout: Rollout) -> float:
     return float(given == json.loads(rollout.task.answer))
 
 
-# ---------------------------------------------- tool, words: calls of the calculator, with a warm-up
+# -------------------------------------------- tool, words: calls of the calculator, with a warm-up
 
 
 def solve(question: str, expressions: Sequence[str], answer: int | str) -> list[Message]:
@@ -202,7 +201,7 @@ def words_with_tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> 
     ]
 
 
-# ------------------------------------------------------------- doors: a game that has to be remembered
+# --------------------------------------------------------- doors: a game that has to be remembered
 
 DOORS = 4
 DOORS_EXAMPLE = ("lime", "teal", "plum", "rose")

@@ -20,15 +20,16 @@ ROOT = Path(__file__).resolve().parents[3]
 EXPERIMENTS = ROOT / "experiments"
 
 
-def load_skills() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("skills", EXPERIMENTS / "laptop" / "skills.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / "laptop" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-skills = load_skills()
+skills = load("skills")
+learned = load("learned")
 SKILLS = (
     larger,
     skills.form,
@@ -178,3 +179,17 @@ def test_the_study_of_rates_has_its_former_rows(tmp_path):
         for name in ("train", "test")
     ]
     assert digests == ["2bb77c47ce7e716b", "d6279e055a10bfbb"]
+
+
+@each(
+    ("base", "final", "low", "expected"),
+    [
+        (0.4, 0.6, 0.51, True),
+        (0.4, 0.59, 0.5, False),  # rises by less than 0.2
+        (0.4, 0.62, 0.4, False),  # the interval holds the start
+        (0.6, 0.4, 0.3, False),
+    ],
+)
+def test_a_seed_has_learned_by_the_rule_of_the_page(base, final, low, expected):
+    row = {"base": str(base), "final": str(final), "final_low": str(low)}
+    assert learned.has_learned(row) == expected

@@ -1,0 +1,44 @@
+"""Prints which skills were learned, by the rule of the page.
+
+python experiments/laptop/learned.py
+
+A seed has learned if test accuracy rises by at least 0.2 and the 95 % interval at the end excludes
+the start; a skill, if every seed has.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+
+RISE = 0.2
+
+
+def has_learned(row: Mapping[str, str]) -> bool:
+    """Whether a run has learned; `row` is one of a study's results.csv."""
+    start, end = float(row["base"]), float(row["final"])
+    return round(end - start, 6) >= RISE and start < float(row["final_low"])
+
+
+def main() -> None:
+    print("| skill | arm | start | end | seeds that learned | processor minutes a run |")
+    print("|---|---|---|---|---|---|")
+    for path in sorted(Path(__file__).parent.glob("*/results.csv")):
+        with path.open() as file:
+            rows = list(csv.DictReader(file))
+        for arm in dict.fromkeys(row["variant"] for row in rows):
+            own = [row for row in rows if row["variant"] == arm]
+            start, end, seconds = (
+                fmean(float(row[key]) for row in own) for key in ("base", "final", "cpu_seconds")
+            )
+            learned = sum(map(has_learned, own))
+            print(
+                f"| {path.parent.name} | {arm} | {start:.3f} | {end:.3f} | {learned} of {len(own)}"
+                f" | {seconds / 60:.0f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
