@@ -1,7 +1,7 @@
-"""Four skills for a small language model: problems, worked examples, environments, rewards.
+"""Skills for a small language model: problems, worked examples, environments, rewards.
 
 Each task function takes `split`, `seed` and `max_samples`. Everything follows from (seed, split),
-and a problem belongs to one split by its hash. The fifth skill, `larger`, ships with rlkit.
+and a problem belongs to one split by its hash. The first skill, `larger`, ships with rlkit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ NAMES = ("Ann", "Ben", "Cem", "Eva", "Gus", "Ida", "Jim", "Kim", "Leo", "Mia", "
 COLOURS = (
     *("red", "blue", "gold", "pink", "green", "black"),
     *("white", "brown", "grey", "orange", "purple", "yellow"),
+    *("silver", "violet", "beige", "cream"),
 )
 
 
@@ -149,18 +150,6 @@ def tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
     return tasks
 
 
-WORDS_EXAMPLES = (
-    (
-        "Ann has 6 pens. Ann buys 4 more. Ann gives 3 to Ben. How many pens does Ann have now?",
-        "6 + 4 = 10. 10 - 3 = 7. #### 7",
-    ),
-    (
-        "Leo has 3 boxes of 5 hats. Leo loses 4. How many hats does Leo have now?",
-        "3 * 5 = 15. 15 - 4 = 11. #### 11",
-    ),
-)
-
-
 def two_steps(split: Split, seed: int, count: int) -> list[Task]:
     """The word problems of task=arithmetic that take two operations."""
     drawn = arithmetic(split=split, seed=seed, max_samples=8 * count)
@@ -171,16 +160,30 @@ def operations_of(task: Task) -> list[str]:
     return [kind for kind in task.metadata["kinds"] if kind != "distractor"]
 
 
+def solution(expression: str) -> str:
+    """Both operations with their results, and the answer.
+
+    >>> solution("(14 + 4) / 6")
+    '14 + 4 = 18. 18 / 6 = 3. #### 3'
+    """
+    a, first, b, second, c = expression.replace("(", "").replace(")", "").split()
+    middle = calculator(f"{a} {first} {b}")
+    answer = calculator(f"{middle} {second} {c}")
+    return f"{a} {first} {b} = {middle}. {middle} {second} {c} = {answer}. #### {answer}"
+
+
 def words(*, split: Split, seed: int = 0, max_samples: int = 1024) -> list[Task]:
-    """Two-step word problems without a tool, after two worked examples."""
-    examples: list[Message] = []
-    for question, answer in WORDS_EXAMPLES:
-        examples += [say("user", question), say("assistant", answer)]
+    """Two-step word problems without a tool; `metadata["messages"]` has the solution."""
     return [
         task._replace(
             id=f"words/{split}/{seed}/{i}",
-            messages=(*examples, *task.messages),
             environment="single_turn",
+            metadata={
+                "messages": [
+                    *task.messages,
+                    say("assistant", solution(task.metadata["expression"])),
+                ]
+            },
         )
         for i, task in enumerate(two_steps(split, seed, max_samples))
     ]
@@ -203,8 +206,8 @@ def words_with_tool(*, split: Split, seed: int = 0, max_samples: int = 1024) -> 
 
 # --------------------------------------------------------- doors: a game that has to be remembered
 
-DOORS = 4
-DOORS_EXAMPLE = ("lime", "teal", "plum", "rose")
+DOORS = 3
+DOORS_EXAMPLE = ("lime", "teal", "plum")
 
 
 def draw_keys(rng: random.Random) -> tuple[str, ...]:
@@ -214,10 +217,8 @@ def draw_keys(rng: random.Random) -> tuple[str, ...]:
 def ask_door(keys: Sequence[str], number: int) -> str:
     """What is said before door `number`, counted from 0. The colours are told once."""
     if number == 0:
-        return (
-            f"There are {DOORS} doors: {', '.join(keys)}. A door opens with the key of its colour."
-            " Which key opens door 1?"
-        )
+        listed = ", ".join(f"{i} {key}" for i, key in enumerate(keys, 1))
+        return f"Doors: {listed}. Each opens with the key of its colour. Which key opens door 1?"
     return f"Door {number} is open. Which key opens door {number + 1}?"
 
 

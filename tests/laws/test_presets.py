@@ -65,9 +65,9 @@ def test_a_preset_takes_a_step(name, tmp_path):
 )
 def test_a_study_can_run(path, monkeypatch):
     study = yaml.safe_load(path.read_text())
-    assert set(study) <= {"title", "variants", "common", "once", "seeds", "path"}
+    assert set(study) <= {"title", "variants", "common", "once", "seeds", "path", "warm_up"}
     if "path" in study:
         monkeypatch.syspath_prepend(str((path.parent / study["path"]).resolve()))
     assert set(study.get("once", ())) < set(study["variants"])
-    for overrides in study["variants"].values():
+    for overrides in [*study["variants"].values(), study.get("warm_up", [])]:
         experiment(compose([*study.get("common", ()), *overrides]))

@@ -127,27 +127,39 @@ def test_a_sum_takes_two_calls_of_the_calculator():
         assert ("add" in task.messages[0]["content"]) == ("+" in second)
 
 
-def test_worked_word_problems_are_right():
-    for (_, text), answer in zip(skills.WORDS_EXAMPLES, ("7", "11"), strict=True):
-        assert numeric(reply(Task("example", (), answer), text)) == 1
-    for task in skills.words(split="test", seed=0, max_samples=50):
-        assert len(skills.operations_of(task)) == 2
+@each(
+    ("expression", "text"),
+    [
+        ("6 + 4 - 3", "6 + 4 = 10. 10 - 3 = 7. #### 7"),
+        ("(14 + 4) / 6", "14 + 4 = 18. 18 / 6 = 3. #### 3"),
+        ("3 * 5 - 4", "3 * 5 = 15. 15 - 4 = 11. #### 11"),
+    ],
+)
+def test_a_worked_solution_calculates_from_left_to_right(expression, text):
+    assert skills.solution(expression) == text
 
 
-GAME = Task("doors", (), "red blue gold pink")
+def test_every_worked_solution_is_right():
+    for task in skills.words(split="train", seed=0, max_samples=200):
+        solved = reply(task, task.metadata["messages"][-1]["content"])
+        assert numeric(solved) == 1
+        assert numeric(reply(task, f"#### {int(task.answer) + 1}")) == 0
+
+
+GAME = Task("doors", (), "red blue gold")
 
 
 @each(
     ("keys", "score", "over"),
     [
-        (["red", "blue", "gold", "pink"], 1, True),
-        (["Red", "blue.", " gold", "pink\n"], 1, True),
-        (["red", "blue", "gold"], 0, False),
+        (["red", "blue", "gold"], 1, True),
+        (["Red", "blue.", " gold\n"], 1, True),
+        (["red", "blue"], 0, False),
         (["red"], 0, False),
         (["blue"], 0, True),
-        (["red", "blue", "gold", "gold"], 0, True),
+        (["red", "blue", "blue"], 0, True),
         (["red", "gold"], 0, True),
-        (["red blue gold pink"], 0, True),
+        (["red blue gold"], 0, True),
         (["the red one"], 0, True),
     ],
 )
@@ -159,7 +171,8 @@ def test_a_game_is_won_by_every_key_in_its_order(keys, score, over):
 
 def test_the_next_question_names_the_next_door_and_no_colour():
     assert skills.next_door(reply(GAME, "red"), 0) == "Door 1 is open. Which key opens door 2?"
-    assert skills.ask_door(GAME.answer.split(), 0).count("red") == 1
+    first = skills.ask_door(GAME.answer.split(), 0)
+    assert first.startswith("Doors: 1 red, 2 blue, 3 gold. ")
 
 
 def test_the_coin_has_its_rate_and_reads_no_reply():
