@@ -113,6 +113,7 @@ def written(function: Callable[..., Any]) -> str:
     """The name of a function as a config writes it, such as my_package.loss."""
     while isinstance(function, functools.partial):
         function = function.func
+    function = inspect.unwrap(function)  # of rlkit.NAME, which checks its arguments
     # a package exports what its private files hold
     module = re.sub(r"\._\w+$", "", getattr(function, "__module__", ""))
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"

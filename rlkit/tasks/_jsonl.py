@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,10 @@ from rlkit.types import Message, Task, ranges, reaches, safe
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment")
 ROLES = ("system", "user", "assistant", "tool")
+NO_TASKS = (
+    "task: {!r:.100} is no task; give a list of Task or of rows with a prompt and an answer, a"
+    " Splits, or a function (split=…) → tasks"
+)
 
 
 @reaches(path="path", validation_path="path", test_path="path")
@@ -153,3 +157,34 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
             " answered"
         )
     return tuple(prompt)
+
+
+def tasks_of_rows(rows: Any, split: str) -> list[Task]:
+    """Tasks, or rows as of a file with the fields of `FIELDS`, of which only `prompt` is needed: a
+    list of mappings, a `datasets.Dataset`.
+
+    Raises: ConfigError where they are neither; DataError naming the row for one without a prompt.
+    """
+    if isinstance(rows, str | Task | Mapping) or not isinstance(rows, Iterable):
+        raise ConfigError(NO_TASKS.format(rows))
+    return [_as_task(row, f"{split} row {i}", f"{split}/{i}") for i, row in enumerate(rows)]
+
+
+def _as_task(row: Any, where: str, own_id: str) -> Task:
+    if isinstance(row, Task):
+        said = row.messages
+        if isinstance(said, tuple | list) and all(
+            isinstance(m, dict) and "role" in m for m in said
+        ):
+            return row
+        raise DataError(
+            f"task: {where}: the messages of a Task are a list of {{'role': …, 'content': …}}, not"
+            f" {said!r:.100}"
+        )
+    if not isinstance(row, Mapping):
+        raise ConfigError(NO_TASKS.format(row))
+    if "prompt" not in row:
+        there = ", ".join(map(repr, row)) or "no field"
+        raise DataError(f"task: {where}: there is no 'prompt', but {there}; rename the field")
+    fields = {name: name for name in FIELDS if name in row}
+    return _task(f"task: {where}", row, fields, Task(own_id, ()), None)

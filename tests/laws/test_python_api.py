@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -230,14 +231,44 @@ def test_an_engine_is_an_instance_with_all_methods(tiny):
     with pytest.raises(rlkit.ConfigError, match="the type Engine; it has no release"):
         rlkit.experiment(generation__engine=Half())
     environment = rlkit.environments.single_turn()
-    for engine, said in ((rlkit.engines.Cached, "an instance of a class"), (Half(), "`release`")):
-        with pytest.raises(rlkit.errors.EngineError, match=said):
+    for engine, said in ((rlkit.engines.Cached, r"Cached\(…\)"), (Half(), "it has no release")):
+        with pytest.raises(rlkit.ConfigError, match=said):
             rlkit.collect(tiny, [TASK], environment, engine=engine)
 
 
-def test_a_function_is_no_reward_of_score():
-    with pytest.raises(rlkit.ConfigError, match=r'brief.* is no Reward; .*Reward\("mine", {"mine"'):
-        rlkit.score([rlkit.Rollout(TASK, ())], brief)
+def test_a_function_is_a_reward_wherever_one_is_taken():
+    """Also inside a Reward, and where a field of an experiment is replaced by hand."""
+    played = [rlkit.Rollout(TASK, ())]
+    for reward in (brief, [brief], {"brief": brief}, rlkit.Reward("mine", {"brief": brief})):
+        assert rlkit.score(played, reward)[0].rewards == {"brief": 1.0}
+    x = rlkit.experiment(task=[TASK], evaluation__n=0)
+    assert rlkit.load_tasks(x._replace(reward=brief)).train == [TASK]
+
+
+def test_rows_are_tasks():
+    """A list of mappings, and a data set with splits of its own."""
+    row = {"prompt": "What is 1 + 1?", "answer": 2}
+    x = rlkit.experiment(task=[row])
+    assert x.task(split="train") == [TASK._replace(id="train/0")] and not x.task(split="test")
+    given = {"train": datasets.Dataset.from_list([row]), "test": datasets.Dataset.from_list([row])}
+    for task in (given, datasets.DatasetDict(given)):
+        x = rlkit.experiment(task=task)
+        assert x.task(split="test") == [TASK._replace(id="test/0")]
+    assert len(rlkit.experiment(task=given["train"]).task(split="train")) == 1
+
+
+def test_a_bare_function_is_a_tool():
+    def double(number: int) -> int:
+        """Doubles a number.
+
+        Args:
+            number: Any.
+        """
+        return 2 * number
+
+    for tools in (double, [double]):
+        x = rlkit.experiment("environment=tool_use", environment__tools=tools)
+        assert x.environment.tools(TASK) == {"double": double}
 
 
 @pytest.mark.parametrize(
@@ -259,7 +290,7 @@ def test_a_function_is_no_reward_of_score():
             {"generation__engine": brief},
             "generation.engine: .* cannot stand there; give a value of the type Engine",
         ),
-        ({"task": [brief]}, "task: .* are no tasks; give a list of Task"),
+        ({"task": [brief]}, "task: .* is no task; give a list of Task"),
         ({"trainer__steps": 0}, "trainer.steps=0: must be at least 1"),
         ({"algorithm": "grp"}, "algorithm=grp: no such option. Did you mean 'grpo'?"),
         (

@@ -44,6 +44,8 @@ def load_tasks(x: Experiment) -> Splits:
 
 def _checked_tasks(x: Experiment) -> Splits:
     train = x.task(split="train")
+    if not train:
+        raise ConfigError("the task has no train problems; give it some")
     check_truths(train, x.evaluation.reward)
     check_verifier(train, x.evaluation.reward, x.reward)
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []

@@ -1,0 +1,259 @@
+"""Python objects in the places of an experiment's parts, and arguments of the functions at the top
+of the package: what may stand where, told by type hints."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import NoneType
+from typing import Any
+
+from rlkit.config.schema import (
+    alternatives,
+    describe,
+    fits,
+    is_open,
+    is_protocol,
+    signature_hints,
+)
+from rlkit.environments.tools import tool_name
+from rlkit.errors import ConfigError, nearest, written
+from rlkit.rewards import Reward, Term
+from rlkit.tasks import tasks_of_rows
+from rlkit.training.experiment import Experiment, ModelSpec
+from rlkit.training.schedules.paths import fields
+from rlkit.types import SPLITS, Policy, SamplingParams, Splits, Task, is_record, missing, plain
+
+hints_of = functools.cache(signature_hints)  # of records
+
+
+@functools.cache
+def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of the top of the package, which refuses arguments that its signature has no place
+    for. A bare function becomes the Reward or Term that is asked for.
+
+    Raises: ConfigError in place of Python's TypeError, and of an AttributeError further in.
+    """
+    signature = inspect.signature(function)
+    # a layer below the experiment's has no type for it
+    hints = {**signature_hints(function), "x": Experiment}
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            call = signature.bind(*arguments, **keywords)
+        except TypeError as error:
+            raise ConfigError(
+                f"rlkit.{name}: {error}; it takes {', '.join(signature.parameters)}"
+            ) from None
+        for key, value in call.arguments.items():
+            kind = signature.parameters[key].kind
+            where = f"rlkit.{name}: {key}"
+            hint = hints.get(key, Any)
+            if kind is inspect.Parameter.VAR_KEYWORD:  # of an episode, or of a config
+                params = hints_of(SamplingParams)
+                new = {
+                    own: lifted(value[own], params.get(own, Any), f"rlkit.{name}: {own}")
+                    for own in value
+                }
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                new = lifted(list(value), Sequence[hint], where)
+            else:
+                new = lifted(value, hint, where)
+            call.arguments[key] = new
+        return function(*call.args, **call.kwargs)
+
+    checked.__module__ = "rlkit"  # where pickle finds it
+    checked.__qualname__ = name
+    return checked
+
+
+def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
+    """The owner with a part in place of what stands at a path inside it.
+
+    Args:
+      path: of field names, keys and keyword arguments. hint: the owner's type. where: the whole
+        path, for messages.
+    Raises: ConfigError where there is no such place, or where the part cannot stand there.
+    """
+    if not path:
+        return lifted(part, hint, where)
+    name, _, rest = path.partition(".")
+    if isinstance(owner, Mapping):
+        within = (Any, *typing.get_args(hint))[-1]
+        return {**owner, name: placed(owner.get(name), rest, part, within, where)}
+    if inspect.isroutine(owner):
+        owner = partial(owner)
+    is_partial = isinstance(owner, partial)
+    takes = owner if is_partial else type(owner)
+    if not (is_partial or is_record(owner)):
+        raise ConfigError(
+            f"{where}: there is no '{name}' to replace; give the whole part that it would belong to"
+        )
+    known = dict.fromkeys(inspect.signature(takes).parameters, Any) | signature_hints(plain(takes))
+    if name not in known:
+        raise ConfigError(
+            f"{where}: there is no '{name}'.{nearest(name, known)} There are: {', '.join(known)}"
+        )
+    new = {name: placed(inside(owner, name), rest, part, known[name], where)}
+    return partial(owner, **new) if is_partial else owner._replace(**new)
+
+
+def inside(owner: Any, name: str) -> Any:
+    """What stands under a name: a field, an entry or a keyword argument; None where nothing
+    does."""
+    return fields(owner).get(name)
+
+
+def lifted(part: Any, hint: Any, where: str) -> Any:
+    """The part as its place takes it, and all that it holds. Raises ConfigError where one of them
+    cannot stand there."""
+    if hint in (Reward, Term) and not isinstance(part, hint):
+        part = (as_reward if hint is Reward else as_term)(part, where)
+    elif where == "task":
+        part = part if callable(part) else task_function(part)
+        hint = Callable[..., Any]
+    elif where == "model":
+        part = the_policy(part) if isinstance(part, Policy) else part
+        hint = Callable[..., Any] | Policy
+    is_scalar = isinstance(part, str | int | float | NoneType)
+    fitting = [one for one in alternatives(hint) if (fits if is_scalar else stands)(part, one)]
+    if not fitting:
+        raise ConfigError(misfit(part, hint, where))
+    return part if is_scalar else with_lifted(part, fitting[0], where)
+
+
+def with_lifted(part: Any, hint: Any, where: str) -> Any:
+    """The part with its fields, values or items lifted; itself where that changes nothing."""
+    within = typing.get_args(hint)
+    if is_record(part) and isinstance(part, tuple):
+        hints = hints_of(type(part))
+        held: Mapping[Any, Any] = fields(part)
+    elif isinstance(part, Mapping) and within:
+        held = part
+        hints = dict.fromkeys(part, within[-1])
+    elif isinstance(part, Sequence) and len(within) == 1:
+        held = dict(enumerate(part))
+        hints = dict.fromkeys(held, within[0])
+    else:
+        return part
+    new = {key: lifted(held[key], hints.get(key, Any), f"{where}.{key}") for key in held}
+    if all(new[key] is held[key] for key in held):
+        return part
+    if is_record(part):
+        return part._replace(**new)
+    return new if isinstance(part, Mapping) else [*new.values()]
+
+
+def stands(part: Any, hint: Any) -> bool:
+    """Whether a part is of the type that its place asks for, as far as that shows without calling
+    it and without looking inside."""
+    base = typing.get_origin(hint) or hint
+    if is_open(base):
+        return True
+    if is_function(base):
+        return callable(part)
+    if is_protocol(base):
+        return not missing(part, base)
+    kinds = {tuple: tuple | list, int: numbers.Integral, float: numbers.Real}
+    if typing.is_typeddict(base):
+        return isinstance(part, dict)
+    alike = is_record(base) or not is_record(part)  # a record is a tuple, and no sequence
+    return alike and isinstance(base, type) and isinstance(part, kinds.get(base, base))
+
+
+def is_function(base: Any) -> bool:
+    """Whether a type says that a function stands there."""
+    calls = is_protocol(base) and any("__call__" in vars(own) for own in base.__mro__)
+    return base is Callable or calls
+
+
+def misfit(part: Any, hint: Any, where: str) -> str:
+    """Why the part cannot stand there, as a sentence."""
+    wanted = [one for one in alternatives(hint) if one is not NoneType]
+    hint = wanted[0] if len(wanted) == 1 else hint
+    takes = ""
+    if hint is Experiment:
+        takes = "; make one by rlkit.experiment(…)"
+    elif is_record(hint) and not where.startswith("rlkit."):
+        prefix = where.replace(".", "__")
+        own = ", ".join(f"{prefix}__{name}" for name in hint._fields)
+        takes = f", or replace one of its parts: {own}"
+    elif isinstance(part, type):
+        takes = f", made of this class: {part.__name__}(…)"
+    elif is_protocol(hint):
+        takes = f"; it has no {', '.join(missing(part, hint))}"
+    words = " or ".join(map(in_words, wanted))
+    if isinstance(part, str | int | float | NoneType):
+        return f"{where}: {part!r:.100} is not {words}{takes}"
+    return f"{where}: {part!r:.100} cannot stand there; give {words}{takes}"
+
+
+def in_words(hint: Any) -> str:
+    """A type for a message: a number; a function; a value of the type Reward."""
+    base = typing.get_origin(hint) or hint
+    if is_function(base):
+        return "a function"
+    said = describe(hint)
+    return f"a value of the type {base.__name__}" if said.startswith("a part") else said
+
+
+def name_tools(part: Any) -> Mapping[str, Any]:
+    """One tool or several by the names of their functions, unless they have names already."""
+    if isinstance(part, Mapping):
+        return part
+    tools = part if isinstance(part, list | tuple) else [part]
+    return {tool_name(tool): tool for tool in tools}
+
+
+def as_term(part: Any, where: str) -> Term:
+    """A function of a rollout as a term of weight 1."""
+    if isinstance(part, Term):
+        return part
+    if not callable(part):
+        raise ConfigError(
+            f"{where}: {part!r:.100} is no term of a reward; give a function (rollout) → float or a"
+            " Term"
+        )
+    return Term(1.0, part)
+
+
+def as_reward(part: Any, where: str) -> Reward:
+    """Functions and terms as a reward; they are named as they are in a mapping, else as the
+    functions are."""
+    own = part if type(part) in (list, tuple) else [part]
+    terms = (
+        {name: as_term(one, f"{where}.terms.{name}") for name, one in part.items()}
+        if isinstance(part, Mapping)
+        else {}
+    )
+    for one in own if not terms else ():
+        term = as_term(one, where)
+        name = written(term.fn).rpartition(".")[2].strip("<>")
+        terms[name if name not in terms else f"{name}_{len(terms)}"] = term
+    return Reward("+".join(terms), terms)
+
+
+def task_function(part: Any) -> Callable[..., Sequence[Task]]:
+    """Tasks, or rows of a prompt and an answer, as the function of a split that a run asks. Without
+    splits all are for training."""
+    if isinstance(part, Mapping):  # of a DatasetDict, say
+        part = Splits(**{split: part[split] for split in SPLITS if split in part})
+    splits = part if isinstance(part, Splits) else Splits(part)
+    tasks = {split: tasks_of_rows(rows, split) for split, rows in splits._asdict().items()}
+    return lambda *, split: tasks[split]
+
+
+def the_policy(policy: Policy) -> ModelSpec:
+    """A policy that is loaded already, as a run loads it; it is moved to the run's device."""
+
+    def model(*, device: Any) -> Policy:
+        policy.model.to(device)
+        return policy
+
+    config: Any = policy.model.config
+    return ModelSpec(model, origin=config.name_or_path)
