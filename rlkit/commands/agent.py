@@ -387,8 +387,17 @@ def _ending(rollout: Rollout) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """One question, answered with tools by a model as it is, or by that of a run (run=FOLDER: its
-    newest checkpoint)."""
+    """Answer one question with tools, by a model as it is or by the newest checkpoint of a run.
+
+    "QUESTION"   in quotes
+    tools=NAME   a shipped tool such as calculator, or MODULE.FUNCTION; [A,B] several
+    run=FOLDER   the policy of this run
+    max_turns=N  replies at most
+    KEY=VALUE    any other setting; GROUP=OPTION an option
+
+        rlkit agent "How much is 12 * 7?" tools=calculator
+        rlkit agent "How much is 12 * 7?" tools=[calculator] run=outputs/latest
+    """
     from rlkit.config.schema import build
 
     if len(arguments.texts) != 1 or not arguments.texts[0].strip():

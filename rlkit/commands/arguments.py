@@ -14,6 +14,7 @@ from rlkit.config.hints import MEANT
 from rlkit.errors import ConfigError
 
 STARTED = time.perf_counter()
+WITH_VALUE = ("--config-dir", "--config", "-cn", "--config-name", "-c", "--cfg")  # flags
 
 
 class Arguments(NamedTuple):
@@ -22,7 +23,6 @@ class Arguments(NamedTuple):
     overrides: list[str]
     multirun: bool = False
     config_dir: str | None = None
-    help: bool = False
     shown: str = ""  # what of the config to print instead of a run: job, hydra, all, info
     resolved: bool = False  # with it: references to other values replaced by the values
     words: tuple[str, ...] = ()  # all of it, as it was given
@@ -39,29 +39,24 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     rest = iter(words)
     sources: dict[str, str] = {}
     for word in rest:
+        flag, _, value = word.partition("=")
+        if flag in WITH_VALUE:
+            value = value or next(rest, "")
         if word in ("-m", "--multirun"):
             arguments = arguments._replace(multirun=True)
-        elif word in ("-h", "--help"):
-            arguments = arguments._replace(help=True)
-        elif word == "--config-dir" or word.startswith("--config-dir="):
-            folder = word.partition("=")[2] or next(rest, "")
-            if not Path(folder).is_dir():
-                raise ConfigError(f"--config-dir {folder}: no such folder")
-            arguments = arguments._replace(config_dir=folder)
-        elif word == "--config" or word.startswith("--config="):
-            place = word.partition("=")[2] or next(rest, "")
-            read = overrides_of(place)
+        elif flag == "--config-dir":
+            arguments = arguments._replace(config_dir=value)
+        elif flag == "--config":
+            read = overrides_of(value)
             file += read
-            sources |= dict.fromkeys(map(key_of, read), place)
-        elif word in ("-cn", "--config-name") or word.startswith("--config-name="):
-            name = word.partition("=")[2] or next(rest, "")
-        elif word in ("-c", "--cfg") or word.startswith("--cfg="):
-            arguments = arguments._replace(shown=word.partition("=")[2] or next(rest, ""))
-            if arguments.shown not in ("job", "hydra", "all"):
-                raise ConfigError(
-                    f"--cfg {arguments.shown}: write --cfg job, --cfg hydra or --cfg all"
-                )
-        elif word in ("-i", "--info") or word.startswith("--info="):
+            sources |= dict.fromkeys(map(key_of, read), value)
+        elif flag in ("-cn", "--config-name"):
+            name = value
+        elif flag in ("-c", "--cfg"):
+            arguments = arguments._replace(shown=value)
+            if value not in ("job", "hydra", "all"):
+                raise ConfigError(f"--cfg {value}: write --cfg job, --cfg hydra or --cfg all")
+        elif flag in ("-i", "--info"):
             arguments = arguments._replace(shown="info")
         elif word == "--resolve":
             arguments = arguments._replace(resolved=True)
@@ -147,9 +142,9 @@ def added(saved: list[str], overrides: list[str]) -> list[str]:
     return [text for text in saved if text not in overrides] + overrides
 
 
-def drop(overrides: Sequence[str], key: str) -> list[str]:
-    """The overrides without those of a key."""
-    return [o for o in overrides if o.partition("=")[0].lstrip("+") != key]
+def drop(overrides: Sequence[str], *keys: str) -> list[str]:
+    """The overrides without those of the keys."""
+    return [o for o in overrides if o.partition("=")[0].lstrip("+") not in keys]
 
 
 def quote(text: str) -> str:

@@ -294,8 +294,15 @@ def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str]]:
 
 
 def command(arguments: Arguments) -> int:
-    """What `rlkit train` would do with these overrides, in one small step. The command `forecast`,
-    if it is there, adds what the run costs, or says it of a card by check.device=CARD alone."""
+    """Do what `rlkit train` would do with these overrides in one small step, and say what the run
+    takes. Nothing is kept.
+
+    KEY=VALUE          the overrides of the run; GROUP=OPTION an option
+    check.device=CARD  what the run takes on this card, without a step (the extra forecast)
+
+        rlkit check algorithm=dapo kl=none
+        rlkit check model=qwen3_1.7b check.device=h100
+    """
     forecast = load_command("forecast")
     if forecast is not None:
         return forecast(arguments)

@@ -16,8 +16,18 @@ SETTINGS = ("figure", "at", "pairs", "effect", "seeds")
 
 
 def command(arguments: Arguments) -> int:
-    """Run folders or folders of runs, each line against the first; and figure=, at=, pairs=all,
-    effect=."""
+    """Say which line of runs is better and by how much, in sentences and as a table. Runs that
+    differ by their seed alone are one line.
+
+    FOLDER…        run folders or folders of runs; each line is compared with the first
+    figure=NAME    test, test_reward, validation, curve or reward; else the first that is there
+    at=UNIT        the validation accuracy where every line has spent as much: at=steps, at=tokens
+    pairs=all      every pair of lines instead
+    effect=NUMBER  the difference that matters to you
+
+        rlkit compare outputs/grpo outputs/dapo
+        rlkit compare outputs/grpo outputs/dapo pairs=all effect=0.02
+    """
     groups, given = lines_of(arguments, "compare")
     compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
     if compared is None:

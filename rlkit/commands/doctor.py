@@ -241,7 +241,12 @@ def extras() -> list[Finding]:
 
 
 def command(arguments: Arguments) -> int:
-    """What this machine gives to a run; 1 where nothing can be trained on it."""
+    """Show versions, devices, sandbox, disk and extras of this machine. The exit status is 1 where
+    nothing can be trained on it.
+
+        rlkit doctor
+        rlkit doctor debug=true
+    """
     if arguments.overrides:
         raise ConfigError("rlkit doctor takes no overrides; rlkit check takes those of a run")
     findings = _examine()

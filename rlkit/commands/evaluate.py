@@ -190,8 +190,18 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """Accuracy of a run (run=FOLDER: its config and newest checkpoint) or of a model as it is, on
-    test problems unless split= says otherwise."""
+    """Measure greedy accuracy, avg@k and pass@k of a run's newest checkpoint or of a model as it
+    is.
+
+    run=FOLDER            a run folder or one of its checkpoints; without it the model of the config
+    split=NAME            test (by default), validation or train
+    evaluation.n=N        problems
+    evaluation.samples=N  sampled replies a problem, beside the greedy one
+    KEY=VALUE             any other setting of a run; GROUP=OPTION an option
+
+        rlkit evaluate run=outputs/latest
+        rlkit evaluate model=qwen3_0.6b task=gsm8k evaluation.n=64
+    """
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.problems.rows import check_tools, load_split

@@ -69,7 +69,15 @@ def export(
 
 
 def command(arguments: Arguments) -> int:
-    """The policy of a run (run=FOLDER or a checkpoint) in a folder that `from_pretrained` loads."""
+    """Write the policy of a run as a folder that `from_pretrained` loads.
+
+    run=FOLDER  a run folder or one of its checkpoints
+    to=FOLDER   where it goes; by default into the run folder
+    merge=true  add adapters to the weights
+
+        rlkit export run=outputs/latest
+        rlkit export run=outputs/latest to=my_model merge=true
+    """
 
     known = ("run", "to", "merge", "trust")
     unknown = [o for o in arguments.overrides if o.partition("=")[0] not in known]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from rlkit.commands.arguments import Arguments
+from rlkit.commands.help import behind_label
 from rlkit.errors import ConfigError, nearest
 from rlkit.training.glossary import Entry, meaning_of, sections
 
@@ -13,8 +12,14 @@ READS_NO_CODE = True
 
 
 def command(arguments: Arguments) -> int:
-    """NAME…: what a metric means, its unit, a healthy run's value and what to do otherwise; without
-    one, the names of all."""
+    """Say what a number of metrics.jsonl means, its unit, a healthy value and what to do otherwise.
+    Without a name, list all names.
+
+    NAME…  metrics, or the beginning of some, such as kl
+
+        rlkit metrics kl/ref_k3
+        rlkit metrics kl optim/grad_norm
+    """
     if arguments.overrides:
         raise ConfigError(
             f"'{arguments.overrides[0]}': rlkit metrics takes names of metrics, such as kl/ref_k3"
@@ -56,15 +61,3 @@ def entry_text(entry: Entry) -> str:
     }
     told = [behind_label(f"  {label:<11}", text.replace("`", "")) for label, text in rows.items()]
     return "\n".join([", ".join(entry.names), *told, ""])
-
-
-def behind_label(label: str, text: str) -> str:
-    """A text behind a label, in lines of at most 100 characters."""
-    return textwrap.fill(
-        text,
-        100,
-        initial_indent=label,
-        subsequent_indent=" " * len(label),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

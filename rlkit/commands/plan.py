@@ -21,8 +21,17 @@ EFFECT = 0.02  # two points of accuracy
 
 
 def command(arguments: Arguments) -> int:
-    """Folders of a pilot, two kinds of runs on seeds of their own, at least three;
-    effect=DIFFERENCE, seeds=N, figure=."""
+    """Say how many seeds a comparison needs and how long they take, from the spread of a pilot of
+    at least three seeds a line.
+
+    FOLDER…        run folders or folders of runs of two lines or more
+    effect=NUMBER  the difference to see; 0.02 by default
+    seeds=N        also say what so many seeds would find
+    figure=NAME    as for rlkit compare
+
+        rlkit plan outputs/grpo outputs/dapo effect=0.02
+        rlkit plan outputs/grpo outputs/dapo seeds=10
+    """
     groups, given = lines_of(arguments, "plan")
     compared = verdicts.shared_figure(groups, given.get("figure"), given.get("at"))
     found = verdicts.verdicts(groups, compared) if compared else []

@@ -135,7 +135,15 @@ def _line(rows: Any, mask: Any, loss: float, norm: float) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """The failed update of a debug bundle, done again; 1 where it fails again."""
+    """Do the failed update of a debug bundle once more: which rows and gradients are not finite.
+    The exit status is 1 where it fails again.
+
+    bundle=FOLDER  outputs/NAME/TIME/debug/STEP
+    trust=true     the bundle may run code that nothing declares safe
+
+        rlkit replay bundle=outputs/latest/debug/step_000007
+        rlkit replay bundle=outputs/latest/debug/step_000007 trust=true
+    """
 
     named = option(arguments.overrides, "bundle")
     if named is None or drop(drop(arguments.overrides, "bundle"), "trust"):

@@ -178,7 +178,16 @@ def episode_table(rollouts: Sequence[Rollout]) -> str:
 
 
 def command(arguments: Arguments) -> int:
-    """Plays episodes without training and sums them up."""
+    """Play episodes without training: they are recorded, scored and summed up.
+
+    n=N                     tasks to play
+    num_return_sequences=N  samples a task
+    split=NAME              test (by default), validation or train
+    KEY=VALUE               any other setting; GROUP=OPTION an option
+
+        rlkit rollout task=guess_number n=64
+        rlkit rollout task=arithmetic n=8 num_return_sequences=4
+    """
     from rlkit.config.compose import compose
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.schema import build

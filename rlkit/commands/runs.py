@@ -29,10 +29,15 @@ RESULTS = {
 
 
 def command(arguments: Arguments) -> int:
-    """Prints a list, or the comparison of two runs.
+    """List runs, newest first, or show in what two of them differ.
 
-    Words: folders to look in (outputs); `diff A B`; KEY=VALUE, which only runs with this setting or
-    this override pass; limit=N.
+    FOLDER…    where to look; by default outputs
+    KEY=VALUE  only runs with this setting or override
+    limit=N    runs of the list, 30 by default; 0 shows all
+    diff A B   settings and results of two runs side by side
+
+        rlkit runs algorithm=dapo limit=5
+        rlkit runs diff outputs/grpo/A outputs/dapo/B
     """
     words = [*arguments.texts]
     if words[:1] == ["diff"]:

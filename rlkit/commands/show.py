@@ -49,7 +49,15 @@ MATTER = (
 
 
 def command(arguments: Arguments) -> int:
-    """Prints the options, the keys that matter or differ, and the extras. Raises ConfigError."""
+    """Show what a run is made of: its options, the keys that matter or differ, and where each comes
+    from.
+
+    KEY=VALUE   the overrides of the run; GROUP=OPTION an option
+    run=FOLDER  a run that there is, with the overrides on top
+
+        rlkit show algorithm=dapo kl=none
+        rlkit show run=outputs/latest
+    """
     overrides = drop(drop(arguments.overrides, "trust"), "run")
     sources = dict(arguments.sources)
     ask = None

@@ -33,7 +33,27 @@ SHOWN = 6  # files that were not written, which the end of a run names
 
 
 def command(arguments: Arguments) -> int:
-    """Checks everything that can be checked without a model, then trains inside Hydra's main."""
+    """Train a policy: what can be checked without a model is checked first, then the run trains in
+    a new folder outputs/NAME/TIME. outputs/latest leads to the newest.
+
+    GROUP=OPTION            an option of a group, such as algorithm=dapo or kl=none; rlkit --help
+                            lists them
+    KEY=VALUE               a value, such as optimizer.lr=3e-4; rlkit show lists the keys that
+                            matter
+    reward=MODULE.FUNCTION  a reward of your own, a function of a rollout; [A,B] several
+    environment.tools=MODULE.FUNCTION  the tools of environment=tool_use; [A,B] several
+    resume=FOLDER           continue that run; auto: the newest unfinished one with this config
+    trainer.steps=N         length of the run
+    seed=N                  seed of everything random
+    name=NAME               the folder is outputs/NAME/TIME
+    -m                      a sweep: every combination of values such as seed=1,2, one process each
+    --config FILE           overrides from a YAML file
+    --config-dir DIR        a folder with options of your own
+    --cfg job               print the composed config, without a run
+
+        rlkit train algorithm=dapo kl=none trainer.steps=50
+        rlkit train -m algorithm=grpo,reinforce seed=1,2
+    """
     if arguments.multirun:
         from rlkit.runs.sweeps import sweep
 
@@ -127,6 +147,8 @@ def _train_owned(
         ranks.broadcast(lambda: runs.require_writable(target))
         if not known:
             own(target)
+        if folder is None and ranks.rank() == 0:
+            runs.point_latest(outputs, target)
         ranks.broadcast(lambda: note_start(target, composed, identity))
 
         def job() -> int:
@@ -135,6 +157,8 @@ def _train_owned(
         status = in_hydra(composed, target, job) if ranks.rank() == 0 else job()
         if status == 2 and not known and ranks.rank() == 0 and not owner.lost(target):
             remove_start(target, whole=not occupied)
+            if folder is None:
+                runs.point_latest(outputs, target)
     return status
 
 

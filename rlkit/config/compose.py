@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.config.changes import difference
+from rlkit.config.functions import read_functions
 from rlkit.config.options import SHELVES, conf_dir
 from rlkit.config.problems import run_problems
 from rlkit.config.problems.names import name_problems
@@ -64,7 +65,7 @@ def compose(
     overrides: Sequence[str],
     *,
     entry: str = "train",
-    config_dir: str | None = None,
+    config_dir: str | Path | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
     trusted: bool = False,
 ) -> Composed:
@@ -250,12 +251,15 @@ def length_keys(composed: Composed) -> tuple[str, ...]:
     return tuple(difference(composed.config, _plain(longer)))
 
 
-def searchpath(config_dir: str | None) -> list[str]:
-    """The override that makes Hydra look for options in a user's folder too."""
+def searchpath(config_dir: str | Path | None) -> list[str]:
+    """The override that makes Hydra look for options in a user's folder too. Raises ConfigError
+    where there is none."""
+    if config_dir and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
     return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
 
 
-def _clashes(config_dir: str | None) -> list[str]:
+def _clashes(config_dir: str | Path | None) -> list[str]:
     """Options of a user's folder that Hydra would silently pass over for a shipped one of the same
     name."""
     folder = Path(config_dir) if config_dir else None
@@ -306,6 +310,7 @@ def _load(
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     parser = OverridesParser.create()
@@ -315,7 +320,10 @@ def _load(
     try:
         full = pickle.loads(_composed_groups(entry, (*search, *groups), _stamp(search)))
         for text in overrides:
-            if text in groups:
+            named = read_functions(text)
+            for path, value in named.items():
+                OmegaConf.update(full, path, value, merge=False, force_add=True)
+            if named or text in groups:
                 accepted.append(text)
                 continue
             try:
@@ -546,7 +554,7 @@ def is_group(override: str, search: Sequence[str]) -> bool:
     key, _, value = override.lstrip("+~").partition("=")
     options = _group_options(key.partition("@")[0], search)
     return key.partition("/")[0].partition(".")[0] == "hydra" or (
-        bool(options) and not value.startswith("{")
+        bool(options) and not value.startswith("{") and not read_functions(override)
     )
 
 
@@ -613,7 +621,7 @@ def _check_overrides(
         ]
         if override.is_sweep_override():
             problems.append(f"{text}: several values are a sweep; run it with -m")
-        elif unknown and not elsewhere:
+        elif unknown and not elsewhere and not read_functions(text):
             problems.append(no_such_option(text, str(unknown[0]), group, _listed_options(group)))
         else:
             accepted.append(text)

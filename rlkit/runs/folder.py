@@ -26,6 +26,7 @@ from rlkit.system.rows import read_rows
 from rlkit.system.shards import recorded
 
 OUTPUTS = Path("outputs")
+LATEST = "latest"  # in OUTPUTS, a link to the newest run
 SET_ASIDE = ".set_aside"  # behind the name of a run folder that a sweep has put out of its way
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 # in summary.json: the last on validation problems, on test problems twice
@@ -48,6 +49,17 @@ def fresh(parent: Path, label: str = "") -> Path:
             except FileExistsError:  # also where another process came first
                 folder = parent / f"{stamp}_{number}"
                 number += 1
+
+
+def point_latest(outputs: Path, folder: Path) -> None:
+    """Let the link `latest` in `outputs` lead to a run folder, or nowhere once that is gone. Where
+    a file system has no links there is none."""
+    link = outputs / LATEST
+    with suppress(OSError):
+        if link.is_symlink():  # else it is a file of the user's
+            link.unlink()
+        if folder.is_dir():
+            link.symlink_to(os.path.relpath(folder, outputs))
 
 
 def label_of(overrides: Sequence[str], name: str) -> str:
@@ -131,6 +143,8 @@ def find_run(text: str, key: str) -> Path:
     Raises: ConfigError where there is none; DataError where it does not say which run it is.
     """
     path = Path(text).expanduser().absolute()
+    if LATEST in path.parts:
+        path = path.resolve()  # a run that goes on must not move with the link
     for folder in (path, path.parent, path.parent.parent):
         if path.exists() and is_run(folder):
             identity_of(folder)
@@ -138,7 +152,8 @@ def find_run(text: str, key: str) -> Path:
         if folder == path or path.is_file():
             refuse_leftovers(folder)
     runs = sorted(
-        (p.parent for p in OUTPUTS.glob("*/*/config.yaml")), key=lambda p: p.stat().st_mtime
+        (p.parent for p in OUTPUTS.glob("*/*/config.yaml") if p.parent.name != ".hydra"),
+        key=lambda p: p.stat().st_mtime,
     )
     newest = f" The newest run is {runs[-1]}" if runs else ""
     raise ConfigError(f"{key}={text}: no run folder of rlkit.{newest}")

@@ -4,15 +4,19 @@ half-written."""
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from parametrise import cases
-from rlkit.commands.arguments import quote, unquote
-from rlkit.commands.cli import main
+from rlkit.commands import compare
+from rlkit.commands.arguments import parse, quote, unquote
+from rlkit.commands.cli import find_command, list_commands, main
 from rlkit.commands.train import closing_lines, draw_page
+from rlkit.config.compose import compose, experiment
 from rlkit.config.schema import resolve
 from rlkit.errors import ConfigError, install
 from rlkit.system import extras
@@ -199,12 +203,67 @@ def test_help_lists_every_group(capsys):
         assert word in text
 
 
+@pytest.mark.parametrize("name", list_commands())
+def test_the_help_of_a_command_is_its_own(name, capsys, monkeypatch):
+    """Wrapped to the terminal, with two examples that the command line can read; other words on the
+    line do not matter."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main([name, "nonsense", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    examples = [line.strip() for line in lines if line.startswith(f"    rlkit {name}")]
+    assert lines[0] == f"rlkit {name}" and len(examples) == 2
+    assert max(len(line) for line in lines if line.strip() not in examples) <= 60
+    run = find_command(name)
+    texts = getattr(sys.modules[run.__module__], "TAKES_TEXTS", False)
+    for example in examples:
+        assert parse(shlex.split(example)[2:], texts=texts).overrides is not None
+
+
+def test_help_names_every_setting_of_its_own(capsys):
+    """The keys that a command reads itself, which no option of conf/ has."""
+    for name, keys in {"compare": compare.SETTINGS[:-1], "plan": ("effect", "seeds")}.items():
+        assert main([name, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert [key for key in keys if f"\n{key}=" not in said] == []
+
+
+def test_the_version_and_the_nearest_command_are_told(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"rlkit \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert main(["trian"]) == 2
+    assert "there is no command 'trian'. Did you mean 'train'?" in capsys.readouterr().err
+
+
 def test_help_imports_nothing_heavy():
     program = (
-        "import sys\nfrom rlkit.commands.cli import main\nmain(['--help'])\nassert not {'torch',"
-        " 'hydra', 'lightning'} & set(sys.modules)"
+        "import sys\nfrom rlkit.commands.cli import main\nmain(['--help'])\nmain(['train', '-h'])\n"
+        "assert not {'torch', 'hydra', 'lightning'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_function_is_named_where_a_part_holds_some(tmp_path, monkeypatch, capsys):
+    """A reward and tools of the command line: bare functions, which a later key may still set. The
+    overrides of the run compose again."""
+    (tmp_path / "named_parts.py").write_text(
+        "def brief(rollout):\n    return 1.0\n\n\ndef long(rollout):\n    return 0.0\n\n\n"
+        'def double(number: int) -> int:\n    """Doubles.\n\n    Args:\n        number: Any.\n'
+        '    """\n    return 2 * number\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["reward=[named_parts.brief,named_parts.long]", "reward.terms.long.weight=0.5"]
+    words += ["environment=tool_use", "environment.tools=named_parts.double"]
+    composed = compose(words)
+    assert compose(composed.overrides).config == composed.config
+    x = experiment(composed)
+    weights = {name: term.weight for name, term in x.reward.terms.items()}
+    assert weights == {"brief": 1.0, "long": 0.5} and x.reward.name == "brief+long"
+    assert list(x.environment.tools(None)) == ["double"]
+    assert compose(["tools=calculator"], entry="agent").config["tools"] == ["calculator"]
+    assert main(["show", "reward=named_parts.brief"]) == 0
+    assert "reward = named_parts.brief" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"'named_parts' has no 'breif'\. Did you mean 'brief'"):
+        compose(["reward=named_parts.breif"])
 
 
 @pytest.mark.parametrize("text", ["outputs/a", "a=b,c=d", "it's", "back\\slash", '"', "with space"])

@@ -237,8 +237,9 @@ def test_what_does_not_apply_is_not_in_the_line_of_a_step():
         "kl/ref_k3": float("nan"),
         "len/mean": 3.0,
         "len/truncated_frac": 0.0,
+        "loss/total": 1.2345,
         "perf/generate_s": 1.0,
         "perf/reward_s": 0.0,
         "perf/update_s": 1.0,
     }
-    assert step_line(1, 3, row, None) == "step 1/3 len 3 | 1.0 + 1.0 s"
+    assert step_line(1, 3, row, None) == "step 1/3 loss 1.234 len 3 | 1.0 + 1.0 s"

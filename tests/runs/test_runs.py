@@ -341,3 +341,21 @@ def test_two_runs_are_compared_setting_by_setting(names, three_runs, capsys):
         r"test accuracy, after +0\.500 +0\.750\n", said
     )
     assert "seed" not in said.partition("whether")[0] and "12,345" in said
+
+
+def test_latest_leads_to_the_newest_run(outputs, tmp_path, monkeypatch):
+    """A run that is named by the link goes on in its own folder, wherever the link leads later."""
+    first = outputs / "grpo" / "a"
+    second = outputs / "grpo" / "b"
+    for folder in (first, second):
+        folder.mkdir(parents=True)
+        config = {"name": folder.name}
+        runs.write_config(folder, config, new=True)
+        runs.point_latest(outputs, folder)
+        assert runs.find_run(str(outputs / "latest"), "run") == folder.resolve()
+    assert os.readlink(outputs / "latest") == "grpo/b"
+    shutil.rmtree(second)
+    runs.point_latest(outputs, second)
+    assert not os.path.lexists(outputs / "latest")
+    with pytest.raises(ConfigError, match=r"newest run is .*grpo/a$"):
+        runs.find_run("nowhere", "run")

@@ -21,6 +21,8 @@ def name_problems(config: Mapping[str, Any]) -> list[str]:
     reason = next((why for part in name.split("/") if (why := part_problem(part))), "")
     if name.startswith("/"):
         reason = "it is an absolute path"
+    if name.split("/")[0] == "latest":
+        reason = "outputs/latest leads to the newest run"
     if not reason:
         return []
     given = [

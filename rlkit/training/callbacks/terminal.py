@@ -143,8 +143,9 @@ def step_line(
     of sampling and of the update.
 
     At most 80 columns: where there is no room, the change of the reward goes first, and the seconds
-    are summed up next. What does not apply, such as a KL without a reference, is left out. Scoring
-    has seconds of its own from half a second on.
+    are summed up next. What does not apply, such as a KL without a reference, is left out; without
+    a reward, as in an sft, the loss stands in its place. Scoring has seconds of its own from half a
+    second on.
     """
     reward = row["reward/mean"]
     kl = row["kl/ref_k3"]
@@ -157,7 +158,9 @@ def step_line(
     for shown, parts in ((change, seconds), ("", seconds), ("", [sum(seconds)])):
         said = [
             f"step {step:>{len(str(total))}}/{total}",
-            *([f"reward {reward:.2f}{shown}"] if math.isfinite(reward) else []),
+            f"reward {reward:.2f}{shown}"
+            if math.isfinite(reward)
+            else f"loss {row.get('loss/total', math.nan):.3f}",
             *([] if math.isnan(kl) else [f"kl {kl:.{digits}f}"]),
             f"len {row['len/mean']:.0f}",
             *([f"trunc {cut:.0%}"] if cut else []),

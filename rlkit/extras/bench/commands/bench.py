@@ -29,8 +29,21 @@ SETTINGS = {
 
 
 def command(arguments: Arguments) -> int:
-    """algorithms=A,B or arms=FILE, tasks=, seeds=N, placebo=false, jobs=N, folder=; every other
-    override goes to every run."""
+    """Train algorithms on small tasks with a known optimum, several seeds each, and compare them. A
+    matrix that was interrupted goes on with the same command.
+
+    algorithms=A,B  options of algorithm, an arm each
+    arms=FILE       or a YAML file of `name: [override, …]`
+    tasks=A,B       of experiment/bench; all by default
+    seeds=N         3 by default
+    placebo=false   without the arms that cannot learn
+    jobs=N          runs at the same time; by default the cores
+    folder=FOLDER   outputs/bench by default
+    KEY=VALUE       an override of every run
+
+        rlkit bench algorithms=grpo,dapo tasks=needle seeds=3
+        rlkit bench arms=arms.yaml jobs=2
+    """
     from rlkit.extras.bench import matrix as bench
 
     given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}

@@ -24,8 +24,15 @@ RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4
 
 
 def command(arguments: Arguments) -> int:
-    """Print what the run of these overrides takes: on the card that check.device names, or here,
-    beside what its small step did."""
+    """Print what a run takes: on the card that check.device names, or here beside what its small
+    step did.
+
+    check.device=CARD  without a step, from the numbers of this card
+    KEY=VALUE          the overrides of the run; GROUP=OPTION an option
+
+        rlkit forecast algorithm=grpo
+        rlkit forecast model=qwen3_1.7b check.device=h100
+    """
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.schedules import first_steps
 

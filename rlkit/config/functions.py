@@ -1,0 +1,36 @@
+"""Overrides that name functions where a config holds parts: `reward=my_module.my_function`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def read_functions(override: str) -> dict[str, Any]:
+    """Dotted key → value, for an override that names one function or, in brackets, several; empty
+    for any other.
+
+    >>> read_functions("environment.tools=my_tools.lend")
+    {'environment.tools': {'lend': {'_target_': 'my_tools.lend', '_partial_': True}}}
+    >>> read_functions("tools=calculator"), read_functions("reward=numeric")
+    ({'tools': ['calculator']}, {})
+    """
+    key, _, value = override.partition("=")
+    names = value.removeprefix("[").removesuffix("]").split(",")
+    if key == "tools" and not value.startswith("["):
+        return {key: names}
+    if key not in ("reward", "environment.tools") or not all(map(FUNCTION.fullmatch, names)):
+        return {}
+    parts: dict[str, Any] = {
+        name.rpartition(".")[2]: {"_target_": name, "_partial_": True} for name in names
+    }
+    if key != "reward":
+        return {key: parts}
+    terms = {
+        short: {"_target_": "rlkit.rewards.Term", "weight": 1.0, "fn": part}
+        for short, part in parts.items()
+    }
+    chosen = {"hydra.runtime.choices.reward": value}  # as `rlkit show` has it
+    return {"reward.name": "+".join(parts), "reward.terms": terms} | chosen
