@@ -207,15 +207,11 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.rows import check_tools, load_split
 
     named = option(arguments.overrides, "run")
-    overrides = drop(drop(drop(arguments.overrides, "run"), "split"), "trust")
-    split = next(
-        (known for known in SPLITS if known == (option(arguments.overrides, "split") or "test")),
-        None,
-    )
+    overrides = drop(arguments.overrides, "run", "split", "trust")
+    asked = option(arguments.overrides, "split") or "test"
+    split = next((known for known in SPLITS if known == asked), None)
     if split is None:
-        raise ConfigError(
-            f"split={option(arguments.overrides, 'split')}: there are {', '.join(SPLITS)}"
-        )
+        raise ConfigError(f"split={asked}: there are {', '.join(SPLITS)}")
     run = runs.find_run(named, "run") if named else None
     ask = None
     if named and run is not None:

@@ -146,7 +146,7 @@ def command(arguments: Arguments) -> int:
     """
 
     named = option(arguments.overrides, "bundle")
-    if named is None or drop(drop(arguments.overrides, "bundle"), "trust"):
+    if named is None or drop(arguments.overrides, "bundle", "trust"):
         raise ConfigError(
             "rlkit replay takes one debug bundle: rlkit replay"
             " bundle=outputs/NAME/TIME/debug/step_000007"

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, unquote
+from rlkit.commands.arguments import Arguments, drop, option, unquote
 from rlkit.config.changes import difference
 from rlkit.errors import ConfigError, DataError, visible
 from rlkit.runs import folder as runs
@@ -46,26 +46,18 @@ def command(arguments: Arguments) -> int:
         a, b = (runs.find_run(text, "runs diff") for text in words[1:])
         print(visible("\n".join(side_by_side(a, b)), kept="\n"))
         return 0
-    limit = next(
-        (o.partition("=")[2] for o in arguments.overrides if o.startswith("limit=")), str(SHOWN)
-    )
+    limit = option(arguments.overrides, "limit") or str(SHOWN)
     if not limit.isdigit():
         raise ConfigError(f"limit={limit}: give a whole number, 0 for all")
-    wanted = [o for o in arguments.overrides if not o.startswith("limit=")]
+    wanted = drop(arguments.overrides, "limit")
     absent = [text for text in words if not Path(text).is_dir()]
     if absent:
         raise ConfigError(
             f"'{absent[0]}': rlkit runs takes folders, KEY=VALUE, limit=N, or diff A B; there is no"
             " such folder"
         )
-    print(
-        visible(
-            "\n".join(
-                run_table([Path(text) for text in words] or [runs.OUTPUTS], wanted, int(limit))
-            ),
-            kept="\n",
-        )
-    )
+    places = [Path(text) for text in words] or [runs.OUTPUTS]
+    print(visible("\n".join(run_table(places, wanted, int(limit))), kept="\n"))
     return 0
 
 
@@ -90,16 +82,8 @@ def run_table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list
         return [f"no run{asked} below {', '.join(map(str, places))}"]
     shown = found[:limit] if limit else found
     rows = [("began", "run", "ended", "steps", "test accuracy", "overrides"), *map(_row, shown)]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    table = [
-        "  ".join(
-            [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]
-        ).rstrip()
-        for row in rows
-    ]
-    return table + (
-        [f"{len(found) - len(shown)} more; limit=0 shows all"] if len(shown) < len(found) else []
-    )
+    more = len(found) - len(shown)
+    return _columns(rows) + ([f"{more} more; limit=0 shows all"] if more else [])
 
 
 def _row(folder: Path) -> tuple[str, ...]:
@@ -199,9 +183,13 @@ def _text(value: Any) -> str:
 def _table(first: str, rows: Mapping[str, tuple[str, str]]) -> list[str]:
     if not rows:
         return []
-    whole = [(first, "A", "B"), *((key, *values) for key, values in rows.items())]
-    widths = [max(len(row[i]) for row in whole) for i in range(3)]
+    return _columns([(first, "A", "B"), *((key, *values) for key, values in rows.items())])
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines whose cells stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in whole
+        for row in rows
     ]

@@ -58,7 +58,7 @@ def command(arguments: Arguments) -> int:
         rlkit show algorithm=dapo kl=none
         rlkit show run=outputs/latest
     """
-    overrides = drop(drop(arguments.overrides, "trust"), "run")
+    overrides = drop(arguments.overrides, "trust", "run")
     sources = dict(arguments.sources)
     ask = None
     where = _folder_named(arguments.overrides)

@@ -83,17 +83,9 @@ def compose(
     """
     import logging
 
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import OmegaConf
-
     logging.getLogger("hydra").setLevel(logging.ERROR)
-    for name, resolver in RESOLVERS.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
-    search = searchpath(config_dir)
     _check_searchpath(overrides)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with hydra_of_conf(config_dir) as search:
         problems, accepted = _check_overrides(overrides, search)
         problems += _clashes(config_dir)
         try:
@@ -123,15 +115,7 @@ def without_values(
 
     How strictly code is confined is no choice among equals: a folder's is left out.
     """
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import OmegaConf
-
-    for name, resolver in RESOLVERS.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
-    search = searchpath(config_dir)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with hydra_of_conf(config_dir) as search:
         chosen = [
             text
             for text in theirs
@@ -181,12 +165,7 @@ def layers(
 ) -> tuple[Layer, ...]:
     """The files that a config was composed of, in Hydra's order, without values of the command
     line."""
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    search = searchpath(config_dir)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with hydra_of_conf(config_dir) as search:
         groups = [text for text in composed.overrides if is_group(text, search)]
         return _layers(entry, (*search, *groups), _stamp(search))
 
@@ -216,6 +195,22 @@ def _layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple[Laye
         plain.pop("defaults", None)
         found.append(Layer(f"{group}={name}" if group else "", plain, chosen))
     return tuple(found)
+
+
+@contextmanager
+def hydra_of_conf(config_dir: str | Path | None) -> Iterator[list[str]]:
+    """A block in which Hydra reads conf/ and knows rlkit's resolvers. Gives the overrides that make
+    it look into the user's folder too."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    search = searchpath(config_dir)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        yield search
 
 
 @contextmanager

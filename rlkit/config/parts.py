@@ -160,8 +160,6 @@ def stands(part: Any, hint: Any) -> bool:
     if is_protocol(base):
         return not missing(part, base)
     kinds = {tuple: tuple | list, int: numbers.Integral, float: numbers.Real}
-    if typing.is_typeddict(base):
-        return isinstance(part, dict)
     alike = is_record(base) or not is_record(part)  # a record is a tuple, and no sequence
     return alike and isinstance(base, type) and isinstance(part, kinds.get(base, base))
 

@@ -48,9 +48,7 @@ def command(arguments: Arguments) -> int:
 
     given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
     trusted = is_trusted(arguments.overrides)
-    common = drop(arguments.overrides, "trust")
-    for key in SETTINGS:
-        common = drop(common, key)
+    common = drop(arguments.overrides, "trust", *SETTINGS)
     for key in ("seeds", "jobs"):
         if given[key] and not (given[key].isdigit() and int(given[key])):
             raise ConfigError(f"{key}={given[key]}: give a whole number, 1 or more")
