@@ -61,7 +61,7 @@ def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
                     for own in value
                 }
             elif kind is inspect.Parameter.VAR_POSITIONAL:
-                new = lifted(list(value), Sequence[hint], where)
+                new = [lifted(own, hint, where) for own in value]
             else:
                 new = lifted(value, hint, where)
             call.arguments[key] = new

@@ -13,7 +13,7 @@ from rlkit.engines import Cached
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import failed, play
 from rlkit.episodes.replies import Encode, check_engine, encoder, speaker
-from rlkit.errors import Hung
+from rlkit.errors import ConfigError, Hung, nearest
 from rlkit.functional import mix
 from rlkit.models import load_policy
 from rlkit.system import rng
@@ -202,6 +202,10 @@ async def collected(
     Returns: unscored rollouts, task by task, samples of a task side by side.
     Raises: the first error of any episode, as it was raised, after every session has been closed.
     """
+    unknown = [name for name in params if name not in SamplingParams._fields]
+    if unknown:
+        near = nearest(unknown[0], SamplingParams._fields)
+        raise ConfigError(f"rlkit.collect: there is no '{unknown[0]}'.{near}")
     engine, sampling = Cached() if engine is None else engine, SamplingParams(**params)
     check_engine(engine)
     await awaited(engine.load(policy, version))

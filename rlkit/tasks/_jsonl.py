@@ -187,4 +187,4 @@ def _as_task(row: Any, where: str, own_id: str) -> Task:
         there = ", ".join(map(repr, row)) or "no field"
         raise DataError(f"task: {where}: there is no 'prompt', but {there}; rename the field")
     fields = {name: name for name in FIELDS if name in row}
-    return _task(f"task: {where}", row, fields, Task(own_id, ()), None)
+    return _task(f"task: {where}", dict(row), fields, Task(own_id, ()), None)

@@ -8,9 +8,11 @@ import functools
 import pytest
 
 import rlkit
+from rlkit.config.parts import lifted
 
 TASK = rlkit.Task("t/0", ({"role": "user", "content": "What is 1 + 1?"},), answer="2")
 ROLLOUT = rlkit.Rollout(TASK, ())
+PLAYED = (rlkit.Policy(None, None, (), 0, 8), [TASK], rlkit.environments.single_turn())
 F = rlkit.functional
 
 
@@ -105,6 +107,8 @@ MISUSES = {
     "train with an unknown keyword": lambda: rlkit.train(plain(), steps=3),
     "steps of a mapping": lambda: rlkit.steps({}),
     "collect from a name": lambda: rlkit.collect("tiny", [TASK], rlkit.environments.single_turn()),
+    "collect with a misspelt number": lambda: rlkit.collect(*PLAYED, temprature=1.0),
+    "collect with a text for a number": lambda: rlkit.collect(*PLAYED, temperature="hot"),
     "collect without arguments": lambda: rlkit.collect(),
     "score with a number": lambda: rlkit.score([ROLLOUT], 3),
     "score of one rollout": lambda: rlkit.score(ROLLOUT, brief),
@@ -125,3 +129,19 @@ def test_a_wrong_call_is_answered_by_a_sentence(case, tmp_path, monkeypatch):
     with pytest.raises(rlkit.RLKitError) as raised:
         MISUSES[case]()
     assert 20 < len(str(raised.value)) < 1_500
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("algorithm=ppo",),
+        ("experiment=sft", "task.path=rows.jsonl"),
+        ("schedule=grpo_to_dapo", "asynchrony=lag"),
+        ("task=guess_number", "kl=none", "reference=none"),
+        ("experiment=recipe/dapo",),
+    ],
+)
+def test_what_the_options_give_is_a_right_argument(words):
+    """The types that the signatures name are those of the parts that ship; nothing is copied."""
+    x = rlkit.experiment(*words)
+    assert lifted(x, rlkit.Experiment, "rlkit.train: x") is x
