@@ -9,7 +9,17 @@ from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.errors import DataError
 from rlkit.models.chat import continuation, encode_prompt, encode_reply
-from rlkit.types import Environment, Message, Policy, Rollout, Step, Task, ToolCall, safe
+from rlkit.types import (
+    Environment,
+    Message,
+    Policy,
+    Rollout,
+    Step,
+    Task,
+    ToolCall,
+    ToolResult,
+    safe,
+)
 
 NAN = float("nan")
 
@@ -82,6 +92,12 @@ def demonstrated(
             last = steps[-1]
             kept = last.prompt_length + len(last.response_ids)
             ids = continuation(policy.renderer, new, last.response_ids[-1])
+            texts = [m["content"] for m in new if m["role"] == "tool"]
+            results = tuple(
+                ToolResult(call.id, call.name, text, ok=True)
+                for call, text in zip(last.tool_calls, texts, strict=False)
+            )
+            steps[-1] = last._replace(tool_results=results)
         else:
             kept = 0
             ids = encode_prompt(policy.renderer, new, tools)

@@ -196,8 +196,7 @@ def continuation(
       cut: the reply was cut by length; it has no end-of-turn token and gets none.
     """
     masked, contents = _mask_contents(messages, first=1)
-    rendered = _after_reply(renderer, masked)
-    ids = _encode_rendered(renderer, rendered, contents, first=1)
+    ids = _encode_rendered(renderer, _after_reply(renderer, masked), contents, first=1)
     if ids and (ids[0] == last_id or cut):
         ids = ids[1:]
     return ids
@@ -217,18 +216,13 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
     before = _render(renderer, _ASKED, ())
     after = _render(renderer, [*_ASKED, *masked], ())
     end = _after_reply(renderer, [])
-    name = renderer.tokenizer.name_or_path
+    who = f"the chat template of '{renderer.tokenizer.name_or_path}'"
     if not after.startswith(before) or not end or not after.endswith(end):
-        raise TemplateError(
-            f"the chat template of '{name}' writes a reply elsewhere than where the policy would"
-            " say it"
-        )
+        raise TemplateError(f"{who} writes a reply elsewhere than where the policy would say it")
     text = after[len(before) : -len(end)]
     lost = [content for i, content in enumerate(contents) if f"{_OPEN}{i}{_CLOSE}" not in text]
     if lost:
-        raise TemplateError(
-            f"the chat template of '{name}' does not write a part of a reply: '{lost[0][:80]}'"
-        )
+        raise TemplateError(f"{who} does not write a part of a reply: '{lost[0][:80]}'")
     return _encode_joined(renderer, text, contents) + encode_scaffold(renderer, end)[:1]
 
 
@@ -351,7 +345,6 @@ def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     }
     rendered = _render(renderer, [*_ASKED, {"role": "assistant", "content": "!"}, answer], tools)
     missing = [t["function"]["name"] for t in tools if t["function"]["name"] not in rendered]
-    name = renderer.tokenizer.name_or_path
     remedy = (
         "choose another model, or a task without tools"
         if has_tool_prompt(renderer.tokenizer)
@@ -360,7 +353,8 @@ def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
     if missing or result not in rendered:
         lost = f"the tools {missing}" if missing else "a tool's result"
         raise TemplateError(
-            f"model.path: the chat template of '{name}' does not write {lost}; {remedy}"
+            f"model.path: the chat template of '{renderer.tokenizer.name_or_path}' does not write"
+            f" {lost}; {remedy}"
         )
 
 

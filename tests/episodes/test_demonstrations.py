@@ -64,6 +64,7 @@ def test_a_played_episode_read_back_is_the_same_tokens(tiny, experiment):
         environment=environment,
     )
     for theirs, ours in zip(usual, again, strict=True):
+        assert ours.conversation == theirs.conversation  # results of tools included
         assert [(s.kept, s.prompt_ids) for s in ours.steps] == [
             (s.kept, s.prompt_ids) for s in theirs.steps
         ]
