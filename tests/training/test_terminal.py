@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -153,6 +154,8 @@ def test_a_run_in_a_pipe(tmp_path, monkeypatch, capsys):
     ):
         assert words in captured.out
     assert captured.err == "" and captured.out.replace("\n", "").isprintable()
+    (prompts,) = Path("outputs").rglob("prompts.txt")
+    assert '<tools>\n{"type": "function"' in prompts.read_text()
 
 
 @pytest.mark.slow
