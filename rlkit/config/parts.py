@@ -56,15 +56,14 @@ def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             hint = hints.get(key, Any)
             if kind is inspect.Parameter.VAR_KEYWORD:  # of an episode, or of a config
                 params = hints_of(SamplingParams)
-                new = {
+                call.arguments[key] = {
                     own: lifted(value[own], params.get(own, Any), f"rlkit.{name}: {own}")
                     for own in value
                 }
             elif kind is inspect.Parameter.VAR_POSITIONAL:
-                new = [lifted(own, hint, where) for own in value]
+                call.arguments[key] = [lifted(own, hint, where) for own in value]
             else:
-                new = lifted(value, hint, where)
-            call.arguments[key] = new
+                call.arguments[key] = lifted(value, hint, where)
         return function(*call.args, **call.kwargs)
 
     checked.__module__ = "rlkit"  # where pickle finds it
