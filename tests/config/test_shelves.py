@@ -15,7 +15,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from parametrise import cases
-from rlkit.commands.cli import list_groups, main
+from rlkit.commands.cli import main
+from rlkit.commands.help import list_groups
 from rlkit.config.changes import identify
 from rlkit.config.compose import _load, compose, conf_dir
 from rlkit.config.options import SHELVES, options_by_shelf, read_shelf, shelf_of

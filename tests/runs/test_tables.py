@@ -61,7 +61,7 @@ def test_a_check_that_spoke_names_its_steps(make_run):
     run = read_run(make_run("a", change={"len/truncated_frac": 1.0}))
     (found,) = symptoms(run)
     assert (found.check, found.steps) == (
-        "nearly all truncated",
+        "most truncated",
         [1, 2, 3, 4],
     ) and "truncated" in found.text
     older = run._replace(

@@ -41,8 +41,6 @@ COMMON = [
     # compiled code differs in the last bits, and from processor to processor
     "++model.kernel=eager",
 ]
-# Sweeps, whose jobs are runs of the other cases, sft, whose rows are a user's (their order follows
-# their path), and newer presets.
 NEWER = (  # options that came after the goldens
     "remax",
     "gpg",
@@ -62,8 +60,11 @@ NEWER = (  # options that came after the goldens
 SAME = ("by_algorithm", "k3", "quickstart", "grpo_to_dapo")
 # KLs that differ from k1 in their formula alone, which tests/functional has.
 FORMULAS = ("confident", "forward", "k2", "reverse", "truncated")
+# Sweeps, whose jobs are runs of the other cases; sft, whose rows are a user's (their order follows
+# their path); and laptop, whose model is fetched.
 WITHOUT = (
-    *("kl_ablation", "reference_ablation", "search", "sweep_parallel", "sweep_slurm", "sft"),
+    *("kl_ablation", "reference_ablation", "search", "sweep_parallel", "sweep_slurm"),
+    *("sft", "laptop"),
     *SAME,
 )
 CASES: dict[str, list[str]] = {

@@ -22,8 +22,15 @@ HEAD = """| | 2, fresh | 3, fresh | 2, stale | 3, stale | easy, turns 1 to 3 | h
 
 
 def command(arguments: Arguments) -> int:
-    """Overrides of a run, several values by commas; advantage=, loss= or another part: a function
-    of your own, as my.module.function."""
+    """Compute an algorithm's expected update by enumeration, beside the true gradient.
+
+    KEY=VALUE       overrides of a run; several values by commas make a line each
+    advantage=NAME  a function of your own, as my_module.my_function, in the place of this part;
+                    likewise loss=, aggregation= and the other parts
+
+        rlkit prove algorithm=grpo,rloo kl=none
+        rlkit prove advantage=rlkit.functional.group_mean
+    """
     from rlkit.runs.sweeps import expand
 
     trusted = is_trusted(arguments.overrides)
