@@ -144,8 +144,8 @@ def step_line(
 
     At most 80 columns: where there is no room, the change of the reward goes first, and the seconds
     are summed up next. What does not apply, such as a KL without a reference, is left out; without
-    a reward, as in an sft, the loss stands in its place. Scoring has seconds of its own from half a
-    second on.
+    a reward, where nothing was scored, the loss stands in its place. Scoring has seconds of its own
+    from half a second on.
     """
     reward = row["reward/mean"]
     kl = row["kl/ref_k3"]
