@@ -77,10 +77,10 @@ def long_row(folder):
 
 def no_template(folder):
     (folder / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    return [f"model.chat_template={folder}/t.jinja"], [
+    return [f"model.chat_template={folder}/t.jinja", "model.tools=template"], [
         "chat template",
         "tools",
-        "model.chat_template",
+        "model.tools=prompt",
     ]
 
 

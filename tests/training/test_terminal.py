@@ -23,7 +23,13 @@ from rlkit.sandbox import Sandbox
 from rlkit.sandbox.level import probe
 from rlkit.system.processors import cores
 from rlkit.training.callbacks import terminal
-from rlkit.training.callbacks.terminal import ProgressLines, TimeLeft, evaluations_left, time_left
+from rlkit.training.callbacks.terminal import (
+    ProgressLines,
+    TimeLeft,
+    evaluations_left,
+    step_line,
+    time_left,
+)
 from rlkit.types import Task
 
 ROW = {
@@ -88,6 +94,13 @@ def test_every_line_of_a_pipe_tells_the_time_left(lines):
         and said[9].endswith("1.0 + 1.0 s")
     )
     assert all(line.isprintable() for line in said)
+
+
+def test_a_run_that_learns_from_conversations_shows_its_loss():
+    """Its reward is 1 in every step."""
+    row = ROW | {"reward/demonstration/mean": 1.0, "loss/total": 2.5}
+    assert step_line(1, 10, row, None).startswith("step  1/10 loss 2.500 ")
+    assert step_line(1, 10, ROW, None).startswith("step  1/10 reward 0.50 ")
 
 
 def test_a_limit_of_time_is_the_end_of_the_run(lines):

@@ -154,12 +154,13 @@ def step_line(
     change = "" if last_reward is None else f" ({reward - last_reward:+.2f})"
     seconds = [row["perf/generate_s"], *([scoring] if scoring >= 0.5 else []), row["perf/update_s"]]
     digits = 4 if kl < 1 else 1
+    learns_rewards = math.isfinite(reward) and "reward/demonstration/mean" not in row
     line = ""
     for shown, parts in ((change, seconds), ("", seconds), ("", [sum(seconds)])):
         said = [
             f"step {step:>{len(str(total))}}/{total}",
             f"reward {reward:.2f}{shown}"
-            if math.isfinite(reward)
+            if learns_rewards
             else f"loss {row.get('loss/total', math.nan):.3f}",
             *([] if math.isnan(kl) else [f"kl {kl:.{digits}f}"]),
             f"len {row['len/mean']:.0f}",
