@@ -284,6 +284,7 @@ SMALL = {
     "metrics": [],
     "show": [],
     "--help": [],
+    "--version": [],
 }
 ANSWERS = {
     "Kim has 19 toys. Kim buys 14 more.": "33"
