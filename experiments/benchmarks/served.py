@@ -10,6 +10,7 @@ So that one script can be timed against both, pair by pair:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 Follow = Callable[
@@ -27,23 +28,28 @@ def completions(
         and how a completion is sampled.
     """
     try:
-        from rlkit import engines
+        from rlkit import engines  # noqa: F401
     except ImportError:
         from rlkit import generation  # before engines were services
 
         return (generation.cached if name == "cached" else generation.generate)(
             policy, prompts, seeds, **given
         )
-    max_rows = given.pop("max_rows", 256)
-    kernel = given.pop("kernel", "auto")
-    engine = (
-        engines.Cached(max_rows=max_rows, kernel=kernel)
-        if name == "cached"
-        else engines.Transformers(max_rows=max_rows)
-    )
+    engine = engine_of(name, given.pop("max_rows", 256), given.pop("kernel", "auto"))
     return _played(
         engine, policy, prompts, seeds, given.pop("follow", lambda index, reply: None), given
     )
+
+
+@cache
+def engine_of(name: str, max_rows: int, kernel: str) -> Any:
+    """One engine for all rounds of the process, as a run has one for all of its steps: its cache
+    keeps its memory."""
+    from rlkit import engines
+
+    if name == "cached":
+        return engines.Cached(max_rows=max_rows, kernel=kernel)
+    return engines.Transformers(max_rows=max_rows)
 
 
 def _played(
