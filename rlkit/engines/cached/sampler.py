@@ -179,10 +179,9 @@ class Sampler:
     def taken(self, slots: int) -> list[tuple[int, Generation]]:
         """The completions of the first slots that have ended since the last look, each with its
         slot."""
-        ended = self.ended[:slots]
-        if not ended.any():
+        if not self.ended.any():
             return []
-        at = ended.nonzero()[:, 0]
+        at = self.ended[:slots].nonzero()[:, 0]
         self.ended[at] = False
         counts = self.count[at].tolist()
         tokens = self.tokens[at, : max(counts)].tolist()

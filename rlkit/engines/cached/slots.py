@@ -20,6 +20,11 @@ from rlkit.engines.cached.cache import Pages
 from rlkit.engines.cached.sampler import Saved
 from rlkit.types import agreement
 
+# A row is given several pages at once, which costs the host less than one at a time, while so many
+# are free for each slot in use.
+AHEAD = 4
+PLENTY = 2 * AHEAD
+
 
 @dataclass(eq=False)
 class Row:
@@ -294,6 +299,9 @@ class Slots:
             if row is None:  # cut for one before it
                 continue
             wanted = self.pages.span(int(self.reach[slot])) - len(row.pages)
+            if len(self.pages.left) > PLENTY * n:
+                most = self.pages.span(int(self.most[slot])) - len(row.pages)
+                wanted = max(wanted, min(AHEAD, most))
             while row.slot >= 0 and not self._find(wanted, row):
                 weakest = self._weakest()
                 cut.append((weakest, weakest.slot))
