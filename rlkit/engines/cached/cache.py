@@ -46,6 +46,7 @@ class Pages:
         self.device = device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.made = 0  # how often the memory was made
         self.scratch: dict[int, Tensor] = {}
         self.entries = np.zeros((slots, self.columns), dtype=np.int64)
         own = torch.from_numpy(self.entries)
@@ -113,6 +114,7 @@ class Pages:
     def put(self, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
         """Write new keys and values [R, Hk, m, D] of a layer to their places [R, m]."""
         if layer == len(self.keys):
+            self.made += layer == 0
             shape = (key.shape[1], self.pages + 1, self.page, key.shape[3])
             self.keys.append(zeros(shape, value))
             self.values.append(zeros(shape, value))

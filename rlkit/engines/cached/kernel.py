@@ -8,6 +8,8 @@ once, by the machine's own compiler in about a second (rlkit.models.compiled).
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +128,8 @@ class Kernel:
         if half:
             self._add_adapters(layers)
         self.threads: int | None = None  # None: torch's
+        self.reads: Callable[[], Sampler | None] = lambda: None  # whose state `step` points to
+        self.made = 0  # of the pages that `step` points to
         self.angles = torch.empty(2, 0, 0)  # cosines and sines [2, positions, D / 2]
 
     def _add_adapters(self, layers: list[Any]) -> None:
@@ -138,6 +142,22 @@ class Kernel:
                 for end, make in (("low", down_of), ("high", up_of)):
                     made = self.trunk.derive(partial(make, own[name], rank))
                     self.arrays[end][place] = made.data_ptr()
+
+    def _enter(self, pages: Pages, sampler: Sampler) -> None:
+        """Where the state lies that steps read and write. It stays there from step to step."""
+        step = self.step
+        for name, store in (("keys", pages.keys), ("values", pages.values)):
+            self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
+        for name in (*STATE, "eos"):
+            setattr(step, name, getattr(sampler, name).data_ptr())
+        step.table = pages.table.data_ptr()
+        step.page = pages.page
+        step.pages = pages.pages + 1
+        step.entries = pages.columns
+        step.columns = sampler.tokens.shape[1]
+        step.ends = len(sampler.eos)
+        self.reads = weakref.ref(sampler)
+        self.made = pages.made
 
     def serves(self, sampler: Sampler) -> bool:
         """Whether the kernel draws as this sampler does: not from a cut distribution, nor under a
@@ -156,17 +176,9 @@ class Kernel:
             self.angles = _angles(self.trunk.trunk, 2 * capacity)
         step.cosine = self.angles[0].data_ptr()
         step.sine = self.angles[1].data_ptr()
-        for name, store in (("keys", pages.keys), ("values", pages.values)):
-            self.arrays[name][:] = [tensor.data_ptr() for tensor in store]
-        for name in (*STATE, "eos"):
-            setattr(step, name, getattr(sampler, name).data_ptr())
-        step.table = pages.table.data_ptr()
-        step.page = pages.page
-        step.pages = pages.pages + 1
-        step.entries = pages.columns
+        if self.reads() is not sampler or self.made != pages.made:
+            self._enter(pages, sampler)
         step.capacity = capacity
-        step.columns = sampler.tokens.shape[1]
-        step.ends = len(sampler.eos)
         step.slots = slots
         step.threads = self.threads or torch.get_num_threads()
         step.temperature = float(sampler.temperature)

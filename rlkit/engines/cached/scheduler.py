@@ -99,6 +99,11 @@ class Scheduler:
     def idle(self) -> bool:
         return self.slots.idle
 
+    @property
+    def fused(self) -> bool:
+        """Whether steps are calls of the kernel."""
+        return self.kernel is not None and self.kernel.serves(self.sampler)
+
     def accepts(self, params: SamplingParams) -> bool:
         """Completions with other numbers are sampled when those of now have ended."""
         return self.params is None or params == self.params or self.idle
@@ -261,7 +266,7 @@ class Scheduler:
     def draw(self) -> None:
         """Draw as many tokens as the host looks after, in every slot that draws."""
         self.make_room(self.check_every)
-        longest = int(self.slots.reach[: len(self.slots.rows)].max(initial=1))
+        longest = self.slots.longest
         for _ in range(self.check_every):
             self.step(longest)
 
@@ -271,7 +276,8 @@ class Scheduler:
         assert self.params is not None
         rows = len(self.slots.rows)
         if self.on_cpu:
-            self.decode(rows, self.pages.span(longest), self.measured(rows))
+            parts = () if self.fused else self.measured(rows)
+            self.decode(rows, self.pages.span(longest), parts)
             return
         slots = min(bucket(-(-rows // SLOTS)) * SLOTS, self.pages.slots)
         parts = self.quarters(slots)
@@ -302,7 +308,7 @@ class Scheduler:
         captured as a CUDA graph.
         """
         sampler = self.sampler
-        if self.kernel is not None and self.kernel.serves(sampler):
+        if self.kernel is not None and self.fused:
             self.kernel(self.pages, sampler, slots, columns * self.pages.page)
             return
         logits = self.passes.step(sampler.last[:slots], sampler.position[:slots], columns, parts)

@@ -24,6 +24,7 @@ from rlkit.types import agreement
 # are free for each slot in use.
 AHEAD = 4
 PLENTY = 2 * AHEAD
+FOREVER = 1 << 60  # steps
 
 
 @dataclass(eq=False)
@@ -63,9 +64,11 @@ class Row:
 class Slots:
     """The queue, the rows in slots, and the episodes that wait for their environment.
 
-    Slots in use are the first ones; a row that is None is a hole, which `fill` closes. reach: the
-    tokens that each slot may hold by the next look. most: the tokens that it may ever hold. room:
-    the tokens that its pages hold. All three are 0 where nothing draws.
+    Slots in use are the first ones; a row that is None is a hole, which `fill` closes. clock: the
+    steps that the host has made room for. start: when each slot would have held no token, had it
+    drawn from then on. most: the tokens that it may ever hold. room: the tokens that its pages
+    hold. The last two are 0 where nothing draws. safe: up to when every slot has the pages that it
+    needs, as far as known.
     """
 
     def __init__(self, pages: Pages):
@@ -76,7 +79,21 @@ class Slots:
         self.held: dict[int, Row] = {}  # key → an episode that waits for its environment
         self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot that has read it
         self.stopped: list[int] = []  # slots whose row has left before its completion ended
-        self.reach, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
+        self.start, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
+        self.clock = 0
+        self.safe = -1
+        self.oldest = 0  # the lowest start, and the highest `most`, when `extend` last looked
+        self.furthest = 1
+
+    @property
+    def reach(self) -> np.ndarray:
+        """The tokens that each slot may hold by the next look; 0 where nothing draws."""
+        return np.minimum(self.clock - self.start, self.most)
+
+    @property
+    def longest(self) -> int:
+        """At least as many tokens as any slot holds by the next look."""
+        return max(1, min(self.clock - self.oldest, self.furthest))
 
     @property
     def idle(self) -> bool:
@@ -149,7 +166,7 @@ class Slots:
             del self.read[row.prompt]
         self.rows[slot] = None
         self.pages.write(slot, ())
-        self.reach[slot] = self.most[slot] = self.room[slot] = 0
+        self.most[slot] = self.room[slot] = 0
         row.slot = -1
 
     def clear(self) -> None:
@@ -160,8 +177,7 @@ class Slots:
             self.pages.write(slot, ())
         self.queue, self.rows, self.stopped = [], [], []
         self.held, self.read = {}, {}
-        for numbers in (self.reach, self.most, self.room):
-            numbers[:] = 0
+        self.most[:] = self.room[:] = 0
 
     # -------------------------------------------------------------------------------------- filling
 
@@ -246,7 +262,7 @@ class Slots:
             source = row.slot
             self.rows[hole] = row
             row.slot = hole
-            for numbers in (self.reach, self.most, self.room):
+            for numbers in (self.start, self.most, self.room):
                 numbers[hole] = numbers[source]
                 numbers[source] = 0
             self.pages.write(hole, row.pages)
@@ -260,15 +276,17 @@ class Slots:
         """Put the rows with the longest contexts into the first slots, so that neighbours read
         equally far. Return the moves, which happen at once, as pairs (source, target)."""
 
+        reach = self.reach.tolist()
+
         def length(row: Row | None) -> int:
             assert row is not None  # `fill` has closed the holes
-            return max(int(self.reach[row.slot]), len(row.context))
+            return max(reach[row.slot], len(row.context))
 
         rows = sorted(self.rows, key=length, reverse=True)
         moves = [(row.slot, slot) for slot, row in enumerate(rows) if row and row.slot != slot]
         if moves:
             order = [row.slot for row in rows if row]
-            for numbers in (self.reach, self.most, self.room):
+            for numbers in (self.start, self.most, self.room):
                 numbers[: len(order)] = numbers[order]
             self.rows = rows
             for slot, row in enumerate(rows):
@@ -284,21 +302,25 @@ class Slots:
         row.known = len(row.context)
         row.reads = False
         self.read.setdefault(row.prompt, row)
-        self.reach[row.slot] = row.known
+        self.start[row.slot] = self.clock - row.known
         self.most[row.slot] = row.need
+        self.safe = -1
 
     def extend(self, steps: int) -> list[tuple[Row, int]]:
         """Give every row that draws pages for so many tokens more. Return the rows that had to be
         cut for it, each with the slot that it had; they wait in the queue."""
+        self.clock += steps
+        if self.clock <= self.safe:
+            return []
         n = len(self.rows)
-        self.reach[:n] = np.minimum(self.reach[:n] + steps, self.most[:n])
+        reach = self.reach[:n]
         cut: list[tuple[Row, int]] = []
-        short = np.nonzero(self.reach[:n] > self.room[:n])[0]
+        short = np.nonzero(reach > self.room[:n])[0]
         for slot in short.tolist():
             row = self.rows[slot]
             if row is None:  # cut for one before it
                 continue
-            wanted = self.pages.span(int(self.reach[slot])) - len(row.pages)
+            wanted = self.pages.span(int(reach[slot])) - len(row.pages)
             if len(self.pages.left) > PLENTY * n:
                 most = self.pages.span(int(self.most[slot])) - len(row.pages)
                 wanted = max(wanted, min(AHEAD, most))
@@ -311,14 +333,21 @@ class Slots:
                 row.pages += [self.pages.take() for _ in range(wanted)]
                 self.pages.write(slot, row.pages[start:], start)
                 self.room[slot] = len(row.pages) * self.pages.page
+        most = self.most[:n]
+        room = self.room[:n]
+        left = (room - reach).min(where=room < most, initial=FOREVER)
+        self.safe = self.clock + int(left)
+        self.oldest = int(self.start[:n].min(where=most > 0, initial=self.clock))
+        self.furthest = int(most.max(initial=1))
         return cut
 
     def _weakest(self) -> Row:
         """The row that has drawn least; among equals the one with the shortest prompt."""
+        reach = self.reach.tolist()
         return min(
             self.active,
             key=lambda row: (
-                max(0, int(self.reach[row.slot]) - len(row.prompt)),
+                max(0, reach[row.slot] - len(row.prompt)),
                 len(row.prompt),
                 row.prompt,
                 row.seed,
