@@ -551,10 +551,10 @@ def shipped(protocol: str) -> list[str]:
 # ------------------------------------------------------------------------------------------ metrics
 
 READING = """
-Every number that a run writes to `metrics.jsonl`: what it means and its unit, what a healthy run shows, and
-what to do when it shows something else. A word in capitals stands for a name: TERM for a reward term, PART for
-a part of a mixture, NAME for any name. A number that does not apply to a run is null in the file. What a
-callback of yours logs stands beside these, under the name that you give it.
+Every number in `metrics.jsonl`: its meaning and unit, the value of a healthy run, and the remedy for another
+value. A word in capitals stands for a name: TERM for a reward term, PART for a part of a mixture, NAME for any
+name. A number that does not apply to a run is null in the file. The metrics of your own callbacks stand beside
+these, under their names.
 """  # noqa: E501
 
 
@@ -583,7 +583,7 @@ def metrics_page() -> str:
 
 
 def main() -> None:
-    """Write the pages and remove those of groups that no longer exist."""
+    """Write the pages and remove pages of deleted groups."""
     written = pages()
     for old in (DOCS / "config").glob("*.md"):
         if old not in written:

@@ -47,7 +47,8 @@ def adapted(plain):
 @pytest.fixture(scope="module")
 def words(plain):
     """Tokens of a text, more than 2,000."""
-    text = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()[:20_000]
+    page = Path(__file__).parents[2] / "docs" / "config" / "algorithm.md"
+    text = page.read_text()[:20_000]
     ids = plain.renderer.plain.encode(text, add_special_tokens=False).ids
     assert len(ids) > 4000
     return tuple(ids)

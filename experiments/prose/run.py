@@ -1,19 +1,13 @@
-"""Measures how hard the prose of the repository is to parse, and shows its hardest sentences.
+"""Count relative words in the prose of the repository, and show the sentences that hold the most.
 
-    python experiments/prose/sentences.py --seed 14 [--at COMMIT] [--csv FILE] [--under conf docs]
+    python experiments/prose/run.py [--at COMMIT] [--show 10] [--under docs conf] [--csv FILE]
 
-A page is a file. Its prose is the docstrings, comments and error messages of rlkit/**/*.py, the
-comments of conf/**/*.yaml, the README and the pages of docs/ that are written by hand. Code,
-formulas, tables of numbers and generated pages are left out.
+A sentence that the reader has to read twice often holds a relative clause too many. The count only
+finds those sentences; whether one reads well is for a reader to say.
 
-The length of a sentence's parse is approximated without a parser:
-
-    length = words + 2 · (commas + semicolons + colons + opening brackets + dashes + subordinators)
-
-A subordinator is one of SUBORDINATORS below, such as "which" or "where". A code span, a number or a
-symbol counts as one word. The seed orders the pages that have at least MINIMUM sentences at the
-commit BEFORE. The first ten that still have prose in the working tree are read, so a change of the
-prose does not change the choice.
+Prose is the docstrings, comments and error messages of rlkit/ and experiments/, the comments of
+conf/ and all pages written by hand. Code, formulas, tables of numbers and generated pages are left
+out. A code span, a number or a symbol counts as one word.
 """
 
 from __future__ import annotations
@@ -21,43 +15,21 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
-import io
-import random
 import re
-import statistics
 import subprocess
 import sys
 import textwrap
-import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE = "8fc66e4"
-PAGES = 10
-MINIMUM = 8
-
-SUBORDINATORS = (
-    "which that where what whose whom who when while since because unless until if so as although"
-    " than whether"
-)
-SUBORDINATE = re.compile(rf"\b(?:{'|'.join(SUBORDINATORS.split())})\b", re.I)
-MARKS = re.compile(r"[,;:(\[–—]| - ")
-
-# Turns of phrase that the style guide of the project replaces, and how each is found.
-AVOIDED = {
-    "anew": r"\banew\b",
-    "nobody": r"\bnobody\b",
-    "also where": r"\balso where\b",
-    "stands for": r"\b(?:stands?|stood|standing) (?:for|in for)\b",
-    "says of": r"\b(?:says?|said) of\b",
-    "is seen to": r"\b(?:is|are|was|were) seen to\b",
-    "subject what": r"(?:^|[;:] )what\b(?!.*\?$)",
-}
+RELATIVE = re.compile(r"\b(?:that|which|what|whose|whom|who|where|such|those)\b", re.I)
 
 FORMULA = re.compile(r"\S+ (?:=|←) |[A-Zρσ]\S* \(?=|[(\[]?[Σ½]")
 BEGINS = re.compile(r"\S+ {2,}|(?:\*{0,2}[\w, ]{1,40}|Returns|Raises|Args|Source): ?|[-*] ")
+GENERATED = ("docs/extension_points.md", "docs/config/", "experiments/bench/studies/")
+TOP = re.compile(r"rlkit/(?:extras/)?\w+/|\w+/|")  # the folder that a path is counted in
 
 
 class Sentence(NamedTuple):
@@ -72,25 +44,32 @@ class Sentence(NamedTuple):
         return len(masked(self.text).split())
 
     @property
-    def length(self) -> int:
-        text = masked(self.text)
-        return self.words + 2 * (len(MARKS.findall(text)) + len(SUBORDINATE.findall(text)))
+    def relative(self) -> int:
+        return len(RELATIVE.findall(masked(self.text)))
+
+
+class Figure(NamedTuple):
+    """Words of a folder, and the relative words among them."""
+
+    words: int
+    relative: int
+
+    @property
+    def per_100(self) -> float:
+        return 100 * self.relative / max(self.words, 1)
 
 
 # ----------------------------------------------------------------------------------- reading a tree
 
 
-def reader(commit: str | None) -> tuple[list[str], Callable[[str], str]]:
-    """The paths of a commit, or of the working tree where none is given, and a function that reads
-    one of them."""
+def open_tree(commit: str | None) -> tuple[list[str], Callable[[str], str]]:
+    """List the paths of a commit, or of the working tree, and give a function that reads one."""
     if commit is None:
         paths = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-        return [path for path in paths if (ROOT / path).is_file()], lambda path: (
-            ROOT / path
-        ).read_text()
-    return _git("ls-tree", "-r", "--name-only", commit).splitlines(), lambda path: _git(
-        "show", f"{commit}:{path}"
-    )
+        there = [path for path in paths if (ROOT / path).is_file()]
+        return there, lambda path: (ROOT / path).read_text()
+    paths = _git("ls-tree", "-r", "--name-only", commit).splitlines()
+    return paths, lambda path: _git("show", f"{commit}:{path}")
 
 
 def _git(*arguments: str) -> str:
@@ -101,22 +80,44 @@ def _git(*arguments: str) -> str:
 
 def is_page(path: str) -> bool:
     """Whether a file's prose is written by hand and belongs to the product."""
+    if path.startswith(GENERATED):
+        return False
     if path.endswith(".py"):
-        return path.startswith("rlkit/") or path == "docs/generate.py"
+        return path.startswith(("rlkit/", "experiments/")) or path == "docs/generate.py"
     if path.endswith(".yaml"):
         return path.startswith("conf/")
-    return path == "README.md" or bool(re.fullmatch(r"docs/(?!extension_points)\w+\.md", path))
+    return path.endswith(".md") and path.startswith(("rlkit/", "experiments/", "docs/", "README"))
 
 
-def sentences(commit: str | None) -> dict[str, list[Sentence]]:
-    """Path → sentences of every page."""
-    paths, read = reader(commit)
-    return {path: list(of_file(path, read(path))) for path in sorted(paths) if is_page(path)}
+def folder_of(path: str) -> str:
+    """The folder that a path is counted in: `rlkit/engines`, `conf`; a file at the top is its own.
+
+    >>> folder_of("rlkit/extras/vllm/engine.py"), folder_of("rlkit/types.py")
+    ('rlkit/extras/vllm', 'rlkit')
+    """
+    folder = TOP.match(path)[0].rstrip("/")
+    return folder or path
+
+
+def read_sentences(commit: str | None = None) -> list[Sentence]:
+    """Every sentence of every page, by path."""
+    paths, read = open_tree(commit)
+    return [s for path in sorted(filter(is_page, paths)) for s in of_file(path, read(path))]
+
+
+def count(sentences: list[Sentence]) -> dict[str, Figure]:
+    """Folder → words and relative words."""
+    totals: dict[str, Figure] = {}
+    for sentence in sentences:
+        folder = folder_of(sentence.file)
+        words, relative = totals.get(folder, (0, 0))
+        totals[folder] = Figure(words + sentence.words, relative + sentence.relative)
+    return totals
 
 
 def of_file(path: str, text: str) -> Iterator[Sentence]:
     """The sentences of one file."""
-    paragraphs = {".py": of_python, ".yaml": of_yaml, ".md": of_markdown}[Path(path).suffix]
+    paragraphs = {".py": of_python, ".yaml": of_lines, ".md": of_markdown}[Path(path).suffix]
     for line, paragraph in paragraphs(text):
         for sentence in split(paragraph):
             yield Sentence(path, line, sentence)
@@ -139,13 +140,7 @@ def of_python(text: str) -> Iterator[tuple[int, str]]:
                 for argument in node.exc.args
                 if (message := message_of(argument))
             )
-    yield from of_comments(
-        (t.start[0], t.start[1], t.string) for t in _tokens(text) if t.type == tokenize.COMMENT
-    )
-
-
-def _tokens(text: str) -> Iterator[tokenize.TokenInfo]:
-    return tokenize.generate_tokens(io.StringIO(text).readline)
+    yield from of_lines(text)  # its comments
 
 
 def message_of(node: ast.expr) -> str:
@@ -200,8 +195,8 @@ def of_comments(comments: Iterator[tuple[int, int, str]]) -> Iterator[tuple[int,
         yield start, gathered
 
 
-def of_yaml(text: str) -> Iterator[tuple[int, str]]:
-    """(line, paragraph) of the comments of a config."""
+def of_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(line, paragraph) of the comments of a config or a module."""
     lines = enumerate(text.splitlines(), 1)
     found = (
         (number, match.start(1), match[1])
@@ -255,95 +250,38 @@ def split(paragraph: str) -> list[str]:
 # ------------------------------------------------------------------------------------------ figures
 
 
-def drawn(seed: int, under: list[str]) -> list[str]:
-    """The pages that a seed chooses from those with enough prose at BEFORE, without pages that are
-    gone now."""
-    pages = sorted(
-        path
-        for path, found in sentences(BEFORE).items()
-        if len(found) >= MINIMUM and path.startswith(tuple(under))
-    )
-    random.Random(seed).shuffle(pages)
-    now = {path for path, found in sentences(None).items() if found}
-    return sorted([path for path in pages if path in now][:PAGES])
-
-
-def figures(found: list[Sentence]) -> dict[str, float]:
-    """Totals of some sentences; turns of phrase per 1,000 words."""
-    lengths = sorted(sentence.length for sentence in found)
-    words = sum(sentence.words for sentence in found)
-    totals = {
-        "sentences": len(found),
-        "words": words,
-        "mean": round(statistics.fmean(lengths), 2),
-        "p90": lengths[int(0.9 * (len(lengths) - 1))],
-        "longest": lengths[-1],
-    }
-    counts = {
-        name: sum(len(re.findall(p, s.text, re.I)) for s in found) for name, p in AVOIDED.items()
-    }
-    per_thousand = {
-        name: round(1000 * count / words, 3)
-        for name, count in {**counts, "avoided": sum(counts.values())}.items()
-    }
-    return {**totals, **per_thousand}
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Print the ten longest sentences of the drawn pages and the totals; write them as CSV where
-    asked."""
+    """Print a line for each folder and the sentences with the most relative words."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=14, help="draws the ten pages")
-    parser.add_argument(
-        "--at", metavar="COMMIT", help="read this commit; the default is the working tree"
-    )
-    parser.add_argument(
-        "--under", nargs="+", default=[""], metavar="PREFIX", help="only pages whose path begins so"
-    )
-    parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write pages, sentences and totals there"
-    )
+    parser.add_argument("--at", metavar="COMMIT", help="read this commit, not the working tree")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N sentences")
+    parser.add_argument("--under", nargs="+", default=[""], metavar="PREFIX", help="only these")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="add the rows to this file")
     options = parser.parse_args(arguments)
-    pages = drawn(options.seed, options.under)
-    everything = {
-        path: found
-        for path, found in sentences(options.at).items()
-        if path.startswith(tuple(options.under))
-    }
-    chosen = [sentence for page in pages for sentence in everything.get(page, [])]
-    longest = sorted(chosen, key=lambda sentence: (-sentence.length, sentence))[:PAGES]
-    totals = {
-        "ten pages": figures(chosen),
-        "all pages": figures([sentence for found in everything.values() for sentence in found]),
-    }
+    found = [s for s in read_sentences(options.at) if s.file.startswith(tuple(options.under))]
 
-    print(
-        f"pages drawn by seed {options.seed}, read at {options.at or 'the working tree'}:",
-        *pages,
-        sep="\n  ",
-    )
-    for rank, sentence in enumerate(longest, 1):
-        print(
-            f"\n{rank}. length {sentence.length},"
-            f" {sentence.file}:{sentence.line}\n{textwrap.fill(sentence.text, 100)}"
-        )
-    for name, row in totals.items():
-        print(f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in row.items()))
+    figures = count(found)
+    for folder, figure in figures.items():
+        print(f"{folder:28} {figure.words:6} words {figure.per_100:5.2f} per 100")
+    hardest = sorted(found, key=lambda s: (-s.relative, -s.relative / s.words, s))
+    for sentence in hardest[: options.show]:
+        print(f"\n{sentence.relative} {sentence.file}:{sentence.line}")
+        print(textwrap.fill(sentence.text, 100))
     if options.csv:
-        write(options.csv, longest, totals)
+        write_rows(options.csv, _git("rev-parse", "--short=8", options.at or "HEAD"), figures)
 
 
-def write(file: Path, longest: list[Sentence], totals: dict[str, dict[str, float]]) -> None:
-    """One row a sentence and one row a total: what, place, value, text."""
-    with file.open("w", newline="") as stream:
+def write_rows(file: Path, commit: str, figures: dict[str, Figure]) -> None:
+    """Append a row for each folder: commit, folder, words, relative words, per 100 words."""
+    new = not file.exists()
+    with file.open("a", newline="") as stream:
         table = csv.writer(stream, lineterminator="\n")
-        table.writerow(("what", "place", "value", "text"))
-        table.writerows(("sentence", f"{s.file}:{s.line}", s.length, s.text) for s in longest)
-        table.writerows(
-            (name, key, value, "") for name, row in totals.items() for key, value in row.items()
-        )
+        if new:
+            table.writerow(("commit", "folder", "words", "relative", "per_100"))
+        for folder, figure in figures.items():
+            table.writerow((commit.strip(), folder, *figure, f"{figure.per_100:.2f}"))
 
 
 if __name__ == "__main__":
