@@ -170,7 +170,7 @@ def distribution() -> Distribution | None:
             d
             for d in distributions()
             if any(
-                re.fullmatch(r"rlkit\.(commands\.)?cli:main", entry.value)
+                re.fullmatch(r"rlkit\.(__main__|commands\.cli):main", entry.value)
                 for entry in d.entry_points
             )
         ),
@@ -198,6 +198,29 @@ def place(error: BaseException) -> str:
         if frames
         else "an unknown place"
     )
+
+
+def name_error(error: BaseException) -> str:
+    """ "ValueError: what it says" in one line, of at most 400 characters. Its own text may be empty,
+    and may raise."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = ""
+    name = type(error).__name__
+    return f"{name}: {text:.400}" if text else name
+
+
+def describe_error(error: BaseException) -> str:
+    """What an rlkit error says; of any other, what it is and where it was raised."""
+    if isinstance(error, RLKitError):
+        return str(error)
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in name_error(error):
+        return (
+            f"memory ran out at {place(error)}; use smaller batches (batch.prompts,"
+            " trainer.micro_batch_tokens), or allow the process more"
+        )
+    return f"{name_error(error)} at {place(error)}"
 
 
 def not_yaml(error: Any, file: str) -> str:
@@ -232,12 +255,7 @@ def announce(error: BaseException) -> None:
     same lines again."""
     if not isinstance(error, Exception) or hasattr(error, "announced"):
         return
-    said = (
-        str(error)
-        if isinstance(error, RLKitError)
-        else f"{type(error).__name__}: {error} at {place(error)}"
-    )
-    lines = [f"rlkit: {line}" for line in said.splitlines()]
+    lines = [f"rlkit: {line}" for line in describe_error(error).splitlines()]
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.announced = lines  # type: ignore[attr-defined]
     print(visible("\n".join(lines), kept="\n"), file=sys.stderr, flush=True)
@@ -256,6 +274,18 @@ def say(error: BaseException, lines: Iterable[str]) -> None:
     left = [line for line in lines if line not in announced]
     if left:
         print(visible("\n".join(left), kept="\n"), file=sys.stderr)
+
+
+def report(error: BaseException, *lines: str) -> int:
+    """Print what ended a command, and its notes or else these lines; its exit status: 2 for a
+    Refusal, else 1."""
+    if isinstance(error, Refusal):
+        lines = ()
+    elif not lines and not isinstance(error, RLKitError):
+        lines = ("debug=true prints the traceback",)
+    said = [f"rlkit: {line}" for line in describe_error(error).splitlines()]
+    say(error, [*said, *(notes_of(error) or lines)])
+    return 2 if isinstance(error, Refusal) else 1
 
 
 def visible(text: str, kept: str = "") -> str:

@@ -318,53 +318,8 @@ def timeless():
 
 @pytest.fixture(scope="session")
 def forked():
-    """Starts `rlkit WORDS` in a fork of this process, which has torch and Lightning imported
-    already: (words, log, before=…) → process id.
+    """`copies.start_copy_of_rlkit`, in a process that has imported what a command needs."""
+    from copies import import_all, start_copy_of_rlkit
 
-    `before` is called in the child first, and `call` in place of rlkit, with the words. Its exit
-    status is that of `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
-    """
-    import lightning  # noqa: F401
-    import peft  # noqa: F401
-    import torch
-    import torch.utils.tensorboard
-    import transformers  # noqa: F401
-
-    import rlkit.training.callbacks.checkpoints
-    import rlkit.training.callbacks.faults
-    import rlkit.training.callbacks.stopping
-    import rlkit.training.module
-    import rlkit.training.run  # noqa: F401
-    from copies import begin_copy
-    from rlkit.commands.cli import main
-    from rlkit.config.compose import compose, experiment
-
-    experiment(
-        compose(["debug=fast"])
-    )  # imports what a run of shipped options does, and parses their files
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
-
-    def start(words, log, before=None, call=main):
-        child = os.fork()
-        if child:
-            return child
-        status = 99
-        try:
-            begin_copy()
-            for stream in (1, 2):
-                os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-            sys.stdout, sys.stderr = (
-                os.fdopen(1, "w", 1, closefd=False),
-                os.fdopen(2, "w", 1, closefd=False),
-            )
-            if before is not None:
-                before()
-            status = call(words) or 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
-    return start
+    import_all()
+    return start_copy_of_rlkit

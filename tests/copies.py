@@ -7,6 +7,7 @@ command; what is here makes the processes that such a command starts itself.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import runpy
@@ -115,6 +116,60 @@ def begin_copy() -> None:
     """What makes a copy like a new process: its signals and what it has imported."""
     heed()
     forget_modules_of_tests()
+
+
+def import_all() -> None:
+    """Imports what a run of shipped options does, and parses their files."""
+    import lightning  # noqa: F401
+    import peft  # noqa: F401
+    import torch.utils.tensorboard
+    import transformers  # noqa: F401
+
+    import rlkit.training.callbacks.checkpoints
+    import rlkit.training.callbacks.faults
+    import rlkit.training.callbacks.stopping
+    import rlkit.training.module
+    import rlkit.training.run  # noqa: F401
+    from rlkit.config.compose import compose, experiment
+
+    experiment(compose(["debug=fast"]))
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+
+
+def start_copy_of_rlkit(
+    words: Sequence[str],
+    log: Path | str,
+    before: Callable[[], object] | None = None,
+    call: Callable[[Sequence[str]], int] = main,
+) -> int:
+    """Starts `rlkit WORDS` in a fork of this process; its process id.
+
+    Args:
+      log: takes what it prints. before: is called in the child first. call: in place of rlkit.
+    The exit status is that of `os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])`.
+    """
+    child = os.fork()
+    if child:
+        return child
+    status = 99
+    try:
+        begin_copy()
+        for stream in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        sys.stdout, sys.stderr = (
+            os.fdopen(1, "w", 1, closefd=False),
+            os.fdopen(2, "w", 1, closefd=False),
+        )
+        if before is not None:
+            before()
+        status = call(words) or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed
+                stream.flush()
+        os._exit(status)
 
 
 def forget_modules_of_tests() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,13 +15,10 @@ from rlkit.commands.help import command_help, full_help
 from rlkit.errors import (
     TRACEBACK,
     ConfigError,
-    Refusal,
-    RLKitError,
     distribution,
     nearest,
-    notes_of,
     raised_at,
-    say,
+    report,
     visible,
 )
 from rlkit.system import extras
@@ -55,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return run_command(argv)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as rlkit.__main__ has set it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = run_command(sys.argv[1:])
     except BaseException:
@@ -122,12 +122,6 @@ def run_command(argv: Sequence[str]) -> int:
         return 0
     try:
         return _dispatch(words[0], words[1:])
-    except Refusal as error:
-        say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
-        return 2
-    except RLKitError as error:
-        say(error, [f"rlkit: {error}", *notes_of(error)])
-        return 1
     except KeyboardInterrupt as error:
         print(visible(f"rlkit: interrupted: {raised_at(error)}"), file=sys.stderr)
         return 130
@@ -139,6 +133,8 @@ def run_command(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
+    except BaseException as error:
+        return report(error)
 
 
 def list_commands() -> tuple[str, ...]:

@@ -90,6 +90,10 @@ def _chosen(file: str, defaults: Any) -> list[str]:
 
 def _flattened(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in given.items():
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            raise ConfigError(
+                f"--config: YAML reads the key '{prefix}{key}' as {key!r}; write it in quotes"
+            )
         if isinstance(value, Mapping) and value:
             yield from _flattened(value, f"{prefix}{key}.")
         else:

@@ -237,6 +237,8 @@ def command(arguments: Arguments) -> int:
         )
     tasks = load_split(x, split)
     check_tools(tasks, x.environment)
+    if len(tasks) < x.evaluation.n:
+        print(f"evaluation.n={x.evaluation.n}: split={split} has {len(tasks)} problems")
     checkpoint = runs.checkpoint_source(named, run) if named and run else None
     parent = run / "evaluation" if run else runs.OUTPUTS / "evaluation"
     for line in embedded_numbers(x):

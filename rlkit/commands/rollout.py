@@ -14,7 +14,7 @@ from rlkit.commands.arguments import STARTED, Arguments, drop, is_trusted
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
-from rlkit.episodes.summary import by_part, failures, summarize
+from rlkit.episodes.summary import by_part, failing_tools, failures, summarize
 from rlkit.errors import ConfigError
 from rlkit.runs import folder as runs
 from rlkit.system.contents import PROMPTS
@@ -40,6 +40,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     tasks = list(x.task(split=x.split))[: x.n]
     if not tasks:
         raise ConfigError(f"split={x.split}: the task has no rows there")
+    if len(tasks) < x.n:
+        print(f"n={x.n}: the task has {len(tasks)} rows in split={x.split}, which are all played")
     from rlkit.config.problems.rows import check_truths
     from rlkit.episodes import collect, transcript
     from rlkit.rewards import score
@@ -69,8 +71,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
             )
             print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
             said = failures(rollouts)
-            if said:
-                print(f"warning: {said}", file=sys.stderr)
+            for line in [*([said] if said else []), *failing_tools(rollouts)]:
+                print(f"warning: {line}", file=sys.stderr)
             rollouts = score(rollouts, x.reward)
             with lenient(f"rollouts.{x.format}"):
                 save_rollouts(out / f"rollouts.{x.format}", rollouts)

@@ -16,7 +16,7 @@ from rlkit.commands.arguments import STARTED, Arguments, added, drop, is_trusted
 from rlkit.commands.trust import asker
 from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
-from rlkit.errors import ConfigError, Refusal, RLKitError, notes_of, say
+from rlkit.errors import ConfigError, Refusal, report
 from rlkit.runs import folder as runs
 from rlkit.system import extras, owner
 from rlkit.system.contents import clear_places, set_aside
@@ -106,6 +106,8 @@ def command(arguments: Arguments) -> int:
             ranks.leave()
             return 0
         resume = folder / "checkpoints" if folder is not None and runs.is_run(folder) else None
+        if resume is None and ranks.rank() == 0:
+            print("resume=auto: no run with this config is unfinished; a new one begins")
     status = _train_owned(x, composed, folder, resume, outputs)
     if status == 0:
         ranks.leave()
@@ -322,19 +324,8 @@ def run_in_folder(
                 provenance=provenance,
                 again=builder(config),
             )
-    except Refusal as error:
-        say(error, [f"rlkit: {line}" for line in str(error).splitlines()])
-        return 2
-    except RLKitError as error:
-        say(
-            error,
-            [
-                f"rlkit: {error}",
-                f"run folder: {runs.shown(folder)}",
-                *notes_of(error),
-            ],
-        )
-        return 1
+    except Exception as error:
+        return report(error, f"run folder: {runs.shown(folder)}")
     if ranks.rank() == 0:
         with lenient("config.yaml"):
             # a resumed run's, once it has gone on with it
@@ -386,12 +377,25 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     return lines
 
 
+def is_worse(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether the test accuracy fell by more than its 95 % interval."""
+    from rlkit.runs.tables import estimate, mark_change, newcombe
+
+    sides = (estimate(side["accuracy"], side["interval"]) for side in (before, after))
+    return mark_change(newcombe(*sides)) == "bad"
+
+
 def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table of the test problems, the folder and the commands that come next."""
     where = shlex.quote(runs.shown(folder))
     lines = [""]
     before = summary.get("before")
     after = summary.get("after")
+    if before and after and is_worse(before, after):
+        lines += [
+            "warning: this run ended below its start: test accuracy"
+            f" {before['accuracy']:.3f} → {after['accuracy']:.3f}"
+        ]
     if before and after:
         lines += [*_compare_tests(before, after), ""]
     why = summary.get("why", "")
@@ -442,8 +446,8 @@ def draw_page(folders: Sequence[Path], file: Path) -> None:
 
 
 def doubts(folder: Path) -> list[str]:
-    """What drifted over the whole run in a way that is known to end badly, and how many steps had
-    episodes that their environment failed in: what no step's own warning can say."""
+    """What drifted over the whole run in a way that is known to end badly, and in how many steps a
+    warning held that is printed once."""
     from rlkit.runs.reading import read_run
     from rlkit.runs.tables import symptoms
 
@@ -455,7 +459,7 @@ def doubts(folder: Path) -> list[str]:
     return drifted + [
         f"{f.text} (step {f.steps[0]}, the first of {len(f.steps)})"
         for f in found
-        if f.check == "environment failures"
+        if len(f.steps) > 1
     ]
 
 

@@ -473,7 +473,9 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
     try:
-        return {str(key): plain(key) for key in full if key != "hydra"}
+        found = {key: plain(key) for key in full if key != "hydra"}
+        _require_text(found)
+        return found
     except (OmegaConfBaseException, ValueError) as error:
         key, written = _unresolved(full)
         if "node `suggests` is not a container" in str(error):
@@ -487,6 +489,16 @@ def _plain(full: DictConfig) -> dict[str, Any]:
             if key
             else one_sentence(error)
         ) from error
+
+
+def _require_text(node: Any, path: str = "") -> None:
+    """Raises ConfigError for a key that YAML does not read as text, such as `on` or 1.5."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(node, dict) and not isinstance(key, str):
+            raise ConfigError(f"{where}: YAML reads this key as {key!r}; write it in quotes")
+        if isinstance(value, dict | list):
+            _require_text(value, where)
 
 
 def _unresolved(node: Any, path: str = "") -> tuple[str, str]:

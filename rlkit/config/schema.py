@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from rlkit.config.hints import leaves_of, meant
-from rlkit.errors import ConfigError, nearest, place
+from rlkit.errors import ConfigError, describe_error, name_error, nearest, place
 from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import is_record
@@ -70,6 +70,8 @@ def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
         return [f"{path}: has no default; set {path}=VALUE"]
     if isinstance(node, float) and math.isnan(node):
         return [f"{path}: nan is no number that anything can be computed with; give one"]
+    if isinstance(node, int) and abs(node) >= 1 << 63:
+        return [f"{path}: this number has more digits than can be counted with; give a smaller one"]
     if not isinstance(node, dict):
         return []
     if "_target_" not in node:
@@ -344,7 +346,7 @@ def resolve(name: Any) -> Callable[..., Any]:
         ) from error
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ConfigError(
-            f"'{name}' cannot be imported: {place(error)}: {type(error).__name__}: {error}"
+            f"'{name}' cannot be imported: {place(error)}: {name_error(error)}"
         ) from error
     target = getattr(module, attribute, MISSING)
     if target is MISSING:
@@ -389,8 +391,10 @@ def build(node: Any, path: str = "") -> Any:
         try:
             with guard_state(target, kinds=[FOLDER]):
                 part = target(*arguments, **values)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path or node['_target_']}: {error}") from error
+        except Exception as error:  # whatever a function of the user's raises
+            plain = isinstance(error, TypeError | ValueError)
+            said = error if plain else describe_error(error)
+            raise ConfigError(f"{path or node['_target_']}: {said}") from error
     if path not in ("task", "model"):
         return part
     from rlkit.training.experiment import TaskSource, model_spec

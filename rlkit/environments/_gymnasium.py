@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from rlkit.environments._dialogue import dialogue
-from rlkit.environments.games import closed_quietly, rewarded, seed_of
+from rlkit.environments.games import closed_quietly, rewarded, seed_of, unpack
 from rlkit.environments.prompts import with_system_prompt
-from rlkit.errors import ConfigError, Hung, place
+from rlkit.errors import ConfigError, Hung, describe_error
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Message, Messages, Rollout, Task, Tool, safe
 
@@ -61,17 +61,18 @@ def gymnasium(
         try:
             try:
                 instance = await call_user("the environment's make", make)
-                observation, _ = await call_user(
+                given = await call_user(
                     "the environment's reset", instance.reset, seed=seed_of(task)
                 )
+                observation, _ = unpack(given, "observation, info")
                 first: Message = {"role": "user", "content": render(observation)}
             except Hung:
                 raise
             except Exception as error:
                 raise ConfigError(
                     "environment.make: the environment cannot be made or"
-                    f" reset(seed={seed_of(task)}) for task {task.id!r}: {type(error).__name__}:"
-                    f" {error} at {place(error)}; it needs reset(seed=…) → (observation, info)"
+                    f" reset(seed={seed_of(task)}) for task {task.id!r}: {describe_error(error)};"
+                    " it needs reset(seed=…) → (observation, info)"
                 ) from error
             yield Game(
                 instance,
@@ -116,18 +117,16 @@ class Game:
                 {"role": "user", "content": f"That is no action: {error}"}
             ]
         try:
-            observation, reward, terminated, truncated, _ = await call_user(
-                "the environment's step", self.instance.step, action
+            given = await call_user("the environment's step", self.instance.step, action)
+            observation, reward, terminated, truncated, _ = unpack(
+                given, "observation, reward, terminated, truncated, info"
             )
             number = float(reward)
             if not math.isfinite(number):
                 raise ValueError(f"the reward is {reward}")
             text = None if terminated or truncated else self.render(observation)
         except Exception as error:
-            said = (
-                f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at"
-                f" {place(error)}"
-            )
+            said = f"step({str(action)[:200]!r}) raised {describe_error(error)}"
             return (
                 rollout._replace(status="truncated", truncation="error", error=said),
                 None,

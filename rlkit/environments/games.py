@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 from rlkit.environments.toolbox import closed
@@ -26,6 +27,14 @@ async def closed_quietly(instance: Any) -> None:
 def seed_of(task: Task) -> int:
     """What the task's episodes are reset with."""
     return int(task.metadata.get("seed", zlib.crc32(task.id.encode())))
+
+
+def unpack(given: Any, names: str) -> Sequence[Any]:
+    """What a game's method gave, which must be as many values as `names` lists. A text is not
+    unpacked to its letters. Raises: TypeError."""
+    if isinstance(given, tuple | list) and len(given) == 1 + names.count(","):
+        return given
+    raise TypeError(f"it must give ({names}), and it gave {given!r:.200}")
 
 
 def rewarded(rollout: Rollout, reward: float) -> Rollout:

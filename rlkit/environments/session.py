@@ -17,7 +17,7 @@ from typing import Any
 
 from rlkit.environments.toolbox import closed
 from rlkit.environments.tools import execute, marked
-from rlkit.errors import EnvironmentFailed, RLKitError, defined_at, place
+from rlkit.errors import EnvironmentFailed, RLKitError, defined_at, describe_error
 from rlkit.system.deadline import call_user, in_worker
 from rlkit.system.loops import awaited, closing, together
 from rlkit.system.waiting import waiting
@@ -48,8 +48,8 @@ def blamed(what: str, task: Task) -> Iterator[None]:
         raise
     except Exception as error:
         raise EnvironmentFailed(
-            f"the environment's {what} raised {type(error).__name__}: {error} at {place(error)}, in"
-            f" an episode of task {task.id!r}"
+            f"the environment's {what} raised {describe_error(error)}, in an episode of task"
+            f" {task.id!r}"
         ) from error
 
 
@@ -164,7 +164,7 @@ class FunctionSession:
                 if follow is None
                 else await call_user("the environment's next prompt", follow, rollout, index)
             )
-        return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else said
+        return rollout, said
 
     async def state(self) -> Mapping[str, Any]:
         """That of its tools, where they have any (rlkit.environments.toolbox)."""

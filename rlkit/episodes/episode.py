@@ -185,18 +185,26 @@ async def _first_prompt(session: Session, task: Task) -> Messages:
     """What the session begins with; a text is a user's message. Raises: EnvironmentFailed where it
     is no prompt."""
     with blamed("first prompt", task):
-        said: Any = await call_user("the environment's first prompt", session.first_prompt)
-        if isinstance(said, str):
-            said = [{"role": "user", "content": said}]
-        if not (
-            isinstance(said, list | tuple)
-            and said
-            and all(isinstance(m, dict) and "role" in m for m in said)
-        ):
-            raise TypeError(
-                f"it must be messages, each with a role, or a text; it is {said!r:.200}"
-            )
+        said = await call_user("the environment's first prompt", session.first_prompt)
+        return _messages(said)
+
+
+def _messages(said: Any) -> Messages:
+    """What a session says, as messages of rlkit's own; a text is a user's. Raises: TypeError where
+    it is neither."""
+    if isinstance(said, str):
+        said = [{"role": "user", "content": said}]
+    if not (isinstance(said, list | tuple) and said and all(map(_is_message, said))):
+        raise TypeError(f"it must be messages, each with a role, or a text; it is {said!r:.200}")
     return copied(said)  # the session may go on with its own
+
+
+def _is_message(said: Any) -> bool:
+    return (
+        isinstance(said, dict)
+        and isinstance(said.get("role"), str)
+        and isinstance(said.get("content"), str | list | None)
+    )
 
 
 async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages | None]:
@@ -212,4 +220,4 @@ async def _answer(session: Session, rollout: Rollout) -> tuple[Rollout, Messages
             "a session's answer truncates the rollout and goes on; give messages of None with a"
             " truncation"
         )
-    return rollout, [{"role": "user", "content": said}] if isinstance(said, str) else copied(said)
+    return rollout, None if said is None else _messages(said)

@@ -13,6 +13,7 @@ from rlkit.types import FinishReason, Rollout
 
 NAN = float("nan")
 TRUNCATIONS = ("length", "context", "steps", "deadline", "environment", "error")
+FEWEST_CALLS = 4  # of a tool, of which none succeeded, that say something about the tool
 STATUSES = ("ok", "wrong", "unparseable", "timeout", "error")  # of a component's score
 
 
@@ -76,6 +77,20 @@ def failures(rollouts: Sequence[Rollout]) -> str:
     if len(failed) == len(rollouts):
         raise EnvironmentFailed(said)
     return said
+
+
+def failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
+    """A sentence on each tool that failed in all of its calls, at least FEWEST_CALLS of them."""
+    results = defaultdict(list)
+    for result in (r for rollout in rollouts for step in rollout.steps for r in step.tool_results):
+        if not result.content.startswith("Error: there is no tool"):
+            results[result.name].append(result)
+    return [
+        f"the tool {name} failed in all of its {len(own)} calls; the first said:"
+        f" {own[0].content:.200}"
+        for name, own in results.items()
+        if len(own) >= FEWEST_CALLS and not any(result.ok for result in own)
+    ]
 
 
 def by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:

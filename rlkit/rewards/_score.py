@@ -9,7 +9,7 @@ from typing import Any
 from rlkit.distributed import ranks
 from rlkit.errors import ConfigError, written
 from rlkit.rewards.calls import call, call_term, on_copy, spread
-from rlkit.rewards.checks import Checked, check_value, reward_error
+from rlkit.rewards.checks import LARGEST, Checked, RewardError, check_value, reward_error
 from rlkit.rewards.declarations import declared
 from rlkit.rewards.terms import Reward, Term, require_terms
 from rlkit.system.shared_state import current, guard_state
@@ -50,6 +50,7 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
         ]
         with waiting("the reward's aggregator", reward.aggregator, count=len(scored)):
             rewarded = _aggregated(scored, reward)
+        _require_bounded(rewarded)
         return [
             rollout._replace(rewards={name: cell.component for name, cell in row.items()})
             for rollout, row in zip(rewarded, rows, strict=True)
@@ -142,6 +143,19 @@ def _aggregated(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
             raise reward_error(f"aggregator ({written(term.fn)})", rollout, cell)
         out[i] = rollout._replace(reward=cell.score, metrics={**rollout.metrics, **cell.metrics})
     return out
+
+
+def _require_bounded(rollouts: Sequence[Rollout]) -> None:
+    """Raises: RewardError where the rewards of an episode's steps, those of its environment among
+    them, come to what float32 cannot be trained on."""
+    for rollout in rollouts:
+        total = rollout.total_reward
+        if total is not None and not abs(total) <= LARGEST:
+            raise RewardError(
+                f"the rewards of an episode of task {rollout.task.id!r} come to {total}, those of"
+                f" its steps included; {LARGEST:g} up or down is the most that can be trained on",
+                rollout,
+            )
 
 
 def _aggregates(term: Term, rollouts: Sequence[Rollout], reward: Reward) -> Sequence[Any]:

@@ -16,7 +16,6 @@ from rlkit.rewards.terms import Term
 from rlkit.system.copies import copied
 from rlkit.system.deadline import DeadlinePassed, contained, in_thread, in_worker, within
 from rlkit.system.loops import (
-    LEFT,
     error_of,
     has_failed,
     is_over,
@@ -197,10 +196,10 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
 
 
 def _outcome(task: asyncio.Task[Any]) -> Any:
-    if task not in LEFT and task.cancelled():
-        return asyncio.CancelledError()
-    error = error_of(task)
-    return result_of(task) if error is None else error
+    try:
+        return result_of(task)
+    except BaseException as error:  # the one who waits decides
+        return error
 
 
 def _too_many(tasks: Sequence[asyncio.Task[Any]], allowed: int) -> bool:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
-from rlkit.errors import RLKitError, place
+from rlkit.errors import RLKitError, describe_error
 from rlkit.rewards.calls import Misshapen, Unawaited, shape_problem
 from rlkit.rewards.terms import Term
 from rlkit.rewards.verdicts import Paid, ScoreStatus, Verdict
 from rlkit.types import Rollout, unpacked
 
 TAKEN = ("mean", "std", "variance_share")  # reward/TERM/… that rlkit measures
+LARGEST = 1e15  # of a reward: the squares of a batch of larger ones leave float32
 
 
 class RewardError(RLKitError, RuntimeError):
@@ -60,7 +60,7 @@ def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
         limit = "it timed out" if term.timeout is None else f"nothing within {term.timeout:g} s"
         return Checked(None, "timeout", failure=f"gave no score {where} {limit}", cause=error)
     except Exception as error:
-        said = f"raised {where} {type(error).__name__}: {error} at {place(error)}"
+        said = f"raised {where} {describe_error(error)}"
         return Checked(None, "error", failure=said, cause=error)
 
 
@@ -102,10 +102,11 @@ def _checked(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
 def _number(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, Real) and math.isfinite(value):
+    if isinstance(value, Real) and abs(value) <= LARGEST:
         return float(value)
     raise Misshapen(
-        f"{value!r:.200}; return a finite number, or None where the rollout cannot be scored"
+        f"{value!r:.200}; return a number, at most {LARGEST:g} up or down, or None where the"
+        " rollout cannot be scored"
     )
 
 

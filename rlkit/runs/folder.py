@@ -112,7 +112,7 @@ def require_writable(folder: Path) -> None:
 
 def is_run(folder: Path) -> bool:
     """Whether rlkit has trained there."""
-    return (folder / "config.yaml").is_file()
+    return os.path.isfile(folder / "config.yaml")  # Path.is_file raises for a name that is too long
 
 
 def is_finished(folder: Path) -> bool:
@@ -146,10 +146,10 @@ def find_run(text: str, key: str) -> Path:
     if LATEST in path.parts:
         path = path.resolve()  # a run that goes on must not move with the link
     for folder in (path, path.parent, path.parent.parent):
-        if path.exists() and is_run(folder):
+        if os.path.exists(path) and is_run(folder):
             identity_of(folder)
             return folder
-        if folder == path or path.is_file():
+        if folder == path or os.path.isfile(path):
             refuse_leftovers(folder)
     runs = sorted(
         (p.parent for p in OUTPUTS.glob("*/*/config.yaml") if p.parent.name != ".hydra"),

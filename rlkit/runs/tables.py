@@ -14,7 +14,7 @@ from rlkit.runs.comparing import TO_CLAIM, bounded_mean, paired, smallest_step
 from rlkit.runs.reading import Group, ReadRun, is_number, metrics_of, series
 from rlkit.runs.trends import TRENDS, shadows
 from rlkit.runs.verdicts import distinct_problems
-from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS
+from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS, with_least_bad
 
 
 class WithInterval(NamedTuple):
@@ -264,9 +264,10 @@ def symptoms(run: ReadRun) -> list[Symptom]:
         for check in TRENDS
         if (text := check(run))
     ]
+    rows = list(with_least_bad(run.rows))
     for check in CHECKS:
         found = []
-        for row in run.rows:
+        for row in rows:
             with suppress(KeyError, TypeError, ValueError, ArithmeticError):
                 text = check(
                     {key: math.nan if value is None else value for key, value in row.items()}

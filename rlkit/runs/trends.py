@@ -71,6 +71,19 @@ def entropy_collapse(run: ReadRun) -> str | None:
     )
 
 
+def reward_loss(run: ReadRun) -> str | None:
+    """The reward ends a fifth below where it began."""
+    reward = thirds(series(run, "reward/mean"))
+    if reward is None or not reward.fell(reward.first):
+        return None
+    if reward.first - reward.last < 0.2 * abs(reward.first):
+        return None
+    return (
+        f"the reward fell from {reward.first:.3g} to {reward.last:.3g}: lower optimizer.lr, or stop"
+        " earlier"
+    )
+
+
 def kl_growth(run: ReadRun) -> str | None:
     """The policy still moves away, and the reward no longer rises with it."""
     kl = thirds(series(run, "kl/ref_k3") or series(run, "kl/start"))
@@ -166,6 +179,7 @@ def shadows(run: ReadRun) -> list[str]:
 
 
 TRENDS: Sequence[Callable[[ReadRun], str | None]] = (
+    reward_loss,
     entropy_collapse,
     kl_growth,
     length_growth,

@@ -185,6 +185,8 @@ def unwritable(error: BaseException) -> str | None:
     else."""
     if isinstance(error, OSError):
         return reason(error)
+    if isinstance(error, MemoryError):
+        return "memory ran out"
     found = RUST.search(str(error))
     if found:
         return os.strerror(int(found[1]))

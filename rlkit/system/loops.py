@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from rlkit.errors import Hung, announce
+from rlkit.errors import EnvironmentFailed, Hung, announce
 from rlkit.system import waiting
 
 T = TypeVar("T")
@@ -34,6 +34,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         loop.set_default_executor(threads)
         try:
             return runner.run(_alone(main))
+        except RuntimeError as error:
+            if str(error).startswith("Event loop stopped"):
+                raise EnvironmentFailed(
+                    "code of a tool, an environment or a reward stopped the event loop, which all"
+                    " episodes share; take its loop.stop() out"
+                ) from None
+            raise
         finally:
             _end_tasks(runner)
             threads.shutdown(wait=False, cancel_futures=True)
@@ -200,6 +207,11 @@ def error_of(task: asyncio.Future[Any]) -> BaseException | None:
 def result_of(task: asyncio.Future[T]) -> T:
     """What a task that is over gives. Raises: its error."""
     if task not in LEFT:
+        if task.cancelled():  # by none of those who wait for it: they do not ask
+            raise EnvironmentFailed(
+                "code of a tool, an environment or a reward cancelled the task of its episode; take"
+                " its cancel() out"
+            )
         return task.result()
     found = LEFT[task]
     if isinstance(found, BaseException):

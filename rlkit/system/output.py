@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from typing import Any
 
@@ -39,9 +40,18 @@ class Output(io.TextIOWrapper):
 
 def guard_output() -> None:
     """Puts an Output in the place of standard output and standard error, where they are the
-    process's own."""
+    process's own.
+
+    A standard stream that the parent has closed becomes /dev/null. Else the next file that is
+    opened would get its number, and what libraries print would go into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
+        stream = getattr(sys, name) or open(number, "w", closefd=False)  # noqa: SIM115
         try:
             own = not isinstance(stream, Output) and stream.fileno() == number
         except (AttributeError, OSError, ValueError):  # a notebook's or a test's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def jsonl(
     Raises: ConfigError for fields or shares that make no sense; DataError naming the row for one
       that lacks a mapped field or whose prompt is no prompt; see also `read_rows`.
     """
+    named = fields
     fields = {name: field for name, field in fields.items() if field}
     _check(fields)
     prompt = fields["prompt"]
@@ -76,6 +78,12 @@ def jsonl(
     defaults = Task(
         id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment
     )
+    for _, where, row in rows:
+        if "reward" in row and "reward" not in {*named, *fields.values()}:
+            raise DataError(
+                f"{where}: nothing reads the field 'reward'; set task.fields.reward=reward where it"
+                " names the row's reward function, and task.fields.reward=null to pass over it"
+            )
     tasks = [
         _task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt)
         for i, where, row in rows
@@ -172,6 +180,19 @@ def tasks_of_rows(rows: Any, split: str) -> list[Task]:
 
 def _as_task(row: Any, where: str, own_id: str) -> Task:
     if isinstance(row, Task):
+        texts = (row.id, row.answer, row.reward, row.environment)
+        try:
+            json.dumps(dict(row.metadata))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(
+                f"task: {where}: its metadata is {row.metadata!r:.100} ({error}); give text,"
+                " numbers, true, false, None, and lists and mappings of them"
+            ) from None
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(
+                f"task: {where}: id, answer, reward and environment of a Task are text, not"
+                f" {texts!r:.200}"
+            )
         said = row.messages
         if isinstance(said, tuple | list) and all(
             isinstance(m, dict) and "role" in m for m in said

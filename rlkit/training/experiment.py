@@ -14,6 +14,7 @@ from rlkit.functional import automatic_correction, no_correction, token_correcti
 from rlkit.models import LoRA
 from rlkit.rewards import Reward
 from rlkit.sandbox import Sandbox
+from rlkit.tasks import tasks_of_rows
 from rlkit.training.schedules import Schedule, phases
 from rlkit.training.teachers import Teacher
 from rlkit.types import (
@@ -231,8 +232,11 @@ class TaskSource:
     reuse: Reuse = Reuse()  # noqa: RUF009  (a NamedTuple: immutable)
 
     def __call__(self, *, split: Split, **settings: Any) -> Sequence[Task]:
-        """The tasks of a split; `settings`, such as max_samples, are those of `load`."""
-        return self.load(split=split, **settings)
+        """The tasks of a split; `settings`, such as max_samples, are those of `load`.
+
+        Raises: ConfigError, DataError where `load` gives anything else.
+        """
+        return tasks_of_rows(self.load(split=split, **settings), split)
 
 
 @safe("name", "task", "environment", "model")

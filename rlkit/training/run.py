@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlkit.distributed import ranks
-from rlkit.errors import Interrupted, RLKitError, raised_at
+from rlkit.errors import Interrupted, RLKitError, name_error, raised_at
 from rlkit.system import owner
 from rlkit.system.contents import PROMPTS
 from rlkit.system.device import autocast, on_device, precision, quiet, versions
@@ -140,7 +140,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
                 " do that"
             ) from error
     except BaseException as error:
-        summary["ended"] = f"failed: {type(error).__name__}: {error}"
+        summary["ended"] = f"failed: {name_error(error)}"
         raise
 
 

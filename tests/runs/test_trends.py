@@ -28,6 +28,7 @@ HEALTHY = {  # metric → its value at a share of the run
 }
 FLAT = {"reward/mean": lambda t: 0.4}
 SICK = {
+    "reward_loss": {"reward/mean": lambda t: 0.8 - 0.6 * t},
     "entropy_collapse": {"policy/entropy": lambda t: 0.5 * math.exp(-6 * t)},
     "kl_growth": {**FLAT, "kl/ref_k3": lambda t: 0.3 * t**4},
     "length_growth": {**FLAT, "len/mean": lambda t: 100 + 200 * t},

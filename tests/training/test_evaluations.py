@@ -19,6 +19,7 @@ from rlkit.config.problems.rows import load_tasks
 from rlkit.config.problems.schedules import schedule_problems
 from rlkit.episodes.record import load_rollouts
 from rlkit.errors import ConfigError, DataError
+from rlkit.statistics import wilson
 from rlkit.system import shards
 from rlkit.training.callbacks.checkpoints import load_checkpoint
 from rlkit.training.callbacks.evaluation import PREFIXES, HeldOut
@@ -295,3 +296,23 @@ def test_rollout_plays_the_split_that_is_named(split, tmp_path, monkeypatch, cap
     assert json.loads((out / "summary.json").read_text())["split"] == split
     assert {r.task.id.split("/")[1] for r in load_rollouts(out / "rollouts.jsonl.gz")} == {split}
     assert ["split", split] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_run_that_ends_below_its_start_says_so_first(tmp_path):
+    """It printed its table and "finished". Within the interval nothing is said."""
+
+    def said(right: int) -> list[str]:
+        sides = [measured(n) for n in (48, right)]
+        ended = {"ended": "finished", "steps": 9, "wall_seconds": 1.0, "tokens": 1}
+        return closing_lines(dict(zip(("before", "after"), sides, strict=True)) | ended, tmp_path)
+
+    def measured(right: int) -> dict:
+        low, high = wilson(right, 64)
+        figures = {"accuracy": right / 64, "reward": right / 64, "n": 64, "distinct": 64}
+        spans = {"interval": [low, high], "reward_interval": [low, high]}
+        return figures | spans | {"temperature": 0.0}
+
+    assert said(16).splitlines()[1] == (
+        "warning: this run ended below its start: test accuracy 0.750 → 0.250"
+    )
+    assert "below its start" not in said(46) + said(60)

@@ -1,5 +1,4 @@
-"""Known pathologies: each is said when it is there, not when it is not, and once until it has gone
-away."""
+"""Known pathologies: each is said when it is there, not when it is not, and once in a run."""
 
 from __future__ import annotations
 
@@ -7,10 +6,11 @@ import pytest
 import torch
 
 from rlkit.episodes import assemble, summarize
+from rlkit.episodes.summary import failing_tools
 from rlkit.training.callbacks._health import Health
-from rlkit.training.callbacks.pathologies import ADVICE, CHECKS
+from rlkit.training.callbacks.pathologies import CHECKS, LEAST_BAD
 from rlkit.training.metrics import Clock, UpdateTerms, performance, update_metrics
-from rlkit.types import Rollout, Step, Task, Weighted
+from rlkit.types import Rollout, Step, Task, ToolResult, Weighted
 
 NAN = float("nan")
 HEALTHY = {
@@ -41,6 +41,10 @@ HEALTHY = {
     "perf/update_processor_s": 0.9,
 }
 ILL = {  # check → (what makes it speak, words of the message)
+    "broken_policy": (
+        {"group/frac_all_bad": 1.0, "group/frac_zero_std": 1.0, LEAST_BAD: 0.25},
+        ["75%", "0%", "lower optimizer.lr"],
+    ),
     "all_rewards_equal": (
         {"group/frac_zero_std": 1.0, "adv/abs_mean": 0.0},
         ["equal", "0.40", "batch.group_size"],
@@ -140,26 +144,48 @@ def test_a_real_row_has_every_key_that_the_checks_read(experiment):
     assert list(spoken(row)) == ["all_rewards_equal"]
 
 
-def test_a_warning_comes_once_until_it_has_gone_away():
+def test_a_warning_comes_once_in_a_run():
+    """A share that goes up and down around its bound repeated the sentence every few steps."""
     trainer, health = Trainer(), Health()
     ill = HEALTHY | ILL["sampler_off"][0]
     for step, row in enumerate([HEALTHY, ill, ill, HEALTHY, ill], start=1):
         health.on_train_batch_end(trainer, Module(row, step))
-    assert [line[: len("warning: step 2")] for line in trainer.lines] == [
-        "warning: step 2",
-        "warning: step 5",
-    ]
+    assert [line[: len("warning: step 2")] for line in trainer.lines] == ["warning: step 2"]
 
 
-@pytest.mark.parametrize("name", sorted(ADVICE))
-def test_advice_on_settings_comes_once_in_a_run(name):
-    """A share that goes up and down around its bound repeated the sentence every few steps; the
-    settings are the same all the while."""
+@pytest.mark.parametrize("before", [0.0, 0.4, 0.6])
+def test_a_policy_that_lost_what_it_could_do_is_not_told_that_problems_are_hard(before):
+    """optimizer.lr=100 was answered by "choose easier problems" and "raise max_new_tokens"."""
     trainer, health = Trainer(), Health()
-    ill = HEALTHY | ILL[name][0]
-    for step, row in enumerate([ill, HEALTHY, ill], start=1):
-        health.on_train_batch_end(trainer, Module(row, step))
-    assert [line[: len("warning: step 1")] for line in trainer.lines] == ["warning: step 1"]
+    broken = HEALTHY | {
+        "group/frac_zero_std": 1.0,
+        "group/frac_all_bad": 1.0,
+        "adv/abs_mean": 0.0,
+        "len/truncated_frac": 1.0,
+        "optim/grad_norm": 0.0,
+    }
+    health.on_train_batch_end(trainer, Module(HEALTHY | {"group/frac_all_bad": before}, 1))
+    health.on_train_batch_end(trainer, Module(broken, 2))
+    if before < 0.5:
+        (line,) = trainer.lines
+        assert "lower optimizer.lr" in line
+    else:
+        assert "easier problems" in trainer.lines[0]
+
+
+def test_a_tool_that_fails_in_every_call_is_named():
+    def rollout(*results):
+        step = Step((), (1,), (2,), (-1.0,), "tool", tool_results=results)
+        return Rollout(Task("row/0", ()), (step,), reward=0.0, rewards={})
+
+    broken = ToolResult("", "look", "Error: no.", ok=False)
+    fine = ToolResult("", "add", "3", ok=True)
+    unknown = ToolResult("", "none", "Error: there is no tool 'none'.", ok=False)
+    assert failing_tools(3 * [rollout(broken, fine, unknown, unknown)]) == []
+    assert failing_tools(4 * [rollout(broken, fine, unknown)]) == [
+        "the tool look failed in all of its 4 calls; the first said: Error: no."
+    ]
+    assert failing_tools([*4 * [rollout(broken)], rollout(broken._replace(ok=True))]) == []
 
 
 @pytest.mark.parametrize(

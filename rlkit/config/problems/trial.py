@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlkit.errors import ConfigError, place, written
+from rlkit.errors import ConfigError, describe_error, written
 from rlkit.training.schedules import phases
 from rlkit.types import bound
 
@@ -57,10 +57,10 @@ def dry_run(x: Experiment) -> None:
             UpdateTerms(),
             x,
         )
-    except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
+    except Exception as error:  # whatever a part of the user's raises
         raise ConfigError(
-            f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails: {error}"
-            f" (at {place(error)})"
+            f"algorithm={x.algorithm.name}, kl={x.kl.name}: the dry run on fake data fails:"
+            f" {describe_error(error)}"
         ) from error
     if logits.grad is None or not torch.isfinite(logits.grad).all() or not logits.grad.any():
         made = {
@@ -192,7 +192,7 @@ def optimizer_problems(x: Experiment) -> list[str]:
     ]:
         try:
             make([torch.nn.Parameter(torch.zeros(1))])
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever an optimizer of the user's raises
             problems.append(
                 f"{path}: {error}; its numbers are"
                 f" {', '.join(f'{k}={v}' for k, v in bound(make).items())}"

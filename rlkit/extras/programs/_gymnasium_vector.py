@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from rlkit.environments import gymnasium
+from rlkit.environments.games import unpack
 from rlkit.environments.toolbox import closed
 from rlkit.errors import Hung
 from rlkit.system.deadline import call_user
@@ -86,9 +87,10 @@ class Vector:
                     "the environment's make", self.make, num_envs=self.count
                 )
                 reset = self.instance.reset
-                self.first, _ = await call_user(
+                given = await call_user(
                     "the environment's reset", reset, seed=[seed] * self.count, count=self.count
                 )
+                self.first, _ = unpack(given, "observations, infos")
             except Hung as error:
                 self.hung = error
                 raise
@@ -109,9 +111,10 @@ class Vector:
             given = await call_user(
                 "the environment's step", self.instance.step, actions, count=len(waiting)
             )
+            parts = unpack(given, "observations, rewards, terminated, truncated, infos")[:4]
             for number, answer in waiting.items():
                 if not answer.done():
-                    answer.set_result((*(entry(part, number) for part in given[:4]), {}))
+                    answer.set_result((*(entry(part, number) for part in parts), {}))
         except Exception as error:
             for answer in waiting.values():
                 if not answer.done():

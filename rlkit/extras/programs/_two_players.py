@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from rlkit.environments import dialogue, with_system_prompt
-from rlkit.environments.games import closed_quietly, rewarded, seed_of
-from rlkit.errors import ConfigError, EpisodeOver, Hung, place
+from rlkit.environments.games import closed_quietly, rewarded, seed_of, unpack
+from rlkit.errors import ConfigError, EpisodeOver, Hung, describe_error
 from rlkit.system.deadline import call_user
 from rlkit.types import Environment, Messages, Rollout, Table, Task, Tool, reaches, safe
 
@@ -109,9 +109,10 @@ class Game:
     async def _start(self, seed: int) -> None:
         try:
             self.game = await call_user("the environment's make", self.make, count=2)
-            observation, _ = await call_user(
+            given = await call_user(
                 "the environment's reset", self.game.reset, seed=seed, count=2
             )
+            observation, _ = unpack(given, "observation, info")
             self._next(observation, 0)
         except Hung as error:
             self.lost(0, error)
@@ -119,8 +120,8 @@ class Game:
         except Exception as error:
             raise ConfigError(
                 f"environment.make: the game cannot be made or reset(seed={seed}) for task"
-                f" {self.task.id!r}: {type(error).__name__}: {error} at {place(error)}; it needs"
-                " reset(seed=…) → (observation, info)"
+                f" {self.task.id!r}: {describe_error(error)}; it needs reset(seed=…) →"
+                " (observation, info)"
             ) from error
 
     def _next(self, observation: Any, number: int) -> None:
@@ -130,8 +131,9 @@ class Game:
     async def act(self, number: int, action: Any) -> None:
         """One action of a player; whatever the game does wrong ends it, not the run."""
         try:
-            observation, rewards, terminated, truncated, _ = await call_user(
-                "the environment's step", self.game.step, action, count=2
+            given = await call_user("the environment's step", self.game.step, action, count=2)
+            observation, rewards, terminated, truncated, _ = unpack(
+                given, "observation, rewards, terminated, truncated, info"
             )
             numbers = [float(reward) for reward in rewards]
             if len(numbers) != 2 or not all(map(math.isfinite, numbers)):
@@ -142,10 +144,7 @@ class Game:
             else:
                 self._next(observation, 1 - number)
         except Exception as error:
-            self.error = (
-                f"step({str(action)[:200]!r}) raised {type(error).__name__}: {error} at"
-                f" {place(error)}"
-            )
+            self.error = f"step({str(action)[:200]!r}) raised {describe_error(error)}"
             self.end("error")
 
     def end(self, how: str) -> None:

@@ -1,4 +1,4 @@
-"""Known pathologies on the terminal, each once until it has gone away."""
+"""Known pathologies on the terminal, each once; the end of the run says in how many steps it was."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ from typing import Any
 import lightning as L
 
 from rlkit.episodes import failures
-from rlkit.training.callbacks.pathologies import ADVICE, CHECKS, environment_failures
+from rlkit.episodes.summary import failing_tools
+from rlkit.training.callbacks.pathologies import (
+    CHECKS,
+    LEAST_BAD,
+    environment_failures,
+    with_least_bad,
+)
 
 
 class Health(L.Callback):
-    """Prints what it finds, when it appears."""
+    """Prints what it finds, when it first appears."""
 
     def __init__(self) -> None:
-        self.active: set[str] = set()
+        self.said: set[str] = set()
+        self.least_bad = 1.0
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        found = {
-            check.__name__: text for check in CHECKS if (text := check(module.metrics)) is not None
-        }
+        before = {"group/frac_all_bad": self.least_bad}
+        _, row = with_least_bad([before, module.metrics])
+        self.least_bad = row[LEAST_BAD]
+        found = {check.__name__: text for check in CHECKS if (text := check(row)) is not None}
+        found |= {"tool": text for text in failing_tools(module.rollouts)}
         for name, text in found.items():
-            if name not in self.active:
+            if name not in self.said:
                 first = failures(module.rollouts) if name == environment_failures.__name__ else ""
                 trainer.print(f"warning: step {module.rl_step}: {first or text}")
-        self.active = set(found) | (self.active & ADVICE)
+        self.said |= found.keys()

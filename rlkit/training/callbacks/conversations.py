@@ -3,7 +3,6 @@ hacking."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from rlkit.episodes import append_step, transcript
 from rlkit.episodes.completions import completion_row, table_columns, write_completions
-from rlkit.system.files import lenient, lose, write_atomic
+from rlkit.system.files import lenient, lose, reason, write_atomic
 from rlkit.system.shards import stem
 from rlkit.training.loggers import Tables, log_table, log_text
 from rlkit.types import Rollout, Weighted
@@ -85,9 +84,13 @@ class Completions(L.Callback):
         self.columns = table_columns(
             dict.fromkeys(names)
         )  # of all phases: all files have the same ones
-        if self.every and trainer.is_global_zero and importlib.util.find_spec("pyarrow") is None:
+        if not self.every or not trainer.is_global_zero:
+            return
+        try:  # now, while there is memory for it
+            import pyarrow.parquet  # noqa: F401
+        except (ImportError, OSError, MemoryError) as error:
             self.every = 0
-            lose(f"{self.folder.name}/ is", "pyarrow is not installed")
+            lose(f"{self.folder.name}/ is", f"pyarrow cannot be imported: {reason(error)}")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step

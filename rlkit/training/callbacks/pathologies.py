@@ -1,9 +1,8 @@
-"""Known pathologies, said in plain words with the key to turn. Advice on settings comes once, the
-others once until they go away."""
+"""Known pathologies, said in plain words with the key to turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Row = dict[str, Any]
@@ -16,6 +15,29 @@ INTERVALS = {
 MISMATCH = 0.05  # nats a token that sampler and trainer may differ by in float32
 
 
+LEAST_BAD = "group/least_bad"  # the least group/frac_all_bad of the run so far
+
+
+def with_least_bad(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows of a run in their order, each with LEAST_BAD."""
+    least = 1.0
+    for row in rows:
+        bad = row.get("group/frac_all_bad")
+        least = least if bad is None else min(least, bad)  # not nan
+        yield row | {LEAST_BAD: least}
+
+
+def broken_policy(row: Row) -> str | None:
+    """Most prompts were solved, and hardly one is now: the problems are not too hard."""
+    if not (row["group/frac_all_bad"] >= 0.9 and row.get(LEAST_BAD, 1) < 0.5):
+        return None
+    return (
+        f"{1 - row[LEAST_BAD]:.0%} of the prompts were solved by some sample, and"
+        f" {1 - row['group/frac_all_bad']:.0%} are now: the updates broke the policy; lower"
+        " optimizer.lr"
+    )
+
+
 def all_rewards_equal(row: Row) -> str | None:
     """No group has rewards that differ, and nothing else makes an advantage of them: nothing
     learned from rewards."""
@@ -26,7 +48,7 @@ def all_rewards_equal(row: Row) -> str | None:
         "reward/demonstration/mean" in row
     )  # nothing is sampled, and all of it is to be learned
     followed = any(name.startswith("streams/") for name in row)  # a teacher, or given tokens
-    if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed:
+    if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed or broken_policy(row):
         return None
     bad = row["group/frac_all_bad"]
     if bad <= 0.1:
@@ -62,7 +84,7 @@ REMEDIES = {  # what cut most episodes → the key to turn
 
 def most_truncated(row: Row) -> str | None:
     """More than half of the episodes were cut."""
-    if not row["len/truncated_frac"] > 0.5:
+    if not row["len/truncated_frac"] > 0.5 or broken_policy(row):
         return None
     why = max(REMEDIES, key=lambda why: row.get(f"stop_reason/{why}", 0))
     return (
@@ -160,7 +182,8 @@ def environment_failures(row: Row) -> str | None:
 
 def no_gradient(row: Row) -> str | None:
     """Updates were made and moved nothing, for a reason that the rewards do not tell."""
-    if row["optim/grad_norm"] != 0 or not row["optim/updates"] or all_rewards_equal(row):
+    known = all_rewards_equal(row) or broken_policy(row)
+    if row["optim/grad_norm"] != 0 or not row["optim/updates"] or known:
         return None
     taught = "streams/teacher" in row and row["streams/teacher"] == 0
     why = (
@@ -196,6 +219,7 @@ def waits_for_cores(row: Row) -> str | None:
 
 
 CHECKS: tuple[Callable[[Row], str | None], ...] = (
+    broken_policy,
     all_rewards_equal,
     most_truncated,
     length_inflation,
@@ -209,9 +233,3 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     waits_for_cores,
 )
 
-
-ADVICE = {
-    "all_rewards_equal",
-    "most_truncated",
-    "parse_failures",
-}  # on the settings, which a run does not change: said once

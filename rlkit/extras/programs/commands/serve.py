@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from rlkit.commands.agent import composed
 from rlkit.commands.arguments import Arguments
@@ -52,6 +53,6 @@ def command(arguments: Arguments) -> int:
             )
             await asyncio.Event().wait()
 
-    with autocast(x, device):
+    with autocast(x, device), suppress(KeyboardInterrupt):
         asyncio.run(serve())
     return 0
