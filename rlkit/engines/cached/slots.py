@@ -1,11 +1,11 @@
-"""Who has which slot and which pages: plain numbers on the host, no tensor arithmetic.
+"""The owners of slots and pages: plain numbers on the host, no tensor arithmetic.
 
     submit ──▶ queue ──▶ a slot, and pages for the context ──▶ finish ──▶ held, until the next
                  ▲                     │                                  prompt of the episode
                  └── cut: no page left ┘
 
-If no page is free, an episode that waits for its environment loses its pages first, then the row
-that has drawn least. Which one that is depends on contexts and seeds alone.
+If no page is free, an episode waiting for its environment loses its pages first, then the row
+with the fewest draws. The choice depends on contexts and seeds alone.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rlkit.types import agreement
 
 @dataclass(eq=False)
 class Row:
-    """A completion that is sampled, or an episode between two of them.
+    """A completion under way, or an episode between two of them.
 
-    prompt: what the completion follows. need: tokens that prompt and completion may have at most.
-    known: tokens from the start whose keys and values are in the pages. pages: in the order of the
-    tokens. saved: the part of the completion that was drawn before the row was cut. tokens: of an
-    episode between two completions, what the pages hold. slot: -1 if it has none. reads: whether
+    prompt: before the completion. need: tokens of prompt and completion at most.
+    known: tokens from the start with keys and values in the pages. pages: in the order of the
+    tokens. saved: the part of the completion drawn before the row was cut. tokens: of an episode
+    between two completions, the ones in its pages. slot: -1 if it has none. reads: whether
     part of the context has still to be read.
     """
 
@@ -50,17 +50,17 @@ class Row:
 
     @property
     def order(self) -> tuple[bool, bool, int, tuple[int, ...], int]:
-        """The queue's order: first rows that were cut, then episodes that go on, then the shortest
+        """The queue's order: first rows cut before, then episodes going on, then the shortest
         prompt. Samples of one prompt are neighbours."""
         return self.saved is None, not self.known, len(self.prompt), self.prompt, self.key
 
 
 class Slots:
-    """The queue, the rows in slots, and the episodes that wait for their environment.
+    """The queue, the rows in slots, and the episodes waiting for their environment.
 
-    Slots in use are the first ones; a row that is None is a hole, which `fill` closes. reach: the
-    tokens that each slot may hold by the next look. most: the tokens that it may ever hold. room:
-    the tokens that its pages hold. All three are 0 where nothing draws.
+    Slots in use are the first ones; a None among the rows is a hole, closed by `fill`. reach: the
+    tokens of each slot by the next look, at most. most: its tokens at any time, at most. room: the
+    tokens its pages hold. All three are 0 if nothing draws.
     """
 
     def __init__(self, pages: Pages):
@@ -68,9 +68,9 @@ class Slots:
         self.queue: list[Row] = []  # in its order, if `ordered`
         self.ordered = True
         self.rows: list[Row | None] = []
-        self.held: dict[int, Row] = {}  # key → an episode that waits for its environment
-        self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot that has read it
-        self.stopped: list[int] = []  # slots whose row has left before its completion ended
+        self.held: dict[int, Row] = {}  # key → an episode waiting for its environment
+        self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot, the prompt read
+        self.stopped: list[int] = []  # slots left by their row before its completion ended
         self.reach, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
 
     @property
@@ -85,7 +85,7 @@ class Slots:
 
     @property
     def reading(self) -> list[Row]:
-        """The rows in slots whose context has still to be read."""
+        """The rows in slots with context still to be read."""
         return [row for row in self.rows if row is not None and row.reads]
 
     def submit(self, key: int, prompt: tuple[int, ...], seed: int, need: int) -> None:
@@ -161,7 +161,7 @@ class Slots:
     # -------------------------------------------------------------------------------------- filling
 
     def fill(self) -> list[tuple[int, int]]:
-        """Give free slots to the queue, and move the last rows into the holes that remain. Return
+        """Give free slots to the queue, and move the last rows into the remaining holes. Return
         the moves as pairs (source, target)."""
         if not self.ordered:
             self.queue.sort(key=attrgetter("order"), reverse=True)
@@ -169,9 +169,9 @@ class Slots:
         holes = [slot for slot, row in enumerate(self.rows) if row is None]
         free = [*holes, *range(len(self.rows), self.pages.slots)]
         active = len(self.rows) - len(holes)
-        firsts: dict[tuple[int, ...], Row] = {}  # prompt → its first row among those that enter
+        firsts: dict[tuple[int, ...], Row] = {}  # prompt → its first row among the entering ones
         for slot in free:
-            # Each row that draws needs a page now and then. Without a margin a row would enter
+            # Each drawing row needs a page now and then. Without a margin a row would enter
             # only to be cut at the next look.
             if not self.queue or not self._admit(slot, firsts, active):
                 break
@@ -209,7 +209,7 @@ class Slots:
 
     def _find(self, wanted: int, row: Row) -> bool:
         """Whether so many pages are free for a row. Episodes without a slot lose theirs for it:
-        those that wait for their environment, with the fewest tokens first, then those that wait
+        episodes waiting for their environment, with the fewest tokens first, then rows waiting
         in the queue."""
         left = self.pages.left
         while len(left) < wanted and self.held:
@@ -222,14 +222,14 @@ class Slots:
         return len(left) >= wanted
 
     def _strip(self, row: Row) -> None:
-        """Take all pages of a row, which reads its whole context again."""
+        """Take all pages of a row; it reads its whole context again."""
         self.pages.give_back(row.pages)
         row.pages = []
         row.known = 0
         self.ordered = False
 
     def _close(self, holes: Iterable[int]) -> list[tuple[int, int]]:
-        """Move the last rows into the holes, so that the slots in use are the first ones."""
+        """Move the last rows into the holes: the slots in use are the first ones."""
         moves = []
         for hole in holes:
             while self.rows and self.rows[-1] is None:
@@ -252,8 +252,8 @@ class Slots:
         return moves
 
     def sort(self) -> list[tuple[int, int]]:
-        """Put the rows with the longest contexts into the first slots, so that neighbours read
-        equally far. Return the moves, which happen at once, as pairs (source, target)."""
+        """Put the rows with the longest contexts into the first slots: neighbours then read
+        equally far. Return the moves, made at once, as pairs (source, target)."""
 
         def length(row: Row | None) -> int:
             assert row is not None  # `fill` has closed the holes
@@ -283,8 +283,8 @@ class Slots:
         self.most[row.slot] = row.need
 
     def extend(self, steps: int) -> list[tuple[Row, int]]:
-        """Give every row that draws pages for so many tokens more. Return the rows that had to be
-        cut for it, each with the slot that it had; they wait in the queue."""
+        """Give every drawing row pages for so many tokens more. Return the rows cut for it, each
+        with its former slot; they wait in the queue."""
         n = len(self.rows)
         self.reach[:n] = np.minimum(self.reach[:n] + steps, self.most[:n])
         cut: list[tuple[Row, int]] = []
@@ -306,7 +306,7 @@ class Slots:
         return cut
 
     def _weakest(self) -> Row:
-        """The row that has drawn least; among equals the one with the shortest prompt."""
+        """The row with the fewest draws; among equals the one with the shortest prompt."""
         return min(
             self.active,
             key=lambda row: (

@@ -16,7 +16,7 @@ from rlkit.episodes import append_step, transcript
 from rlkit.episodes.completions import completion_row, table_columns, write_completions
 from rlkit.system.files import lenient, lose, write_atomic
 from rlkit.system.shards import stem
-from rlkit.training.loggers import Tables, log_table, log_text
+from rlkit.training.loggers import log_table, log_text
 from rlkit.types import Rollout, Weighted
 
 TEXTS = 3  # conversations of a step in a logger
@@ -44,9 +44,8 @@ class Samples(L.Callback):
         text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
         with lenient(f"{self.folder.name}/ of step {step}"):
             earlier = path.read_bytes() if path.exists() else b""
-            again = re.search(
-                b"^" + title.encode(), earlier, re.M
-            )  # of a run that is resumed from before it
+            # of a run resumed from before this step
+            again = re.search(b"^" + title.encode(), earlier, re.M)
             write_atomic(path, earlier[: again and again.start()] + text)
         for logger in trainer.loggers:
             for i, sample in enumerate(chosen[:TEXTS]):
@@ -82,9 +81,8 @@ class Completions(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         names = (name for x in module.learner.phases.values() for name in x.reward.terms)
-        self.columns = table_columns(
-            dict.fromkeys(names)
-        )  # of all phases: all files have the same ones
+        # of all phases: all files have the same ones
+        self.columns = table_columns(dict.fromkeys(names))
         if self.every and trainer.is_global_zero and importlib.util.find_spec("pyarrow") is None:
             self.every = 0
             lose(f"{self.folder.name}/ is", "pyarrow is not installed")
@@ -92,11 +90,8 @@ class Completions(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step
         kept = self.every and step % self.every == 0
-        shown = (
-            [logger for logger in trainer.loggers if isinstance(logger, Tables)]
-            if self.due(trainer, step)
-            else []
-        )
+        loggers = trainer.loggers if self.due(trainer, step) else ()
+        shown = [logger for logger in loggers if hasattr(logger, "log_table")]
         if not (kept or shown) or not trainer.is_global_zero:
             return
         advantages = mean_advantages(module.batch, module.trained)

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 Row = dict[str, Any]
-INTERVALS = {
-    "accuracy": "interval",
-    "reward": "reward_interval",
-}  # figure of an evaluation → under which key its interval stands
+# figure of an evaluation → the key of its interval
+INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
 MISMATCH = 0.05  # nats a token that sampler and trainer may differ by in float32
@@ -19,12 +17,10 @@ MISMATCH = 0.05  # nats a token that sampler and trainer may differ by in float3
 def all_rewards_equal(row: Row) -> str | None:
     """No group has rewards that differ, and nothing else makes an advantage of them: nothing
     learned from rewards."""
-    compared = (
-        row["reward/std"] > 0 and row["adv/abs_mean"] > 0
-    )  # with a critic or the batch; groups of one are always equal
-    demonstrated = (
-        "reward/demonstration/mean" in row
-    )  # nothing is sampled, and all of it is to be learned
+    # with a critic or the batch; groups of one are always equal
+    compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0
+    # nothing is sampled, and all of it is to be learned
+    demonstrated = "reward/demonstration/mean" in row
     followed = any(name.startswith("streams/") for name in row)  # a teacher, or given tokens
     if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed:
         return None
@@ -42,10 +38,8 @@ def all_rewards_equal(row: Row) -> str | None:
 
 
 REMEDIES = {  # what cut most episodes → the key to turn
-    "length": (
-        "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
-        " generation.max_thinking_tokens)"
-    ),
+    "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
+    " generation.max_thinking_tokens)",
     "context": (
         "lower generation.max_new_tokens or the environment's max_turns, or set its"
         " overflow=drop_oldest"
@@ -210,8 +204,5 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
 )
 
 
-ADVICE = {
-    "all_rewards_equal",
-    "most_truncated",
-    "parse_failures",
-}  # on the settings, which a run does not change: said once
+# on the settings, and a run does not change those: said once
+ADVICE = {"all_rewards_equal", "most_truncated", "parse_failures"}
