@@ -96,9 +96,10 @@ def raised_at(error: BaseException, *, back: int = 1) -> str:
 
     `back` counts frames from the innermost one, which is 1.
     """
+    # a framework's own exit hides what it was raised for
     while isinstance(error, SystemExit) and isinstance(
         error.__context__, KeyboardInterrupt | SystemExit
-    ):  # a framework's own exit
+    ):
         error = error.__context__
     said = f"{type(error).__name__}({error!s})" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

@@ -938,12 +938,10 @@ class Session(Protocol):
     @property
     def tools(self) -> Mapping[str, Tool]:
         """Name → function, made once for the episode, so that tools may share state."""
-        ...
 
     def first_prompt(self) -> Messages | Awaitable[Messages]:
         """The messages that the episode begins with. It may raise rlkit.errors.EpisodeOver: there
         is nothing to reply to."""
-        ...
 
     def answer(self, rollout: Rollout) -> Any:
         """What follows the last reply: (rollout, next messages), or an awaitable of it. Messages of
@@ -952,7 +950,6 @@ class Session(Protocol):
         The rollout comes back with what the reply led to: tool results, a reward of its step, a
         truncation, metadata.
         """
-        ...
 
 
 @runtime_checkable
@@ -961,7 +958,6 @@ class TellsState(Protocol):
 
     def state(self) -> Any:
         """Plain values by name, or an awaitable of them. Called before it is closed."""
-        ...
 
 
 @runtime_checkable
@@ -970,7 +966,6 @@ class Closes(Protocol):
 
     def close(self) -> Any:
         """Called once; plain or async."""
-        ...
 
 
 @runtime_checkable
@@ -1053,11 +1048,9 @@ class Engine(Protocol):
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
     ) -> Generation:
         """One completion of these token ids."""
-        ...
 
     def release(self, key: int) -> None:
         """The episode is over; a completion that is still being sampled is given up."""
-        ...
 
     async def load(self, weights: Policy, version: int) -> None:
         """From now on, sample from this policy's weights as they are. `version` is the number of
@@ -1066,7 +1059,6 @@ class Engine(Protocol):
         An engine in this process uses the weights in place; others copy what has moved. With
         several ranks, all of them call it at the same time.
         """
-        ...
 
 
 @runtime_checkable
@@ -1091,7 +1083,6 @@ class MeasuredEngine(Protocol):
     def metrics(self) -> dict[str, float]:
         """Name → figure. It is called before and after the engine samples, so it must be quick and
         reset nothing."""
-        ...
 
 
 @runtime_checkable
@@ -1103,7 +1094,6 @@ class CachingEngine(Protocol):
 
     def keep_cached_tokens(self, tokens: int) -> None:
         """Have a cache of so many tokens, unless the config names a size."""
-        ...
 
 
 @runtime_checkable
@@ -1124,17 +1114,14 @@ class KernelEngine(Protocol):
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
         """The kernel in use, or `elsewhere`; None before the first weights."""
-        ...
 
     def settle(self, kernel: Literal["eager", "fused"], why_eager: str = "") -> None:
         """From now on "auto" is this kernel, whatever weights are loaded. If the config named a
         kernel, change nothing."""
-        ...
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
         """Resume a run that used this kernel: "auto" becomes it. Return a sentence if the engine
         cannot keep it, else an empty text."""
-        ...
 
 
 @runtime_checkable
@@ -1164,7 +1151,6 @@ class ChecksConfig(Protocol):
 
     def problems(self, experiment: Any) -> list[str]:
         """One sentence for each problem of this `rlkit.training.experiment.Experiment`."""
-        ...
 
 
 @runtime_checkable
@@ -1186,7 +1172,6 @@ class TokenScorer(Protocol):
         `divergence` compares the policy with these logits, so numbers that it does not read may be
         approximate. `columns` is V, the policy's number of tokens.
         """
-        ...
 
 
 class Thinking(NamedTuple):

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+import typed_parts
 from minibatches import minibatches
 from parametrise import each
 from rlkit import functional as F
@@ -24,7 +25,6 @@ from rlkit.algorithm import KL, PARTS, Algorithm, Critic, part
 from rlkit.config.compose import compose, conf_dir, experiment
 from rlkit.config.schema import resolve
 from rlkit.errors import ConfigError, PartError
-from rlkit.functional import _checked
 from rlkit.models import pack
 from rlkit.rewards import Reward, RewardError, Term, batched, score
 from rlkit.training.metrics import UpdateTerms, update_metrics
@@ -553,8 +553,8 @@ def test_metrics_of_parts_reach_the_row_of_a_run(tmp_path):
 
 
 def test_every_option_of_conf_is_under_its_protocol():
-    """What mypy reads in rlkit.functional._checked is all there is."""
-    known = {f for entry in vars(_checked).values() if isinstance(entry, tuple) for f in entry}
+    """What mypy reads in tests/typed_parts.py is all there is."""
+    known = {f for entry in vars(typed_parts).values() if isinstance(entry, tuple) for f in entry}
     places = {
         path.split(".")[1] for path, *_ in PARTS.values() if path.startswith("algorithm.")
     } - {"critic"}

@@ -29,37 +29,35 @@ from rlkit.types import Generation, Policy, SamplingParams
 Complete = Callable[[Policy, list[Sequence[int]], list[int], SamplingParams], list[Generation]]
 
 
-YIELD = 0.01  # seconds of decoding after which other tasks of the event loop have their turn
+YIELD = 0.01  # seconds of decoding before other tasks of the event loop have their turn
 
 
 class Decoder(Protocol):
-    """What a service drives. Between two calls of `advance` it does nothing."""
+    """Driven by a service. Between two calls of `advance` it does nothing."""
 
-    rounds: int  # tokens that a slot has drawn since the decoder was made
+    rounds: int  # tokens drawn by a slot since the decoder was made
 
     @property
     def idle(self) -> bool:
         """Whether `advance` would sample nothing."""
-        ...
 
-    def accepts(
-        self, params: SamplingParams
-    ) -> bool: ...  # whether a completion with these can be sampled beside the others now
+    def accepts(self, params: SamplingParams) -> bool:
+        """Whether a completion with these can be sampled beside the others now."""
+
     def submit(
         self, key: int, prompt_ids: Sequence[int], seed: int, params: SamplingParams
-    ) -> None: ...
-    def release(
-        self, key: int
-    ) -> None: ...  # forgets all that is kept of this key, its running completion too
-    def advance(
-        self,
-    ) -> list[
-        tuple[int, Generation]
-    ]: ...  # some more tokens everywhere; the completions that ended
+    ) -> None:
+        """Take a completion in; `advance` samples it."""
+
+    def release(self, key: int) -> None:
+        """Forget everything of this key, its running completion too."""
+
+    def advance(self) -> list[tuple[int, Generation]]:
+        """Sample some more tokens everywhere, and return the completions at their end."""
 
 
 class Request(NamedTuple):
-    """A completion that is asked for."""
+    """A requested completion."""
 
     prompt_ids: Sequence[int]
     seed: int
@@ -68,12 +66,12 @@ class Request(NamedTuple):
 
 
 class Service:
-    """The contract `Engine` on top of a decoder, which `make_decoder` gives. One event loop at a
+    """The contract `Engine` on top of a decoder of `make_decoder`. One event loop at a
     time."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0  # in the decoder
-        self.late_s = 0.0  # in which the decoder stood still for an answer that was due
+        self.late_s = 0.0  # spent by the decoder on waiting for a due answer
         self.decoder: Decoder | None = None
         self.version = 0
         self.failure: BaseException | None = None  # of the decoder, until the next load
@@ -82,22 +80,22 @@ class Service:
     def _forget(self) -> None:
         self.waiting: dict[int, Request] = {}  # not in the decoder yet
         self.running: dict[int, Request] = {}
-        # episodes that wait for something outside → the round in which they join; inf: any
+        # episodes waiting for something outside → the round of their return; inf: any
         self.due: dict[int, float] = {}
-        self.over: set[int] = set()  # of those in due: the ones that have ended meanwhile
-        self.answered: dict[int, SamplingParams] = {}  # episodes that were just given their reply
+        self.over: set[int] = set()  # of the ones in due: ended meanwhile
+        self.answered: dict[int, SamplingParams] = {}  # episodes just given their reply
         self.driver: asyncio.Task[None] | None = None
         self.news = asyncio.Event()  # of requests and releases
 
     def make_decoder(self, policy: Policy) -> Decoder:
-        """The decoder for these weights; it may be the one that there is."""
+        """The decoder for these weights; it may be the present one."""
         raise NotImplementedError(
             f"{type(self).__name__} makes no decoder; define make_decoder(policy)"
         )
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Around a stretch in which the decoder is in use."""
+        """Around a stretch of use of the decoder."""
         yield
 
     async def load(self, weights: Policy, version: int) -> None:
@@ -153,8 +151,8 @@ class Service:
         return await request.reply
 
     def release(self, key: int) -> None:
-        """The episode is over. The decoder is told at once, or in the round in which the answer
-        that ended the episode is due: what decodes together never depends on how long something
+        """The episode is over. The decoder is told at once, or in the round of the answer at
+        the episode's end: the set decoding together never depends on how long something
         outside took."""
         if key in self.due and key not in self.waiting and self.due[key] < math.inf:
             self.over.add(key)
@@ -207,7 +205,7 @@ class Service:
         for key, reply in replies:
             request = self.running.pop(key)
             if not request.reply.done():  # cancelled
-                known = isinstance(reply, Generation)  # what is none is refused where it is read
+                known = isinstance(reply, Generation)  # anything else is refused by its reader
                 request.reply.set_result(
                     reply._replace(versions=((0, self.version),)) if known else reply
                 )
@@ -224,7 +222,7 @@ class Service:
         self.answered.clear()
 
     async def _admit(self, decoder: Decoder) -> bool:
-        """Give the decoder the requests whose turn it is; wait for those that are due and late.
+        """Give the decoder the requests in their turn; wait for due ones if they are late.
         False if no episode asks for more."""
         while self.waiting or self.due or decoder.idle:
             here = [key for key, due in self.due.items() if due <= decoder.rounds]
@@ -247,7 +245,7 @@ class Service:
                 return True
             counted = [due for due in self.due.values() if due < math.inf]
             if counted:
-                decoder.rounds = int(min(counted))  # nothing decodes: what is due next is due now
+                decoder.rounds = int(min(counted))  # nothing decodes: the next one is due now
             elif self.due:
                 await self._news()
             else:
@@ -261,7 +259,8 @@ class Service:
 
 
 def out_of_range(params: Any) -> list[str]:
-    """What no engine can sample, as sentences. Takes SamplingParams, and what has their fields."""
+    """Settings beyond any engine, as sentences. Takes SamplingParams, or a value with their
+    fields."""
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "admission_rounds": 1}
     values = {name: getattr(params, name) for name in least}
     problems = [
@@ -277,7 +276,7 @@ def out_of_range(params: Any) -> list[str]:
 
 
 class Batched(Service):
-    """An engine from a plain function that samples one completion of each prompt, all of them at
+    """An engine from a plain function from prompts to one completion each, all of them at
     once.
 
     Args:
@@ -294,7 +293,7 @@ class Batched(Service):
 
 
 class Batches:
-    """A decoder that completes all that is waiting in one call."""
+    """A decoder completing all requests in one call."""
 
     def __init__(self, complete: Callable[..., list[Generation]]):
         self.complete = complete

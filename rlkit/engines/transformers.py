@@ -1,16 +1,16 @@
-"""The reference rollout engine: Hugging Face `generate`, with randomness that belongs to the
+"""The reference rollout engine: Hugging Face `generate`, with randomness of the
 rollout.
 
 Sampling is Gumbel-max (rlkit.functional.gumbel_choice), with noise a counter-based hash of (the
-rollout's seed, the position in its reply, the token). So what a rollout samples depends on nothing
+rollout's seed, the position in its reply, the token). So the samples of a rollout depend on nothing
 but the model and its own seed: not on the batch it is in, its row, the rank or the clock. The
-log-probs are those of the distribution that is sampled: temperature applied, cut where top-k or
+log-probs are of the sampled distribution: temperature applied, cut if top-k or
 top-p is asked for, and no defaults hidden in the model's generation_config.
 
-A thinking budget writes the closing tag into a reply whose thinking is used up, and the reply goes
-on behind it. What was written is marked as forced. It is written whatever the policy would have
-said there, its own closing tag too: to train that one choice where it happens to agree, and no
-other, would be a biased gradient.
+A thinking budget writes the closing tag into a reply with its thinking used up, and the reply goes
+on behind it. The written tokens are marked as forced. They are written whatever the policy
+would have said there, its own closing tag too: to train that one choice where it happens to agree,
+and no other, would be a biased gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Transformers(Batched):
     """Hugging Face `generate`: simple, and what every other engine is tested against.
 
     Args:
-      max_rows: prompts decoded at once, > 0. Longer lists are done in parts, which changes no
+      max_rows: prompts decoded at once, > 0. Longer lists are done in parts; this changes no
         result.
       use_cache: False computes keys and values again for every token: slower, the same completions.
     Raises: ValueError for max_rows out of range.
@@ -58,10 +58,11 @@ def complete(
 
     Args:
       policy: the model and its token ids.
-      prompt_ids: each non-empty and shorter than the model's context, which also cuts a completion.
+      prompt_ids: each non-empty and shorter than the model's context; the context also cuts a
+        completion.
       seeds: one 63-bit integer per prompt.
-      params: thinking tokens are those of all thinking blocks together. Tags do not count where
-        they are added tokens; where they are spelled, the beginning of a closing one does.
+      params: thinking tokens are counted over all thinking blocks together. Tags do not count
+        if they are added tokens; if they are spelled, the beginning of a closing one does.
       use_cache, max_rows: see `Transformers`.
     Returns: in the order of the prompts; a completion ends with an end-of-sequence id ("stop") or
       is cut ("length").
@@ -168,10 +169,10 @@ def _decode(
 def draw(
     logits: Tensor, seeds: Tensor, counter: int | Tensor, temperature: float | Tensor, **cut: Any
 ) -> tuple[Tensor, Tensor]:
-    """A sample [B] of each row's distribution, and the probabilities [B, V] of that distribution.
+    """A sample [B] of each row's distribution, and its probabilities [B, V].
 
     Args:
-      logits: [B, V]. seeds: [B]. counter: tokens that the reply has drawn before, one number or
+      logits: [B, V]. seeds: [B]. counter: tokens drawn before by the reply, one number or
         [B].
       temperature: 0 is greedy; a tensor is > 0. cut: top_p and top_k.
     """
@@ -188,7 +189,7 @@ def draw(
 
 
 class GumbelMax:
-    """A logits processor whose argmax is a sample; keeps the log-prob of each token that it
+    """A logits processor with a sample as its argmax; keeps the log-prob of each token that it
     chose."""
 
     def __init__(self, seeds: Tensor, prompt_width: int, temperature: float, **cut: Any):
@@ -208,11 +209,11 @@ class GumbelMax:
 
 
 class ThinkingBudget:
-    """What the thinking of each of R replies has used up, and the closing tag that is then written
+    """The used part of the thinking budget of each of R replies, and the closing tag then written
     in place of the policy's choice.
 
-    Where the tags are added tokens, a step costs a few operations on [R]; where they are spelled,
-    it decodes each reply's last token. `at` are the rows that are meant, in the order of the other
+    If the tags are added tokens, a step costs a few operations on [R]; if they are spelled, it
+    decodes each reply's last token. `at` are the affected rows, in the order of the other
     arguments.
     """
 
@@ -222,8 +223,8 @@ class ThinkingBudget:
         self.close = torch.tensor(thinking.close, device=device)
         self.inside = torch.zeros(rows, dtype=torch.bool, device=device)  # in a thinking block
         self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # thinking tokens
-        self.written = torch.zeros_like(self.used)  # tokens of a closing tag that is being written
-        self.tails = [""] * rows  # where tags are spelled: what may be the beginning of one
+        self.written = torch.zeros_like(self.used)  # tokens written so far of a closing tag
+        self.tails = [""] * rows  # for spelled tags: a possible beginning of one
 
     def begin(self, at: Tensor, contexts: Sequence[Sequence[int]]) -> None:
         """A reply to each of these contexts begins."""
@@ -235,7 +236,7 @@ class ThinkingBudget:
             self.tails[row] = ""
 
     def force(self, at: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens [n], the closing tag's next one where it is due, and where that is, [n]
+        """The tokens [n], the closing tag's next one if it is due, and whether it is, [n]
         bool."""
         written = self.written[at]
         force = (written > 0) | (self.inside[at] & (self.used[at] >= self.limit))
@@ -263,7 +264,7 @@ class ThinkingBudget:
         self.used[at] += before & self.inside[at]
 
     def saved(self, at: Tensor) -> list[tuple[bool, int, int, str]]:
-        """The state of these replies, which `restore` takes."""
+        """The state of these replies, for `restore`."""
         inside, used, written = (x[at].tolist() for x in (self.inside, self.used, self.written))
         tails = [self.tails[row] for row in at.tolist()]
         return list(zip(inside, used, written, tails, strict=True))
@@ -308,8 +309,8 @@ class Budgeted:
 def completion(
     tokens: list[int], logprobs: list[float], forced: list[bool], eos_token_ids: Sequence[int]
 ) -> Generation:
-    """The reply up to and including its first end-of-sequence id; what `generate` padded after it
-    is dropped."""
+    """The reply up to and including its first end-of-sequence id; the padding of `generate` after
+    it is dropped."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos_token_ids), None)
     written = tuple(
         i for i, mark in enumerate(forced[: len(tokens) if end is None else end]) if mark

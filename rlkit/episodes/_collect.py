@@ -228,9 +228,8 @@ async def collected(
                 raise Hung("the episode is over")
             await at.place.ready()
             said = await speak(rollout, messages, session)
-            return said and said._replace(
-                versions=said.versions or ((0, version),)
-            )  # of an engine that does not say
+            # of an engine that does not say
+            return said and said._replace(versions=said.versions or ((0, version),))
 
         held = [at]
 

@@ -244,9 +244,8 @@ def _unpacked(data: memoryview) -> tuple[bytes, int, str | None]:
 # to filter on; but for the first told by the rest
 COLUMNS = ("rl_step", "task_id", "num_steps", "response_length", "total_reward")
 PLAIN = ("role", "content")  # of a message; its other keys are JSON text
-LONE = (  # half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
-    "d[89a-f][0-9a-f]{2}"
-)
+# half a surrogate pair in hexadecimal: a str may hold it, UTF-8 may not
+LONE = "d[89a-f][0-9a-f]{2}"
 RECORDS = (Rollout, Task, Step, ToolCall, ToolResult)
 # all else is text
 SCALARS: Mapping[Any, Any] = {float: (int, float), int: int, bool: bool, type(None): type(None)}

@@ -6,7 +6,7 @@ aggregation or filter is one function in its module and one line here.
 
 Files in the order of their imports: _arguments, masking, aggregation, entropy, overlong, pairs,
 proximal, ratios, sampling, value_losses, filters, kl, log_probs, policy_losses, _groups,
-corrections, diagnostics, divergences, advantages, normalization, _checked.
+corrections, diagnostics, divergences, advantages, normalization.
 """
 
 from rlkit.functional.advantages import (

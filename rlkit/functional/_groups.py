@@ -25,7 +25,7 @@ def centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def spread(rewards: Tensor, group_ids: Tensor, std: str, eps: float) -> Tensor:
-    """Standard deviation of each rollout's group plus eps [N]; 1 where there is no spread, and so
+    """Standard deviation of each rollout's group plus eps [N]; 1 if there is no spread, and so
     nothing to divide."""
     deviation, count, group = centred(rewards, group_ids)
     squares = torch.zeros_like(count).index_add(0, group, deviation.square())

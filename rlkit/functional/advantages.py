@@ -1,8 +1,8 @@
 """Advantages of whole rollouts, [N] rewards → [N], and of tokens, → [B, T]; computed once without
 gradient over the whole update batch.
 
-A reward of nan means that the rollout cannot be scored. It takes no part in any baseline, and its
-advantage is 0. If the rewards that are compared are all equal, the advantage is exactly 0, so there
+With a reward of nan the rollout cannot be scored. It takes no part in any baseline, and its
+advantage is 0. If the compared rewards are all equal, the advantage is exactly 0, so there
 is no rounding error for an epsilon to amplify. The arithmetic is in float64 and the result has the
 dtype of `rewards`.
 
@@ -31,7 +31,7 @@ def raw(rewards: Tensor) -> Tensor:
     A_i = R_i
 
     Args:
-      rewards: [N], nan where it cannot be scored.
+      rewards: [N], nan if it cannot be scored.
     Returns: [N], in units of reward; 0 for nan.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", section 4.
 
@@ -47,9 +47,9 @@ def batch_mean(rewards: Tensor) -> Tensor:
     A_i = R_i - mean(R)
 
     Args:
-      rewards: [N], nan where it cannot be scored.
+      rewards: [N], nan if it cannot be scored.
     Returns: [N], in units of reward; sums to 0 over the batch. All equal, or only one scored: 0.
-    Source: Williams 1992, section 4; the mean includes R_i itself, which shrinks the expected
+    Source: Williams 1992, section 4; the mean includes R_i itself, and that shrinks the expected
       gradient by (N-1)/N.
 
     >>> batch_mean(torch.tensor([1.0, 0.0, 0.0, 1.0]))
@@ -67,7 +67,7 @@ def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     it, for n scored rollouts in the group. Summed over tokens it is the policy gradient otherwise.
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be
+      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers; members need not be
         neighbours.
     Returns: [N], in units of reward; sums to 0 over a group. All equal, or a group of one: 0.
     Source: Dr. GRPO, Liu et al. 2025, section 3.2, arXiv:2503.20783.
@@ -85,7 +85,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A_i = R_i - Σ_{j≠i} R_j / (n-1) = n/(n-1) · (R_i - mean_g(R)), n scored rollouts in the group
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
+      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
     Returns: [N], in units of reward. All equal, or a group of one: 0 (verl's loop form gives a
       group of one its reward; its vectorised form gives 0, as here).
     Source: RLOO, Ahmadian et al. 2024, section 3.3, arXiv:2402.14740; Kool et al. 2019.
@@ -103,12 +103,12 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
     A_i = R_i - Σ_j |y_j| R_j / Σ_j |y_j|, j over the scored rollouts of the group
 
     The squared norm of a rollout's score function is assumed to grow with its length. Under this
-    assumption the baseline is optimal for a loss that sums over tokens. It includes the rollout
-    itself, weighted by its length. So where the policy decides the length, the expected update is
+    assumption the baseline is optimal for a loss summed over tokens. It includes the rollout
+    itself, weighted by its length. So if the policy decides the length, the expected update is
     not along the policy gradient.
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
+      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
       lengths: [N] sampled tokens, ≥ 0. In a group without any token all rollouts count the same.
     Returns: [N], in units of reward; the sum weighted by length is 0 over a group. All equal, or a
       group of one: 0.
@@ -131,7 +131,7 @@ def length_weighted(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tens
 
 
 def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward above the mean of its group, scaled up for the groups that have no signal.
+    """The reward above the mean of its group, scaled up for the groups without a signal.
 
     A_i = α (R_i - mean_g(R)), α = B / (B - M), of B scored rollouts M in groups without spread
 
@@ -139,11 +139,11 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
     too: use one of the two.
 
     Args:
-      rewards: [N], nan where it cannot be scored: part of neither B nor M. group_ids: [N] any
+      rewards: [N], nan if it cannot be scored: part of neither B nor M. group_ids: [N] any
         integers.
     Returns: [N], in units of reward; sums to 0 over a group; 0 if no group has spread.
     Source: GPG, Chu et al. 2025, arXiv:2504.02546, F_norm = 1. verl divides by the number of
-      rewards that are not 0 instead of B - M.
+      rewards other than 0 instead of B - M.
 
     >>> gpg(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     tensor([ 1., -1.,  0.,  0.])
@@ -168,11 +168,11 @@ def gdpo(
     eps)
 
     Args:
-      components: name → [N], nan where it cannot be scored. group_ids: [N] any integers.
-      weights: name → factor; a name that is left out has 0. None: 1 for all, terms that are only
+      components: name → [N], nan if it cannot be scored. group_ids: [N] any integers.
+      weights: name → factor; a name left out has 0. None: 1 for all, terms that are only
         logged too.
-      eps: ≥ 0, in units of a component. Deviations are those of a sample (n - 1).
-    Returns: [N], dimensionless; 0 where a weighted component is nan, or nothing has spread.
+      eps: ≥ 0, in units of a component. Deviations are of a sample (n - 1).
+    Returns: [N], dimensionless; 0 if a weighted component is nan, or nothing has spread.
     Raises: ValueError naming `eps`, or `weights` where a name is no component.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242; eps as in TRL.
 
@@ -205,9 +205,9 @@ def gdpo(
 
 @assumes("non_negative_rewards")
 def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The reward above the mean of its group, in units of that mean: hard prompts count more.
+    """The reward above the mean of its group, in units of its mean: hard prompts count more.
 
-    A_i = (R_i - mean_g(R)) / mean_g(R); 0 where mean_g(R) ≤ 0
+    A_i = (R_i - mean_g(R)) / mean_g(R); 0 if mean_g(R) ≤ 0
 
     For rewards 0 and 1, p the chance of 1, and n scored rollouts, the expected gradient is that of
     the first n - 1 terms of log p = -Σ_k (1 - p)^k / k. So it maximises the likelihood of a correct
@@ -215,7 +215,7 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     success too, and this estimator drops the whole update of such a group.
 
     Args:
-      rewards: [N], ≥ 0 in the paper (0 or 1), nan where it cannot be scored. group_ids: [N] any
+      rewards: [N], ≥ 0 in the paper (0 or 1), nan if it cannot be scored. group_ids: [N] any
         integers.
     Returns: [N], dimensionless; sums to 0 over a group. All equal, or a group of one: 0. As
       prime-rl; SkyRL and TRL add 1e-6 to the mean.
@@ -246,11 +246,11 @@ def pass_at_k_advantage(
     all subsets.
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
-      k: ≥ 1 samples in a subset; all of them in a group that has fewer scored. 1 is group_mean of 0
+      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
+      k: ≥ 1 samples in a subset; all of them in a group with fewer scored. 1 is group_mean of 0
         and 1 under normalize_group with the population's deviation and no epsilon.
       correct_above: rewards above this are correct.
-    Returns: [N], dimensionless; sums to 0 over a group. 0 where every subset holds a correct
+    Returns: [N], dimensionless; sums to 0 over a group. 0 if every subset holds a correct
       rollout, or none does.
     Raises: ValueError naming `k` or `correct_above`.
     Source: Chen et al. 2025, "Pass@k Training for Adaptively Balancing Exploration and Exploitation
@@ -283,12 +283,12 @@ def best_minus_second(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Only the best rollout of a group counts, by how far it is above the second: the best of all
     samples, leave-one-out.
 
-    A_i = max_g(R) - max_{j≠i} R_j, which is R₁ - R₂ for the best and 0 for all others
+    A_i = max_g(R) - max_{j≠i} R_j: R₁ - R₂ for the best and 0 for all others
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
+      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
     Returns: [N], in units of reward, never negative. 0 if two share the best reward, or in a group
-      of one. verl divides by std_g + 1e-6, which is normalize_group with eps=1e-6.
+      of one. verl divides by std_g + 1e-6, as normalize_group with eps=1e-6.
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives using
       reinforcement learning", arXiv:2503.19595; in verl `grpo_passk`. For the closed form over all
       subsets see `pass_at_k_advantage`.
@@ -320,13 +320,13 @@ def reward_to_go(
     G_t = Σ_{s ≥ t} γ^(sampled tokens of the rollout from t to s) r_s
 
     Tool and user tokens are skipped: they neither end the return nor discount it. Some other
-    libraries set the return to zero there, which takes the credit from all tokens sampled before a
+    libraries set the return to zero there, and take the credit from all tokens sampled before a
     tool's answer.
 
     Args:
-      token_rewards: [B, T], 0 where a token earns nothing, anything under the mask.
+      token_rewards: [B, T], 0 if a token earns nothing, anything under the mask.
       rollout_ids: [B], rows of one rollout need not be neighbours.
-      step_ids: [B, T]; where a rollout fills several rows, they follow one another by the step of
+      step_ids: [B, T]; if a rollout fills several rows, they follow one another by the step of
         their sampled tokens.
       response_mask: [B, T] bool.
       gamma: 0 ≤ gamma ≤ 1, per sampled token.
@@ -360,7 +360,7 @@ def remax(
     Args:
       token_rewards: [B, T]. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in
         `reward_to_go`.
-      greedy_rewards: [N], of one more rollout of the prompt, which is never trained on; nan where
+      greedy_rewards: [N], of one more rollout of the prompt, never trained on; nan where
         it cannot be scored.
     Returns: [B, T], in units of reward; 0 outside the mask, and where the greedy rollout cannot be
       scored.
@@ -399,7 +399,7 @@ def gae(
     whitened; that is a normalisation.
 
     Args:
-      token_rewards: [B, T], 0 where a token earns nothing, anything under the mask.
+      token_rewards: [B, T], 0 if a token earns nothing, anything under the mask.
       values: [B, T], of the state before each sampled token, in units of reward; a constant,
         anything under the mask.
       truncated: [N] bool. rollout_ids: [B]. step_ids: [B, T]. response_mask: [B, T] bool. As in
@@ -460,8 +460,8 @@ def turn_gae(
     lam: float = 0.95,
     bootstrap_truncated: bool = False,
 ) -> Estimate:
-    """Generalised advantage estimation; one action is one turn, all that the policy samples in one
-    step of the episode.
+    """Generalised advantage estimation; one action is one turn, everything the policy samples in
+    one step of the episode.
 
     δ_k = r_k + γ V_{k+1} - V_k,  Â_k = δ_k + γ λ Â_{k+1},  return_k = Â_k + V_k;  r_k sums the
     turn's token rewards, V_k is the
@@ -523,16 +523,16 @@ def turn_group_mean(
     without a critic.
 
     G_ik = Σ_{l ≥ k} γ^(l-k) r_il,  A_ik = G_ik - mean over the rollouts of the group of G_jk, which
-    is 0 where rollout j has ended before turn k
+    is 0 if rollout j has ended before turn k
 
     r_ik sums the token rewards of turn k. With γ = 0 a turn has the credit of its own reward alone.
     Every turn has a mean over all rollouts, ended ones too. So the expected update is (n-1)/n of
     the policy gradient at each turn, even if the policy decides when to end. A mean over the m
-    rollouts that have the turn would shrink it by (m-1)/m instead, and so late turns more. Rollouts
-    that are not trained on are no part of a mean.
+    rollouts with the turn would shrink it by (m-1)/m instead, and so late turns more. Untrained
+    rollouts are no part of a mean.
 
     Args:
-      rewards: [N], nan where it cannot be scored: no part of a mean. group_ids: [N] any integers.
+      rewards: [N], nan if it cannot be scored: no part of a mean. group_ids: [N] any integers.
       token_rewards, step_ids, response_mask: [B, T]. rollout_ids: [B]. As in `turn_gae`. gamma: 0 ≤
         gamma ≤ 1, per turn.
     Returns: [B, T], in units of reward, the same at all tokens of a turn. All equal, or a group of

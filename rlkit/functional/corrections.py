@@ -1,8 +1,8 @@
-"""Off-policy corrections between the engine that sampled and the trainer: a factor on each token's
+"""Off-policy corrections between the sampling engine and the trainer: a factor on each token's
 policy loss [B, T].
 
 Two implementations of one policy give slightly different log-probs, and with groups sampled ahead
-the weights that sampled are older (asynchrony=lag), so the samples come from a policy that is not
+the sampling weights are older (asynchrony=lag), so the samples come from a policy that is not
 quite the old one. The factor is computed once over the whole update batch, without gradient; it is
 1 under the mask. Only with algorithm.old=loglinear it is computed in each micro-batch.
 
@@ -16,7 +16,7 @@ quite the old one. The factor is computed once over the whole update batch, with
     geometric_mask         the mean log ρ is outside a band                   the rollout
     divergence_mask        the mean or the largest k3 (or k2) is too large    the rollout
     binary_kl_mask         the binary KL of the token's probability is large  the token
-    second_moment_mask     log² ρ is among the largest that A pushes further  the token
+    second_moment_mask     log² ρ is among the largest pushed further by A  the token
 
 `product_correction` multiplies several of them: one weight, and masks. With floor > 0, truncate
 bounds below too. A masked token keeps its place in the aggregation's count, as in IcePop; verl
@@ -25,8 +25,8 @@ takes it out.
 The factor of a token does not correct the bias from the tokens before it. The factor of a sequence
 has no bias below the cap, but its variance grows with the length. Other libraries differ. TRL by
 default takes the factor of the sequence and masks above 3. verl truncates at 2, only from above,
-and can divide by the mean of the batch, which `normalise` does here. The sequence mask of OpenRLHF
-keeps or drops a sequence and does not bound the weights that it keeps. With `automatic_correction`
+and can divide by the mean of the batch, as `normalise` does here. The sequence mask of OpenRLHF
+keeps or drops a sequence and does not bound the weights it keeps. With `automatic_correction`
 the run chooses between no correction and the truncated token factor.
 """
 
@@ -72,14 +72,14 @@ def automatic_correction(
 
     The check before the first step compares the engine's log-probs with the trainer's. If they
     agree in float32, the run uses `no_correction` instead
-    (`rlkit.training.experiment.settle_correction`). A run that is not checked keeps this function.
+    (`rlkit.training.experiment.settle_correction`). An unchecked run keeps this function.
 
     Args:
       logprobs_old: [B, T] in nats, by the trainer, before the update. Anything, nan and inf
         included, under the mask.
-      logprobs_sampler: [B, T] in nats, by the engine that sampled.
+      logprobs_sampler: [B, T] in nats, by the sampling engine.
       response_mask: [B, T] bool.
-    Returns: [B, T] in 0 … 2, float32 or float64, a constant; 1 where both agree, and under the
+    Returns: [B, T] in 0 … 2, float32 or float64, a constant; 1 if both agree, and under the
       mask.
     Source: as `token_correction`; truncation at 2 is verl's default.
 
@@ -104,7 +104,7 @@ def token_correction(
 
     ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(max(ρ_t, floor), cap), or with
     mode=mask ρ_t where
-    floor ≤ ρ_t ≤ cap, else 0: with a floor that is IcePop; with mode=keep 1 there, else 0
+    floor ≤ ρ_t ≤ cap, else 0: with a floor this is IcePop; with mode=keep 1 there, else 0
     normalise: w_t / mean of w over the trained tokens of the batch
 
     Args:
@@ -174,7 +174,7 @@ def sequence_correction(
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
       mode: truncate bounds a weight that lies outside, mask takes its rollout out of the policy
         loss.
-      normalise: divides by the mean over the rollouts that have a trained token.
+      normalise: divides by the mean over the rollouts with a trained token.
     Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant, equal at all
       trained tokens of a rollout; 1 under the mask.
     Raises: ValueError naming the cap, the floor or the mode.
@@ -209,14 +209,14 @@ def geometric_mask(
     high: float = 0.05,
     scaled: bool = True,
 ) -> Tensor:
-    """Takes rollouts out whose log-ratio has drifted, on average over their tokens, further than
+    """Takes rollouts out with a log-ratio drifted, on average over their tokens, further than
     chance explains.
 
     m_j = mean over the l_j trained tokens of rollout j of (log π_old_t - log μ_t); w_j = 1 where
     -low / √l_j ≤ m_j ≤ high / √l_j, else 0 scaled=false: the same without √l_j
 
     The mean of l independent log-ratios of standard deviation σ has the standard deviation σ / √l.
-    So low and high are multiples of σ, and the share of rollouts that chance alone takes out does
+    So low and high are multiples of σ, and the share of rollouts taken out by chance alone does
     not depend on their length. A fixed band is made for one length: with
     σ = 0.02 and ±0.001 it keeps 18 % of the rollouts of 20 tokens, and 89 % of those of 1,000.
 
@@ -269,10 +269,10 @@ def divergence_mask(
     over: Literal["mean", "max"] = "mean",
     bound: float = 0.01,
 ) -> Tensor:
-    """Takes rollouts out whose tokens are, on average or at worst, far from the sampler. Drifts of
+    """Takes rollouts out with tokens, on average or at worst, far from the sampler. Drifts of
     opposite sign do not cancel.
 
-    w_j = 1 where the mean (max) of k_t over the trained tokens of rollout j ≤ bound, else 0
+    w_j = 1 if the mean (max) of k_t over the trained tokens of rollout j ≤ bound, else 0
     k3: k_t = ρ_t - 1 - log ρ_t, k2: k_t = ½ log² ρ_t, log ρ_t = clamp(log π_old_t - log μ_t, -20,
     20)
 
@@ -280,8 +280,8 @@ def divergence_mask(
       logprobs_old: [B, T] in nats, by the trainer. logprobs_sampler: [B, T] in nats, by the engine
         that sampled (μ).
       response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
-      estimator: of KL(μ‖π_old). over: the mean is that of a token; max is decided by the worst
-        token, which is a veto.
+      estimator: of KL(μ‖π_old). over: the mean is a token's; max is decided by the worst
+        token: a veto.
       bound: ≥ 0, in nats. For the mean of k3 verl gives 0.001 … 0.01. For the max of k2, 42.4 is a
         ratio of 1e-4 or 1e4.
     Returns: [B, T] of 0 and 1, equal at all trained tokens of a rollout; 1 under the mask, and
@@ -312,10 +312,10 @@ def divergence_mask(
 def binary_kl_mask(
     logprobs_old: Tensor, logprobs_sampler: Tensor, response_mask: Tensor, *, bound: float = 2.0
 ) -> Tensor:
-    """Takes tokens out whose probability differs much between trainer and sampler, where a rare
+    """Takes tokens out with a probability far apart in trainer and sampler, where a rare
     token may differ by a larger ratio.
 
-    w_t = 1 where max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1
+    w_t = 1 if max(k(π_old_t, μ_t), k(μ_t, π_old_t)) ≤ bound, else 0; k(a, b) = a log(a / b) + (1
     - a) log((1 - a) / (1 - b))
 
     Args:
@@ -350,18 +350,18 @@ def second_moment_mask(
     *,
     bound: float = 0.04,
 ) -> Tensor:
-    """Takes out the tokens that the update would push furthest from the sampler.
+    """Takes out the tokens pushed furthest from the sampler by the update.
 
     The trust region has the trained tokens with A_t > 0 and ρ_t > 1, or with A_t < 0 and ρ_t < 1.
-    w_t = 0 for those of them with the largest log² ρ_t, until the mean of log² ρ_t over the rest of
+    w_t = 0 for the ones with the largest log² ρ_t, until the mean of log² ρ_t over the rest of
     the trust region ≤ bound; equal ones go together. w_t = 1 for all other tokens, however large
     their ratio: the update pulls them back. They count in no mean.
 
-    What differs from the paper: its ratio is that of the policy at each update, this one that of
+    The difference from the paper: its ratio is the policy's at each update, this one that of
     the
     policy before the step (log ρ_t = log π_old_t - log μ_t). With one update a step both are the
-    same. With more, a mask that follows the policy would depend on how the update is split into
-    micro-batches; the clip of the policy loss bounds what the step itself moves. In the paper the
+    same. With more, a mask following the policy would depend on how the update is split into
+    micro-batches; the clip of the policy loss bounds the step's own moves. In the paper the
     mask stands instead of the clip. Here the policy loss keeps its clip, of π / π_old.
 
     Args:
@@ -406,7 +406,7 @@ def product_correction(
     *,
     parts: Mapping[str, Callable[..., Tensor]],
 ) -> Tensor:
-    """The product of several corrections: at most one weight, and masks that drop what it would not
+    """The product of several corrections: at most one weight, and masks to drop what it would not
     correct.
 
     w_t = Π over the parts of w_t
@@ -419,7 +419,7 @@ def product_correction(
         that sampled (μ).
       response_mask: [B, T] bool. rollout_ids: [B] int64; all rows of a rollout must be there.
       advantages: [B, T].
-      parts: name → correction, which asks for some of the five quantities. None: no correction.
+      parts: name → correction, asking for some of the five quantities. None: no correction.
     Returns: [B, T] ≥ 0, float32 or float64, a constant; 1 under the mask.
     Source: Geo-RS-Token-TIS, the geometric mask with token weights, in verl's page on rollout
       correction.
@@ -445,7 +445,7 @@ def product_correction(
 
 
 def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mode: str) -> Tensor:
-    """The ratio within its bounds, or 0 where it is outside; 1 under the mask. nan stays
+    """The ratio within its bounds, or 0 if it is outside; 1 under the mask. nan stays
     visible."""
     require(cap > 0, "cap", cap, "> 0")
     require(0 <= floor <= cap, "floor", floor, f"0 … cap ({cap})")
@@ -461,7 +461,7 @@ def _bounded(ratio: Tensor, response_mask: Tensor, cap: float, floor: float, mod
 
 
 def _kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
-    """1 where it is kept and 0 elsewhere, of the dtype of what was measured; 1 under the mask. nan
+    """1 if it is kept and 0 elsewhere, of the measure's dtype; 1 under the mask. nan
     stays visible."""
     return fill_masked(
         torch.where(measured.isnan(), measured, kept.to(measured.dtype)).expand(
@@ -473,14 +473,14 @@ def _kept(kept: Tensor, measured: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def _over_mean(weights: Tensor, response_mask: Tensor, shares: Tensor) -> Tensor:
-    """The weights over their mean, in which a trained token counts as `shares` says; as they are
+    """The weights over their mean, each trained token counted as `shares` says; as they are
     where the mean is 0."""
     mean = (weights * shares).sum() / shares.sum().clamp_min(1)
     return fill_masked(weights / mean.where(mean != 0, 1.0), response_mask, 1.0)
 
 
 def _rollout_max(values: Tensor, rollout_ids: Tensor) -> Tensor:
-    """The largest of a rollout's entries, all ≥ 0, for each of its rows, [B, 1]; 0 where none
+    """The largest of a rollout's entries, all ≥ 0, for each of its rows, [B, 1]; 0 if none
     counts."""
     largest = values.new_zeros(int(rollout_ids.max()) + 1 if rollout_ids.numel() else 0)
     return largest.scatter_reduce(0, rollout_ids, values.amax(-1), "amax")[rollout_ids].unsqueeze(

@@ -1,4 +1,4 @@
-"""Figures that say whether an update is healthy. Scalars without gradient; nan where a figure is
+"""Figures that say whether an update is healthy. Scalars without gradient; nan if a figure is
 not defined.
 
 Entries under the mask are ignored.
@@ -25,7 +25,7 @@ def approximate_kl(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor
       logprobs: [B, T] in nats, after some updates.
       logprobs_old: [B, T] in nats, of the old policy, whose samples the tokens are.
       response_mask: [B, T] bool.
-    Returns: scalar in nats, ≥ 0; 0 where nothing is trained.
+    Returns: scalar in nats, ≥ 0; 0 if nothing is trained.
     Source: Schulman 2020, "Approximating KL divergence".
 
     >>> approximate_kl(torch.tensor([[-1.5]]), torch.tensor([[-1.0]]), torch.tensor([[True]]))
@@ -43,7 +43,7 @@ def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tens
     Args:
       ratio: [B, T].
       response_mask: [B, T] bool.
-    Returns: three scalars; nan where nothing is trained.
+    Returns: three scalars; nan if nothing is trained.
     Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
 
     >>> ratio_statistics(torch.tensor([[0.5, 1.5, 9.0]]), torch.tensor([[True, True, False]]))
@@ -68,7 +68,7 @@ def clip_fractions(
       ratio, advantages: [B, T].
       response_mask: [B, T] bool.
       clip_low, clip_high: the half-widths that the loss uses.
-    Returns: two scalars in 0 … 1; 0 where nothing is trained.
+    Returns: two scalars in 0 … 1; 0 if nothing is trained.
     Source: as TRL's clip_ratio/low and /high; tokens outside the interval whose advantage pulls
       them back are not counted.
 
@@ -153,7 +153,7 @@ def correlation(values: Tensor, others: Tensor, response_mask: Tensor) -> Tensor
     Args:
       values, others: [B, T].
       response_mask: [B, T] bool.
-    Returns: scalar in -1 … 1; nan where either is constant or there are fewer than two tokens.
+    Returns: scalar in -1 … 1; nan if either is constant or there are fewer than two tokens.
     Source: Pearson 1896; as verl's rollout_actor_probs_pearson_corr.
 
     >>> correlation(
@@ -194,7 +194,7 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
 
 def _deviations(values: Tensor) -> Tensor:
-    """From the mean [n]; exactly 0 where all are equal, whose mean in float64 need not be one of
+    """From the mean [n]; exactly 0 if all are equal, whose mean in float64 need not be one of
     them."""
     shifted = values - values[:1]
     return shifted - shifted.mean()

@@ -1,5 +1,5 @@
-"""Filters: which rollouts take part in the update, (rewards, group_ids) → [N] bool; which tokens,
-(…) → [B, T] bool."""
+"""Filters: the rollouts that take part in the update, (rewards, group_ids) → [N] bool; which
+tokens, (…) → [B, T] bool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keep_all(rewards: Tensor) -> Tensor:
 
 
 def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Keep the groups whose rewards differ; a group that all succeeds or all fails has no signal.
+    """Keep the groups with different rewards; a group that all succeeds or all fails has no signal.
 
     keep_i = max_{j in group of i} R_j > min_{j in group of i} R_j
 
@@ -37,7 +37,7 @@ def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     in floating point.
 
     Args:
-      rewards: [N], nan where it cannot be scored; nan rewards take no part in the comparison.
+      rewards: [N], nan if it cannot be scored; nan rewards take no part in the comparison.
       group_ids: [N] any integers; members need not be neighbours.
     Returns: [N] bool. A kept group is kept whole, its unscored rollouts included; a group with
       fewer than two scored rollouts is dropped.
@@ -72,7 +72,7 @@ def mixed_component(
     keep_i = max_{j in group of i} r_j > min_{j in group of i} r_j, r the component
 
     Args:
-      rewards: [N], used if there are no components. components: name → [N], nan where it cannot be
+      rewards: [N], used if there are no components. components: name → [N], nan if it cannot be
         scored. group_ids: [N].
       component: its name; None: the first term of the reward.
     Returns: [N] bool, as `mixed_groups` of that component.

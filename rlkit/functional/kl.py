@@ -109,7 +109,7 @@ def k3(logprobs: Tensor, logprobs_ref: Tensor) -> Tensor:
 
     k3_t = e^q - q - 1, q = log ref_t - log π_t
 
-    Value: E[k3] = KL(π‖ref), with finite variance only where ref / π is bounded. Gradient in the
+    Value: E[k3] = KL(π‖ref), with finite variance only if ref / π is bounded. Gradient in the
     loss: ∇KL(ref‖π), the
     other direction; times the ratio it is ∇KL(π‖ref). GRPO as published uses it without the ratio.
 
@@ -242,7 +242,7 @@ def confident(logprobs: Tensor, logprobs_ref: Tensor, *, probability: float = 0.
     """k3 on tokens that are likely under the policy, 0 on the others, so that exploration is not
     penalised.
 
-    confident_t = e^q - q - 1 where π_t > probability, else 0; q = log ref_t - log π_t
+    confident_t = e^q - q - 1 if π_t > probability, else 0; q = log ref_t - log π_t
 
     Value: the part of E[k3] that comes from such tokens; 0 if there is none. Gradient in the loss:
     Σ (π - ref) ∇log π over such tokens. The choice of tokens has no gradient.

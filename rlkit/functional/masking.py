@@ -42,7 +42,7 @@ def fill_masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the entries where the mask is True; 0 where there is none.
+    """Mean of the entries where the mask is True; 0 if there is none.
 
     mean = Σ m x / Σ m
 

@@ -48,7 +48,7 @@ def normalize_group(
     A_t / (std_g(R) + eps)
 
     Args:
-      advantages: [B, T], in units of reward. rewards: [N], nan where it cannot be scored: no part
+      advantages: [B, T], in units of reward. rewards: [N], nan if it cannot be scored: no part
         of the deviation.
       group_ids: [N] any integers. rollout_ids: [B], indices into both.
       std: "sample" divides the squares by n-1 (TRL, verl, OpenRLHF), "population" by n
@@ -91,7 +91,7 @@ def normalize_batch(
     A_t / (std(R) + eps)
 
     Args:
-      advantages: [B, T], in units of reward. rewards: [N], nan where it cannot be scored: no part
+      advantages: [B, T], in units of reward. rewards: [N], nan if it cannot be scored: no part
         of the deviation.
       std: "sample" or "population", as in `normalize_group`. eps: ≥ 0, in units of reward.
     Returns: [B, T], dimensionless. All rewards equal, or only one scored: as they are.
@@ -125,7 +125,7 @@ def normalize_advantages(
     A_t / (std(Â) + eps), Â_j the mean of A over the trained tokens of rollout j, std with n - 1
 
     Args:
-      advantages: [B, T]. rewards: [N], nan where it cannot be scored: no part of the deviation.
+      advantages: [B, T]. rewards: [N], nan if it cannot be scored: no part of the deviation.
       rollout_ids: [B], indices into it. response_mask: [B, T] bool. eps: ≥ 0, in units of
         `advantages`.
     Returns: [B, T], dimensionless. Without spread as they are.
@@ -164,7 +164,7 @@ def whiten(
     (A_t - mean(A)) / √(var(A) + eps), var with n - 1
 
     Args:
-      advantages: [B, T]. rewards: [N], nan where it cannot be scored: its tokens take no part.
+      advantages: [B, T]. rewards: [N], nan if it cannot be scored: its tokens take no part.
         rollout_ids: [B], indices into it.
       response_mask: [B, T] bool.
       eps: ≥ 0, in squared units of `advantages`; 1e-8 as in verl.

@@ -16,7 +16,7 @@ def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Length changes nothing: every rollout is trained on, with the reward that it got.
 
     Args:
-      rewards: [N], nan where it cannot be scored.
+      rewards: [N], nan if it cannot be scored.
     Returns: the same rewards [N], and all True [N].
     Source: GRPO as published, Shao et al. 2024, arXiv:2402.03300.
 
@@ -42,11 +42,11 @@ def soft_penalty(
     `rlkit.rewards.soft_length`.
 
     Args:
-      rewards: [N], nan where it cannot be scored. reply_lengths: [N] sampled tokens of a rollout's
+      rewards: [N], nan if it cannot be scored. reply_lengths: [N] sampled tokens of a rollout's
         longest reply.
       limit: > 0, in tokens of a reply, from which the whole penalty is taken off.
       buffer: in (0, 1], the share of the limit over which it grows; the paper: 4096 of 20480.
-    Returns: rewards [N], lower by 0 … 1, nan where they were; and all True [N].
+    Returns: rewards [N], lower by 0 … 1, nan if they were; and all True [N].
     Raises: ValueError naming the limit or the buffer.
     Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476,
       where a rollout is one reply.
@@ -70,7 +70,7 @@ def mask_truncated(rewards: Tensor, truncated: Tensor) -> tuple[Tensor, Tensor]:
     trained_i = not truncated_i; the rewards stay, and count in the baseline of their group.
 
     Args:
-      rewards: [N], nan where it cannot be scored. truncated: [N] bool, cut off by a limit instead
+      rewards: [N], nan if it cannot be scored. truncated: [N] bool, cut off by a limit instead
         of ended.
     Returns: the same rewards [N], and [N] bool.
     Source: overlong filtering, DAPO, Yu et al. 2025, section 3.4, arXiv:2503.14476; in TRL

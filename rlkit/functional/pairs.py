@@ -25,9 +25,9 @@ def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
     {(i, j): R_i > R_j, i and j of one group}
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be
+      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers; members need not be
         neighbours.
-    Returns: [P, 2] int64, (preferred, dispreferred); P = 0 where no group has spread.
+    Returns: [P, 2] int64, (preferred, dispreferred); P = 0 if no group has spread.
     Source: Ouyang et al. 2022 (InstructGPT), section 3.5, arXiv:2203.02155: all comparisons of one
       prompt.
 
@@ -45,9 +45,9 @@ def best_worst(rewards: Tensor, group_ids: Tensor) -> Tensor:
     {(argmax_g R, argmin_g R)}, groups whose rewards differ
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers; members need not be
+      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers; members need not be
         neighbours.
-    Returns: [P, 2] int64, (preferred, dispreferred), at most one pair a group; P = 0 where no group
+    Returns: [P, 2] int64, (preferred, dispreferred), at most one pair a group; P = 0 if no group
       has spread.
     Source: best-of-n against worst-of-n, Dong et al. 2024 (RLHF Workflow), section 3,
       arXiv:2405.07863.
@@ -131,7 +131,7 @@ def pairwise(
     constant 1, whose weights are 1/N.
 
     Args:
-      rewards: [N], nan where it cannot be scored. group_ids: [N] any integers.
+      rewards: [N], nan if it cannot be scored. group_ids: [N] any integers.
       logprobs_old: [B, T] in nats, anything under the mask. response_mask: [B, T] bool.
         rollout_ids: [B].
       beta: > 0, per nat. A pair gets its full weight only within about 1 / beta nats of equal. DPO
@@ -140,7 +140,7 @@ def pairwise(
       pair_selector: (rewards, group_ids) → [P, 2]. Rollouts without a trained token have the reward
         nan there.
     Returns: [B, T], one number a rollout, of the dtype of `logprobs_old`; sums to 0 over the
-      rollouts of a group unless length_normalise. 0 for rollouts in no pair, so all 0 where there
+      rollouts of a group unless length_normalise. 0 for rollouts in no pair, so all 0 if there
       is none.
     Raises: ValueError naming beta.
     Source: the gradient of the loss of DPO, Rafailov et al. 2023, section 4, arXiv:2305.18290,

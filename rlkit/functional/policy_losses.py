@@ -376,7 +376,7 @@ def dppo(
     badly: rare tokens move freely.
 
     loss_t = -r_t A_t keep_t + penalty · (log r_t)², r_t = π_t / μ_t
-    keep_t = 0 where D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t < 0
+    keep_t = 0 if D_t > delta and the advantage asks for more (A_t > 0 and π_t > μ_t, or A_t < 0
     and π_t < μ_t), else 1
     tv: D_t = |π_t - μ_t|; kl: D_t = k(μ_t, π_t) of `binary_kl`. two_sided: keep_t = 0 wherever D_t
     > delta

@@ -54,7 +54,7 @@ def binary_kl(logprobs: Tensor, logprobs_other: Tensor) -> Tensor:
     Args:
       logprobs, logprobs_other: any shape, in nats; clamped to [-100, 0], and 1 - probability at
         1e-12.
-    Returns: the same shape, in nats, ≥ 0 up to rounding; 0 where both agree. At most the KL of the
+    Returns: the same shape, in nats, ≥ 0 up to rounding; 0 if both agree. At most the KL of the
       whole next-token distributions.
     Source: the data-processing inequality, Cover and Thomas 2006, section 2.8; as in DPPO,
       arXiv:2602.04879.

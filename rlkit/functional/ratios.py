@@ -14,7 +14,7 @@ LOG_RATIO_BOUND = 20.0  # e^20 = 4.9e8: far beyond any clip, far below overflow
 def token_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
     """Ratio of each token's probability, new policy over old.
 
-    r_t = exp(clamp(log π_t - log π_old_t, -20, 20)); 1 where the mask is False
+    r_t = exp(clamp(log π_t - log π_old_t, -20, 20)); 1 if the mask is False
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the
@@ -102,7 +102,7 @@ def sequence_token_ratio(
 def log_ratio(logprobs: Tensor, logprobs_old: Tensor, response_mask: Tensor) -> Tensor:
     """Difference of the log-probs of two policies; nothing is clamped.
 
-    Δ_t = log π_t - log π_old_t; 0 where the mask is False
+    Δ_t = log π_t - log π_old_t; 0 if the mask is False
 
     Args:
       logprobs: [B, T] in nats, carries the gradient. Anything, nan and inf included, under the

@@ -351,9 +351,9 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
         )
     for layer in ends:
         for name, old in list(layer.named_parameters(recurse=False)):
-            moved.setdefault(
-                old, nn.Parameter(old.detach()[list(ids)], requires_grad=old.requires_grad)
-            )  # a tied head stays tied
+            # a tied head stays tied
+            new = nn.Parameter(old.detach()[list(ids)], requires_grad=old.requires_grad)
+            moved.setdefault(old, new)
             setattr(layer, name, moved[old])
     ends[0].padding_idx = None
     ends[0].num_embeddings = len(ids)

@@ -56,11 +56,8 @@ KERNELS = {
     # A100: flash takes no mask, and where a mask meets grouped heads torch falls to the kernel that
     # writes out all scores: 4 GiB at 4k tokens, 15 GiB at 8k (ComfyUI#15135). Variable-length flash
     # needs no mask: its queries end where the keys of a segment end.
+    # RTX 30 and 40 and the L4 as well, and Hopper and Blackwell, where torch would prefer cuDNN.
     (8, 0): Kernels(varlen=True, steps=True),
-    (8, 6): Kernels(varlen=True, steps=True),  # RTX 30: as the A100
-    (8, 9): Kernels(varlen=True, steps=True),  # RTX 40, L4: as the A100
-    (9, 0): Kernels(varlen=True, steps=True),  # Hopper: torch prefers cuDNN here, which is excluded
-    (10, 0): Kernels(varlen=True, steps=True),  # Blackwell: as Hopper
 }
 
 

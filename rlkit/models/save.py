@@ -41,9 +41,8 @@ def save_policy(
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = (
-        {"save_embedding_layers": False} if has_adapters(model) else {}
-    )  # "auto" asks the hub
+    # "auto" asks the hub
+    settings: dict[str, Any] = {"save_embedding_layers": False} if has_adapters(model) else {}
     if state is not None:
         settings["state_dict"] = dict(state)
     try:

@@ -1,23 +1,22 @@
-"""Verifiable rewards: functions of a rollout that give a score, or None where it cannot be
+"""Verifiable rewards: functions from a rollout to a score, or None if it cannot be
 scored.
 
-Each file imports only from those above it.
+Each file imports only from the ones above it.
 
-declarations.py  what a function declares of itself: batched, no_gold, reads_truth
-verdicts.py      what a reward function reads and may return
+declarations.py  declarations of a function about itself: batched, no_gold, reads_truth
+verdicts.py      the input and the values of a reward function
 aggregators.py   from named components to one reward
 terms.py         Term and Reward, the records of a config
 calls.py         calling functions: plain, async, batched, with limits and threads
-checks.py        whether what a function gave is a score, and how it came about
+checks.py        whether a returned value is a score, and how it came about
 _score.py        scoring: terms called, values checked, one reward, rollouts with rewards
 _normalise.py    rewards on one scale over a run
-_numeric.py      the number that a reply gives as its answer
+_numeric.py      the number given by a reply as its answer
 text.py          replies compared as text
-behaviour.py     length, repetition, tools, turns, what the environment paid
+behaviour.py     length, repetition, tools, turns, the environment's own payments
 fences.py        code blocks of a reply
-_code_exec.py    the tests that a program passes
-lists.py         replies that the row itself lists
-_by_task.py      the reward that each row names
+_code_exec.py    the tests passed by a program
+_by_task.py      the reward named by each row
 """
 
 from rlkit.rewards._by_task import by_task, named_rewards
@@ -43,23 +42,6 @@ from rlkit.rewards.behaviour import (
 )
 from rlkit.rewards.checks import RewardError
 from rlkit.rewards.declarations import batched, declared, no_gold, reads_truth, reads_truths
-from rlkit.rewards.lists import listed, paid, priced
 from rlkit.rewards.terms import Reward, Term
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.verdicts import Verdict, final_answer
-from rlkit.types import RewardFn
-
-# mypy fails where one of these is no reward of a rollout; those that are marked `batched` take a
-# list.
-_CHECKED: tuple[RewardFn, ...] = (
-    contains,
-    environment,
-    exact_match,
-    few_turns,
-    format_match,
-    length,
-    numeric,
-    repetition,
-    soft_length,
-)
-_CHECKED_TOO: tuple[RewardFn, ...] = (tool_usage,)

@@ -1,4 +1,4 @@
-"""The reward that each row of the data names."""
+"""The reward named by each row of the data."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ from rlkit.types import Rollout, Task, bound, plain, safe
 def _truth_problems(
     tasks: Sequence[Task], *, rewards: Mapping[str, Callable[..., Any]]
 ) -> list[str]:
-    """What the reward says that each row names; an unknown name is refused when it is asked for."""
-    problems: dict[int, str] = {}
-    for name in dict.fromkeys(task.reward for task in tasks):
-        places = [i for i, task in enumerate(tasks) if task.reward == name and name in rewards]
-        problems |= (
-            dict(
-                zip(places, truth_problems(rewards[name], [tasks[i] for i in places]), strict=True)
-            )
-            if places
-            else {}
-        )
-    return [problems.get(i, "") for i in range(len(tasks))]
+    """The problems of each row's own reward; an unknown name is refused when it is asked for."""
+    problems = [""] * len(tasks)
+    for name, places in _places(tasks).items():
+        if name in rewards:
+            found = truth_problems(rewards[name], [tasks[i] for i in places])
+            for i, problem in zip(places, found, strict=True):
+                problems[i] = problem
+    return problems
+
+
+def _places(tasks: Sequence[Task]) -> dict[str, list[int]]:
+    """Name of a reward → the positions of its tasks."""
+    places: dict[str, list[int]] = {}
+    for i, task in enumerate(tasks):
+        places.setdefault(task.reward, []).append(i)
+    return places
 
 
 @safe("rewards")
 @reads_truths(_truth_problems)
 @batched
 def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., Any]]) -> list[Any]:
-    """Score rollouts with the rewards that their tasks name, so that a mixture scores each row its
-    own way.
+    """Score rollouts with the rewards named by their tasks: a mixture scores each row its own
+    way.
 
     Args:
-      rewards: name → function of one rollout, or of the list of them where it is marked `@batched`;
-        such a one sees all rollouts whose tasks name it.
-    Returns: for each rollout what that function returns, or the exception that it raises.
+      rewards: name → function of one rollout, or of the list of them if it is marked `@batched`; it
+        then sees all rollouts of its tasks.
+    Returns: for each rollout the value returned by its function, or the exception raised.
     Raises: ConfigError naming the row, the name it asks for and the known names.
     """
     for rollout in rollouts:
@@ -51,11 +55,9 @@ def by_task(rollouts: Sequence[Rollout], *, rewards: Mapping[str, Callable[..., 
                 " reward, or set reward= to one option for all rows"
             )
     values: list[Any] = [None] * len(rollouts)
-    for name in dict.fromkeys(rollout.task.reward for rollout in rollouts):
-        places = [i for i, rollout in enumerate(rollouts) if rollout.task.reward == name]
-        for i, value in zip(
-            places, call_each(Term(1.0, rewards[name]), [rollouts[i] for i in places]), strict=True
-        ):
+    for name, places in _places([rollout.task for rollout in rollouts]).items():
+        found = call_each(Term(1.0, rewards[name]), [rollouts[i] for i in places])
+        for i, value in zip(places, found, strict=True):
             values[i] = value
     return values
 

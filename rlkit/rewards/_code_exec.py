@@ -28,7 +28,7 @@ from rlkit.types import Rollout, Task, gives
 
 
 class Judgement(NamedTuple):
-    """What became of one program.
+    """The judgement of one program.
 
     `status`: ok (every test passes), wrong (some test fails), timeout, error (it raised, was killed
     or said too much), unparseable (no code, or not Python), unrun (this machine could not start it;
@@ -59,15 +59,15 @@ def code_exec(
 
     Args:
       rollouts: a batch; equal programs of equal tests run once.
-      sandbox: limits, and the isolation that is asked for.
-      credit: all gives `correct` where every test passes; share gives what lies between `wrong` and
-        `correct` by the share that passes, which rewards programs that are right on easy cases
-        only.
+      sandbox: limits, and the isolation asked for.
+      credit: all gives `correct` if every test passes; share gives a score between `wrong` and
+        `correct` by the share of passing tests, so programs right on easy cases only are rewarded
+        too.
       correct, wrong: the two scores.
     Returns: a score each, with the status of its judgement; None for a task without tests; the
-      error itself for a program that this machine could not start, so that it counts as that
-      rollout's failure (`Reward.max_error_rate`) and not as a wrong answer.
-    Raises: DataError naming the row whose test cannot be checked; ConfigError where the sandbox is
+      error itself for a program this machine could not start: it counts as that rollout's
+      failure (`Reward.max_error_rate`) and not as a wrong answer.
+    Raises: DataError naming the row of a test beyond checking; ConfigError if the sandbox is
       weaker than asked for.
     """
 
@@ -89,7 +89,7 @@ def code_exec(
 def judgements(
     rollouts: Sequence[Rollout], *, sandbox: Sandbox | None = None
 ) -> list[Judgement | None]:
-    """What became of each rollout's program, with its status for a log; None for a task without
+    """The judgement of each rollout's program, with its status for a log; None for a task without
     tests. See `code_exec`."""
     checks = [tests_of(rollout.task) for rollout in rollouts]
     jobs = [_job(rollout, tests) for rollout, tests in zip(rollouts, checks, strict=True)]
@@ -107,14 +107,14 @@ def judgements(
 
 
 def extract_code(text: str, names: Collection[str] = ()) -> str:
-    """The program of a reply: a fenced block (see `rlkit.rewards.fences`), or the whole text where
-    no block can be a program.
+    """The program of a reply: a fenced block (see `rlkit.rewards.fences`), or the whole text if no
+    block can be a program.
 
     Args:
-      names: what the program has to define at its top level. The last block that defines one of
-        them is the program, so that an example of its use may follow. Of blocks that do, those
-        marked as Python come before unmarked ones, and these before those of other languages. Where
-        none does, the last Python block is the program, else the last unmarked one.
+      names: names for the program to define at its top level. The last block with one of the
+        definitions is the program, so an example of its use may follow. Blocks marked as Python
+        come before unmarked ones, and these before other languages. If no block defines one, the
+        last Python block is the program, else the last unmarked one.
 
     >>> extract_code("First ```x``` then:\\n```python\\na = 1\\n```\\nThis prints\\n```\\n1\\n```")
     'a = 1'
@@ -137,7 +137,7 @@ def extract_code(text: str, names: Collection[str] = ()) -> str:
 
 
 def _called(calls: Sequence[str]) -> set[str]:
-    """The names that tests use and Python does not define itself."""
+    """The names used by tests and not defined by Python itself."""
     found = {
         node.id
         for call in calls
@@ -148,7 +148,7 @@ def _called(calls: Sequence[str]) -> set[str]:
 
 
 def tests_of(task: Task) -> list[Check]:
-    """The task's tests, split. Raises: DataError naming the row and the test that cannot be."""
+    """The task's tests, split. Raises: DataError naming the row and the test."""
     checks = []
     for test in task.metadata.get("tests", ()):
         try:
@@ -174,7 +174,7 @@ def _judged(outcome: Outcome | SandboxError, tests: Sequence[Check]) -> Judgemen
     if isinstance(outcome, SandboxError):
         return Judgement("unrun", 0, len(tests), detail=str(outcome))
     given = iter(outcome.results)
-    # fewer where the program ended before them
+    # fewer if the program ended before them
     answers = [tuple(itertools.islice(given, len(check.calls))) for check in tests]
     right = [passes(check, *results) for check, results in zip(tests, answers, strict=True)]
     judgement = Judgement("wrong", sum(right), len(tests), outcome.seconds)

@@ -1,5 +1,5 @@
-"""Rewards on one scale over a whole run: running mean and standard deviation of what episodes
-earned."""
+"""Rewards on one scale over a whole run: running mean and standard deviation of the rewards
+episodes earned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def update_moments(moments: Moments, rollouts: Sequence[Rollout]) -> Moments:
-    """The moments after these episodes too; what cannot be scored is passed over.
+    """The moments after these episodes too; unscored ones are passed over.
 
     Source: Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing
     sample variances, equation 2.1.
@@ -50,7 +50,7 @@ def normalise(rollouts: Sequence[Rollout], moments: Moments) -> list[Rollout]:
     """The episodes with total rewards (R − mean) / (std + 1e-8): rewards of steps are divided, the
     mean is taken off at the end.
 
-    Terms, statuses and what cannot be scored stay as they are.
+    Terms, statuses and unscored rollouts stay as they are.
     """
     scale = 1.0 / (moments.std + EPS)
     normalised = []

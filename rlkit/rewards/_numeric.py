@@ -1,8 +1,8 @@
-r"""The number that a reply gives as its answer, against the number that is true: exact, and bounded
+r"""The number given by a reply as its answer, against the true number: exact, and bounded
 in cost on any text.
 
-Truths and replies are read by one grammar: a number with an optional unit (`parse_number`). What is
-not wholly that is never read in part, so that 3\sqrt{2} is neither 3 nor 2.
+Truths and replies are read by one grammar: a number with an optional unit (`parse_number`).
+Anything more is never read in part: 3\sqrt{2} is neither 3 nor 2.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.types import Rollout, Task, gives
 
 MAX_DIGITS = 200  # characters of one number as written; a longer one is no answer
-MAX_SEGMENT = 1000  # characters after a marker in which its number must stand
-MAX_MARKERS = 100  # of a text that are looked at, from the last one on
+MAX_SEGMENT = 1000  # characters after a marker to hold its number
+MAX_MARKERS = 100  # looked at in a text, from the last one on
 
 # ----------------------------------------------------------------- the many ways of writing, as one
 
@@ -37,20 +37,14 @@ SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+"
 PART = r"\s{0,9}-?\s{0,9}[0-9.,]{1,99}\s{0,9}"  # of a LaTeX fraction
 REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\(?=[$%])"), ""),
-    (
-        re.compile(rf"(?<=[-+\u2212\u2013])[{CURRENCY}]\s?"),
-        "",
-    ),  # -$18, before currencies become spaces
-    (
-        re.compile(r"([-+\u2212\u2013])\s{0,9}(?:USD?|EUR|GBP|INR|Rs\.?)\s{0,9}(?=\.?[0-9])"),
-        r"\1",
-    ),  # - Rs. 18
+    # -$18, before currencies become spaces
+    (re.compile(rf"(?<=[-+\u2212\u2013])[{CURRENCY}]\s?"), ""),
+    # - Rs. 18
+    (re.compile(r"([-+\u2212\u2013])\s{0,9}(?:USD?|EUR|GBP|INR|Rs\.?)\s{0,9}(?=\.?[0-9])"), r"\1"),
     (re.compile(r"<<[^<>]{0,200}>>"), ""),  # calculations as GSM8K writes them
     (re.compile(r"\{,\}(?=[0-9])"), ","),
-    (
-        re.compile(r"(?<=[0-9]),?(?:\\[,!;: ]|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))"),
-        ",",
-    ),  # 10\,000 and 10,\!000
+    # 10\,000 and 10,\!000
+    (re.compile(r"(?<=[0-9]),?(?:\\[,!;: ]|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),
     (
         re.compile(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]++"),
         lambda found: "^{" + found[0].translate(SUPERSCRIPTS) + "}",
@@ -79,7 +73,7 @@ REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 
 # ------------------------------------------------------------------- a number with an optional unit
 
-# Possessive (++), so that a long run of digits is read once.
+# Possessive (++): a long run of digits is read once.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++(?![0-9])|[0-9]++)"
 DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]++)?|\.[0-9]++)"
 POWER = (
@@ -113,7 +107,7 @@ UNIT = re.compile(
 SHORT_UNIT = re.compile(
     "[mgshlLJWVNAKCF]|[kcmnd][mg]|[mcd]?[lL]|lb|oz|ft|in|yd|mi|hr|yr|wk|mo|am|pm|st|nd|rd|th|sq|pt|qt|ha|cc|[kMG][WVJ]|m[VA]|Hz|[kKMGT]B|Pa|dB|[AW]h"
 )
-# Words that calculate: a text with one of them is more than a number and its unit.
+# Words of calculation: a text with one of them is more than a number and its unit.
 FRACTION_WORD = (
     "half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
 )
@@ -122,7 +116,7 @@ NOT_UNIT = re.compile(
     "|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths|hundred|thousand|[mbtr]+illion",
     re.IGNORECASE,
 )
-# What may follow a number in a sentence and make it another one: "5 and a half", "2 thirds", "5 or
+# Words after a number in a sentence can make it another one: "5 and a half", "2 thirds", "5 or
 # 6".
 GOES_ON = re.compile(
     rf"\s*(?:(?:and|or)\s+(?:an?\s+)?(?:one\s+|two\s+|three\s+)?(?:[-+]?[0-9]|(?:{FRACTION_WORD})\b)|(?:plus|minus|divided|squared|cubed|factorial)\b"
@@ -143,7 +137,7 @@ NUMBERED_HEADING = re.compile(r"\W*+[0-9]++\s?[.):]\s++\S")
 WORDS = re.compile(rf"(?<!\\)\b(?!(?i:minus|negative)\b){LETTER}{{2,}}")
 # Python before 3.11.5 loses its way in a possessive group with alternatives (gh-106052), so groups
 # are greedy here.
-# What an expression is made of: digits, operators, single letters other than the words a and I,
+# The parts of an expression: digits, operators, single letters other than the words a and I,
 # LaTeX commands, signs in words.
 EXPRESSION = re.compile(
     rf"(?:[0-9\s.,+\-*/^(){{}}\[\]=%°<>|!:≈]|\\[A-Za-z]++|(?<!{LETTER})(?:minus|negative|hundred|thousand|million|billion|trillion)\b"
@@ -165,7 +159,7 @@ NOT_NUMBERS = re.compile(
 
 
 def unreadable(task: Task, **keywords: object) -> str:
-    """Why `numeric` cannot read a task's truth; "" where it can."""
+    """Why `numeric` cannot read a task's truth; "" if it can."""
     if _truth(task.answer) is not None:
         return ""
     return (
@@ -183,8 +177,8 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
     Args:
       rollout: scored by its last reply's content; thinking is not read.
       correct, wrong: the two scores.
-    Returns: `correct` or `wrong`; None where `task.answer` is neither a number (see `parse_number`)
-      nor a text whose last marker is followed by one, which a run refuses when it starts. An
+    Returns: `correct` or `wrong`; None if `task.answer` is neither a number (see `parse_number`)
+      nor a text with one after its last marker; a run refuses that when it starts. An
       episode without a final answer is wrong (no reply, truncated, cut off by length, still calling
       tools), and so is a reply without a number; its status is unparseable.
     Source: Cobbe et al. 2021, arXiv:2110.14168 (the form `#### 18`).
@@ -200,14 +194,14 @@ def numeric(rollout: Rollout, *, correct: float = 1.0, wrong: float = 0.0) -> fl
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The number that a text is, exactly; None for a text that is anything else than one number
+    r"""The number in a text, exactly; None for a text of anything else than one number
     with an optional unit.
 
     Numbers have a sign (-5, −5, - 5, minus 5), commas between thousands, decimals, fractions (3/4,
     2 3/4, ½, \frac{3}{4}, 2\frac12), powers (10^{-3}, 10⁻³, 2 \times 10^6, 1e6) and words of scale
     (5 million). Currencies, percent signs and units are dropped, without conversion: 50% is 50, and
-    50 cents is 50. A unit is up to six words, none of which calculates (and, times, half, …); of
-    one or two letters it must be a known one, since 2k is a product. A full stop or comma at the
+    50 cents is 50. A unit is up to six words, without words of calculation (and, times, half, …);
+    of one or two letters it must be a known one, since 2k is a product. A full stop or comma at the
     end is dropped, and emphasis around the number. None also for a zero denominator, and beyond
     MAX_DIGITS.
 
@@ -222,16 +216,16 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def extract_answer(text: str) -> Fraction | None:
-    r"""The number that a reply gives as its answer, or None.
+    r"""The number given by a reply as its answer, or None.
 
-    It stands after the last marker that is followed by a number. Markers are `####` with a number
+    It stands after the last marker followed by a number. Markers are `####` with a number
     on its line, `\boxed{…}`, "the answer is", "Answer:" and `<answer>…</answer>`. After "the answer
-    is" the first number of the sentence counts, after the others the one that follows at once; of
+    is" the first number of the sentence counts, after the others the next one at once; of
     an equation, the number behind its last "=". A heading (#### Step 2) is no marker. A marker
     whose expression is no number (\boxed{3\sqrt{2}}) gives no number.
 
     Without a marker it is the last number of the text, or in a sentence with "=" the one behind the
-    last "=". A text that is a number as a whole is that number.
+    last "=". A text with nothing but a number is this number.
     """
     number = parse_number(text)
     if number is not None:
@@ -247,7 +241,7 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _truth(text: str) -> Fraction | None:
-    """The number of a truth: of the whole text, or of what follows its last marker, as in a
+    """The number of a truth: of the whole text, or of the part after its last marker, as in a
     solution of GSM8K."""
     number = parse_number(text)
     if number is not None:
@@ -275,7 +269,7 @@ def _plain(text: str) -> str:
 
 
 def _whole(plain: str) -> Fraction | None:
-    """The number that a plain text is as a whole, unit and punctuation aside."""
+    """The number in a plain text as a whole, unit and punctuation aside."""
     text = plain.strip(" \t\r\n*_\"'")
     if not text.endswith(".."):
         text = text.rstrip(".,;:?*_\"' \t")
@@ -325,7 +319,7 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _segments(text: str) -> Iterator[tuple[str, str]]:
-    """What follows each marker and has a digit in it, from the last to the first: the marker's
+    """The text after each marker, if it has a digit, from the last to the first: the marker's
     kind, and the text. They do not overlap."""
     markers = list(MARKER.finditer(text))
     following: re.Match[str] | None = None
@@ -344,7 +338,7 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _own(kind: str, text: str, *, closed: bool) -> str:
-    """The part of the text behind a marker that belongs to it: a line, a box, a tag, or the rest of
+    """The marker's part of the text behind it: a line, a box, a tag, or the rest of
     the sentence."""
     if kind == "hashes":
         return text.partition("\n")[0]
@@ -359,7 +353,7 @@ def _own(kind: str, text: str, *, closed: bool) -> str:
 
 
 def _in_braces(text: str) -> str | None:
-    """The text before the brace that closes; None where there is none."""
+    """The text before the closing brace; None without one."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
@@ -370,7 +364,7 @@ def _in_braces(text: str) -> str | None:
 
 def _is_followed_by_number(kind: str, plain: str) -> bool:
     digit = HAS_NUMBER.search(plain)
-    if digit is None:  # it was part of what is no text, as a calculation of GSM8K
+    if digit is None:  # it was part of another thing, as a calculation of GSM8K
         return False
     lead = plain[: digit.start()]
     if kind == "hashes" and NUMBERED_HEADING.match(plain):
@@ -388,7 +382,7 @@ def _of_delimited(plain: str) -> Fraction | None:
 
 
 def _first(plain: str) -> Fraction | None:
-    """The first expression of a plain text as a number, of an equation what stands behind its last
+    """The first expression of a plain text as a number, of an equation the side behind its last
     "="; not 5 of "5 and a half"."""
     expression = next(
         (found for found in EXPRESSION.finditer(plain) if HAS_NUMBER.search(found.group())), None
@@ -426,5 +420,5 @@ def _last(text: str) -> Fraction | None:
     for last in IN_TEXT.finditer(plain):  # noqa: B007
         pass
     if last is None or HAS_NUMBER.search(plain, last.end()) or not _is_unit(last["glued"]):
-        return None  # the last number is part of something else, such as 10:30 or 3\sqrt{2}
+        return None  # the last number is part of something else, for example 10:30 or 3\sqrt{2}
     return _value(last)

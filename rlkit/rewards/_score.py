@@ -19,21 +19,21 @@ from rlkit.types import Measured, Rollout, unpacked
 
 def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
     """The rollouts with `reward`, `rewards`, `statuses` and `metrics` filled in, and the rewards of
-    steps where terms give some.
+    steps if terms give some.
 
     Args:
       rollouts: scored in order; earlier scores on them are replaced.
       reward: its terms of non-zero weight are aggregated; the others only appear in `rewards`.
     Returns: new rollouts. `rewards` holds every term by name, `statuses` how each came about: ok (>
-      0), wrong (≤ 0), unparseable (None, or a Verdict that says so), timeout, error. `reward` is
-      None, "cannot be scored", where any term of non-zero weight is None, and where the environment
+      0), wrong (≤ 0), unparseable (None, or a Verdict saying so), timeout, error. `reward` is
+      None, "cannot be scored", if any term of non-zero weight is None, and if the environment
       failed (a truncation "error"); it is kept out of every baseline. With terms of steps alone it
       is 0.
-    Raises: RewardError naming the term, the task and the cause where more than `max_error_rate` of
+    Raises: RewardError naming the term, the task and the cause if more than `max_error_rate` of
       the rollouts make a term raise, hang, or return anything but a finite number, a bool or None
-      (a list of these, one a rollout, where it is batched; one a step, where it is per step), and
-      where the aggregator does. ConfigError where every weight is 0, or a limit is out of range. A
-      Refusal raised by a function says what the user has to mend and passes unchanged.
+      (a list of these, one a rollout, if it is batched; one a step, if it is per step), and if
+      the aggregator does. ConfigError if every weight is 0, or a limit is out of range. A
+      Refusal raised by a function tells the user the remedy and passes unchanged.
     """
     if not isinstance(reward, Reward):
         raise ConfigError(
@@ -58,9 +58,9 @@ def score(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """The same with the rollouts shared out to all ranks, which all get all of them back.
+    """The same with the rollouts shared out to all ranks; each rank gets all of them back.
 
-    Where a function or `max_error_rate` looks at the whole batch, the first rank scores it.
+    If a function or `max_error_rate` looks at the whole batch, the first rank scores it.
     """
     if (
         reward.max_error_rate > 0
@@ -72,7 +72,7 @@ def score_spread(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
 
 
 def _as_played(rollout: Rollout) -> Rollout:
-    """The rollout before terms of steps were added to what its environment paid."""
+    """The rollout before terms of steps were added to its environment's payments."""
     if not rollout.environment_rewards:
         return rollout
     steps = tuple(
@@ -83,25 +83,25 @@ def _as_played(rollout: Rollout) -> Rollout:
 
 
 def _column(name: str, rollouts: Sequence[Rollout], reward: Reward) -> list[Checked]:
-    """What one term makes of all rollouts, in their order. Raises: RewardError where it fails on
-    too many."""
+    """The checked values of one term for all rollouts, in their order. Raises: RewardError if it
+    fails on too many."""
     term = reward.terms[name]
     count = len(rollouts)
     limit = reward.max_error_rate
     allowed = int(limit * count)
-    # a list that ends early has too many failures
+    # a list ending early has too many failures
     known = zip(rollouts, call_term(term, rollouts, allowed), strict=False)
     cells = [check_value(value, rollout, term, f"reward/{name}") for rollout, value in known]
     failed = [i for i, cell in enumerate(cells) if cell.failure]
     if len(failed) > limit * count:
-        first = failed[allowed]  # the one that was too many
+        first = failed[allowed]  # the one too many
         rate = f" ({len(failed)} of {count} rollouts failed, more than max_error_rate={limit:g})"
         raise reward_error(f"term {name!r}", rollouts[first], cells[first], rate if limit else "")
     return cells
 
 
 def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -> Rollout:
-    """The rollout with what its terms made of it, the rewards of its steps included, and without a
+    """The rollout with the values of its terms, the rewards of its steps included, and without a
     reward yet."""
     scored = rollout._replace(
         reward=None,
@@ -125,7 +125,7 @@ def _with_scores(rollout: Rollout, row: Mapping[str, Checked], reward: Reward) -
 
 
 def _aggregated(rollouts: Sequence[Rollout], reward: Reward) -> list[Rollout]:
-    """The rollouts with `reward`, where no term of non-zero weight is None."""
+    """The rollouts with `reward`, if no term of non-zero weight is None."""
     counted = [name for name, term in reward.terms.items() if term.weight]
     places = [
         i
@@ -159,7 +159,7 @@ def _require_bounded(rollouts: Sequence[Rollout]) -> None:
 
 
 def _aggregates(term: Term, rollouts: Sequence[Rollout], reward: Reward) -> Sequence[Any]:
-    """What the aggregator gave for each rollout: a value, alone or with metrics, or an
+    """The aggregator's value for each rollout: a number, alone or with metrics, or an
     exception."""
     weights = {
         name: own.weight for name, own in reward.terms.items() if own.weight and not own.per_step

@@ -1,8 +1,8 @@
 """From named components to one reward. An aggregator sees the components of non-zero weight, none
 of them None.
 
-Weights are factors on the components, so that a negative one makes a penalty of a component under
-every aggregator. One that is marked `batched` takes all scored rollouts at once and gives a list:
+Weights are factors on the components, so a negative one makes a penalty of a component under
+every aggregator. One marked `batched` takes all scored rollouts at once and gives a list:
 (rollouts, weights) → rewards.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from rlkit.rewards.declarations import batched
-from rlkit.types import AggregatorFn, Rollout, keeps
+from rlkit.types import Rollout, keeps
 
 
 @keeps("non_negative", "raw")
@@ -46,7 +46,7 @@ def largest(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 @keeps("non_negative", "raw")
 def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Σ weight * score / Σ |weight|: on the scale of the components, whatever their weights add up
-    to. Between the smallest and the largest score where no weight is negative.
+    to. Between the smallest and the largest score if no weight is negative.
 
     Args: as those of `weighted_sum`, at least one component.
     """
@@ -55,7 +55,7 @@ def mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 @keeps("binary", "non_negative", "raw")
 def product(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Π weight * score: a component of 0 makes the reward 0, so that a right answer in the wrong
+    """Π weight * score: a component of 0 makes the reward 0, so a right answer in the wrong
     form earns nothing.
 
     Args: as those of `weighted_sum`. Two negative factors make a positive one: meant for components
@@ -72,7 +72,7 @@ def group_normalised(
     """Σ_k weight_k * (r_k - mean_g(r_k)) / (std_g(r_k) + eps): each component on the scale of its
     own spread within the prompt's group.
 
-    So a component that varies little is not drowned by one that varies much. The rewards of a group
+    So a component varying little is not drowned by one varying much. The rewards of a group
     sum to 0; their level is gone, so `reward/mean` is 0, and `reward/NAME/mean` tells how good the
     policy is. GDPO as published divides once more, over the batch: algorithm/advantage=raw
     algorithm/normalization=batch.
@@ -81,7 +81,7 @@ def group_normalised(
       rollouts: with the components in `rewards`, each one's prompt in `group`.
       weights: component → weight.
       eps: ≥ 0, in units of a component.
-    Returns: a reward for each rollout, dimensionless; the deviation is that of a sample (n-1). A
+    Returns: a reward for each rollout, dimensionless; the deviation is of a sample (n-1). A
       component without spread in a group, or a group of one, adds exactly 0.
     Source: GDPO, Liu et al. 2026, arXiv:2601.05242.
     """
@@ -99,13 +99,3 @@ def group_normalised(
             for i, x in zip(members, column, strict=True):
                 out[i] += weight * (x - centre) / (spread + eps)
     return out
-
-
-_CHECKED: tuple[AggregatorFn, ...] = (
-    weighted_sum,
-    smallest,
-    largest,
-    mean,
-    product,
-    group_normalised,
-)  # mypy fails where one is none

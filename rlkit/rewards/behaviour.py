@@ -16,8 +16,8 @@ Unit = Literal["words", "tokens"]
 
 @no_gold
 def environment(rollout: Rollout) -> float | None:
-    """What the environment paid at its steps, where it counts already; None, cannot be scored,
-    where it failed.
+    """The sum paid by the environment at its steps, counted there already; None, cannot be
+    scored, if the environment failed.
 
     >>> from rlkit.types import Task
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
@@ -40,8 +40,8 @@ def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
 
     Args:
       rollout: scored by its last reply, as `numeric` does.
-      max_turns: ≥ 1, the environment's; more replies than that score as many.
-    Returns: 0 … 1; None where `numeric` cannot read `task.answer`.
+      max_turns: ≥ 1, the environment's; more replies score as many.
+    Returns: 0 … 1; None if `numeric` cannot read `task.answer`.
     """
     correct = numeric(rollout)
     return (
@@ -67,7 +67,7 @@ def length(
     Args:
       unit: words of the final reply, thinking excluded (text between white space), or sampled
         tokens of the whole episode, thinking included.
-      low, high: bounds in that unit, both within the band; 0 ≤ low ≤ high.
+      low, high: bounds in this unit, both within the band; 0 ≤ low ≤ high.
       below, above, inside: the three scores.
     Returns: one of them. A reply cut off by the length limit counts as long as it got.
     Raises: ConfigError for bounds that leave no band.
@@ -96,10 +96,10 @@ def soft_length(
 
     Args:
       unit: as in `length`.
-      limit: length of the full penalty; buffer: length over which it sets in, 0 < buffer ≤ limit.
+      limit: length of the full penalty; buffer: length of the ramp, 0 < buffer ≤ limit.
       penalty: of an overlong reply, > 0.
     Returns: a score in [-penalty, 0].
-    Raises: ConfigError for a buffer that is not within the limit.
+    Raises: ConfigError for a buffer outside the limit.
     Source: DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476, there on tokens and beside the reward
       (algorithm/overlong=penalty).
     """
@@ -124,7 +124,7 @@ def measure(rollout: Rollout, unit: Unit) -> int:
 def band(
     value: int, *, low: int, high: int | None, below: float, above: float, inside: float
 ) -> float:
-    """Which of three scores a count earns; both bounds are inside, and a `high` of None has no end.
+    """One of three scores for a count; both bounds are inside, and a `high` of None has no end.
     Raises ConfigError."""
     if low < 0 or (high is not None and high < low):
         raise ConfigError(f"a band needs 0 <= low <= high, not low={low}, high={high}")
@@ -135,15 +135,15 @@ def band(
 
 @gives("raw")
 def repetition(rollout: Rollout, *, n: int = 3, penalty: float = 1.0) -> float:
-    """-penalty * (1 - distinct n-grams / n-grams), over everything that the policy wrote.
+    """-penalty * (1 - distinct n-grams / n-grams), over everything written by the policy.
 
     Args:
       n: words of an n-gram, > 0; case is folded. Sources take 3 (open-r1) up to 40 on tokens (Yeo
         et al.).
-      penalty: of a reply that says one thing for ever, ≥ 0.
+      penalty: of a reply repeating one thing for ever, ≥ 0.
     Returns: a score in (-penalty, 0]. Thinking counts as well as content. Each of these texts is
-      looked at by itself: no n-gram spans two of them, and what a later reply says again is no
-      repetition. 0 where every text is shorter than n words.
+      looked at by itself: no n-gram spans two of them, and words said again in a later reply
+      are no repetition. 0 if every text is shorter than n words.
     Raises: ConfigError for n or penalty out of range.
     Source: Yeo et al. 2025, appendix C.2, arXiv:2502.03373, there token by token; this is its sum
       over a reply.
@@ -177,13 +177,13 @@ def tool_usage(
     above: float = 0.5,
     inside: float = 1.0,
 ) -> float:
-    """A band over the tool calls that worked, all replies together.
+    """A band over the successful tool calls, all replies together.
 
     Args:
       low, high: bounds, both within the band; null: no upper one.
       below, above, inside: the three scores.
-    Returns: one of them. A call that could not be read, that names no tool, that raised or that was
-      never answered is no use of a tool: it earns nothing, and it does not count as one too many
+    Returns: one of them. A call without effect (unreadable, of no tool, raising, or never answered)
+      is no use of a tool: it earns nothing, and it does not count as one too many
       either.
     Raises: ConfigError for bounds that leave no band.
     """

@@ -1,6 +1,6 @@
 """Calling the functions of terms: plain, async or batched, with limits of time, in threads.
 
-A call gives a value or, in its place, an exception. What that value is worth is not looked at here.
+A call gives a value or, in its place, an exception. The worth of this value is not looked at here.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from rlkit.system.shared_state import Watch, current
 from rlkit.system.waiting import note_movement, waiting
 from rlkit.types import Rollout
 
-# seconds beyond a term's timeout after which async calls that block their event loop are given up
+# seconds beyond a term's timeout until async calls blocking their event loop are given up
 GRACE = 15.0
 
 
 class Misshapen(Exception):
-    """What a function returned is no reward."""
+    """A returned value is no reward."""
 
 
 class Unawaited(Exception):
-    """A call that was not awaited to its end, because the step has failed."""
+    """A call not awaited to its end, because the step has failed."""
 
 
 def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any]:
-    """What the term's function gave for each rollout: a value or an exception.
+    """The result of the term's function for each rollout: a value or an exception.
 
-    Async calls are awaited together, after the plain ones. The list ends at the timeout that is one
-    more than `allowed`: the step has failed then, and each further call may take as long.
+    Async calls are awaited together, after the plain ones. The list ends at the first timeout
+    beyond `allowed`: the step has failed then, and each further call may take as long.
     """
     values: list[Any] = []
     timeouts = 0
@@ -61,10 +61,10 @@ def call_term(term: Term, rollouts: Sequence[Rollout], allowed: int) -> list[Any
 
 
 def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
-    """What the function returned for each rollout, one by one: a value, an exception, or what has
-    yet to be awaited.
+    """The result of the function for each rollout, one by one: a value, an exception, or an
+    awaitable.
 
-    Each call has copies of its own, and shared state that it changes is put back before the next
+    Each call has copies of its own, and shared state changed by it is put back before the next
     one. The watcher names the function by the time of all calls together (rlkit.system.waiting).
     """
     with waiting("the reward", term.fn, count=len(rollouts)):
@@ -87,7 +87,7 @@ def call_each(term: Term, rollouts: Sequence[Rollout]) -> Iterable[Any]:
 
 
 def call(function: Callable[[], Any], term: Term, watch: Watch, *, here: bool = True) -> Any:
-    """What a call of the term's function returns, or the exception that it raises. `here`: in the
+    """The value returned by the term's function, or the exception raised. `here`: in the
     thread of the watch."""
 
     def work() -> Any:
@@ -108,7 +108,7 @@ def on_copy(function: Callable[..., Any], given: Any, *more: Any) -> Any:
 
 
 def spread(values: Any, count: int) -> Sequence[Any]:
-    """A batched function's list, or its failure as that of every rollout."""
+    """A batched function's list, or its failure as every rollout's."""
     failure = (
         values
         if isinstance(values, Exception)
@@ -118,7 +118,7 @@ def spread(values: Any, count: int) -> Sequence[Any]:
 
 
 def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
-    """What is wrong with what should be a list of so many."""
+    """The fault of a value meant to be a list of so many."""
     if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count:
         return None
     size = f"a list of {len(values)}" if isinstance(values, list) else type(values).__name__
@@ -129,8 +129,8 @@ def shape_problem(values: Any, count: int, what: str) -> Misshapen | None:
 
 
 def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
-    """What calls return, in their order, with so many of them under way at the same time. The first
-    Refusal among them is raised."""
+    """The values of calls, in their order, with so many of them under way at the same time. The
+    first Refusal among them is raised."""
 
     async def together() -> list[Any]:
         places = asyncio.Semaphore(threads)
@@ -147,7 +147,7 @@ def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[Any]:
 
 
 def _closed(value: Any) -> Any:
-    """A value; in the place of what has yet to be awaited, which it never will be, Unawaited."""
+    """A value; in the place of an awaitable, now never awaited, Unawaited."""
     if inspect.iscoroutine(value):
         value.close()
     return Unawaited() if inspect.isawaitable(value) else value
@@ -157,8 +157,8 @@ def _awaited(awaitables: Sequence[Awaitable[Any]], term: Term, allowed: int = 0)
     """Results or exceptions, all in flight together. In a thread: a notebook has a running event
     loop of its own.
 
-    Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; what is not
-    there yet is Unawaited.
+    Nothing more is awaited once there are more exceptions than `allowed`, or a Refusal; missing
+    results are Unawaited.
     """
     if not awaitables:
         return []

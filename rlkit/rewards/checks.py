@@ -1,4 +1,4 @@
-"""Whether what a function gave is a score, and how that score came about."""
+"""Whether a returned value is a score, and how it came about."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rlkit.rewards.terms import Term
 from rlkit.rewards.verdicts import Paid, ScoreStatus, Verdict
 from rlkit.types import Rollout, unpacked
 
-TAKEN = ("mean", "std", "variance_share")  # reward/TERM/… that rlkit measures
+TAKEN = ("mean", "std", "variance_share")  # measured by rlkit itself as reward/TERM/…
 LARGEST = 1e15  # of a reward: the squares of a batch of larger ones leave float32
 
 
 class RewardError(RLKitError, RuntimeError):
-    """A reward function raised, hung, or returned what is no reward. Never counted as a score of 0.
-    `rollout` is where it happened."""
+    """A reward function raised, hung, or returned no reward. Never counted as a score of 0. It
+    happened in `rollout`."""
 
     def __init__(self, message: str, rollout: Rollout | None = None) -> None:
         super().__init__(message)
@@ -26,13 +26,13 @@ class RewardError(RLKitError, RuntimeError):
 
 
 class Checked(NamedTuple):
-    """What a term, or the aggregator, makes of one rollout.
+    """The value of a term, or of the aggregator, for one rollout.
 
     score      a finite number; None: the rollout cannot be scored
-    component  what is logged: the score, or what an episode was paid at its steps (`Paid`)
-    steps      rewards of the steps, where the term is one of steps
-    metrics    what the function measured beside the score, by the name in the step's row
-    failure    why there is no score, where the function is to blame; cause: the exception
+    component  logged: the score, or the sum paid to an episode at its steps (`Paid`)
+    steps      rewards of the steps, if the term is one of steps
+    metrics    measured by the function beside the score, by the name in the step's row
+    failure    why there is no score, if the function is to blame; cause: the exception
     """
 
     score: float | None
@@ -65,7 +65,7 @@ def check_value(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
 
 
 def reward_error(who: str, rollout: Rollout, failed: Checked, rate: str = "") -> RewardError:
-    """The error that ends a run after too many failures. `rate` counts them."""
+    """The error at the end of a run with too many failures. `rate` counts them."""
     said = (
         f"the last reply was {rollout.final_content[:200]!r}"
         if rollout.steps
@@ -111,8 +111,8 @@ def _number(value: Any) -> float | None:
 
 
 def _metric(name: str, value: Any, part: str) -> float | None:
-    """A metric beside a score. Raises: Misshapen for a name that rlkit uses, and for what is no
-    number."""
+    """A metric beside a score. Raises: Misshapen for a name used by rlkit, and for anything but
+    a number."""
     if part != "aggregator" and (name in TAKEN or name.endswith("_frac")):
         raise Misshapen(f"a metric {name!r}, which rlkit has already; give it another name")
     return _number(value)

@@ -1,4 +1,4 @@
-"""What a reward function or an aggregator declares of itself, read in one place."""
+"""Declarations of a reward function or an aggregator about itself, read in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Declared(NamedTuple):
 
     batched   it takes the list of all rollouts and returns a list of scores
     no_gold   its rows have no gold answer to try
-    problems  (tasks) → why it cannot read the truth of each, "" where it can; None: it reads none
+    problems  (tasks) → why it cannot read the truth of each, "" if it can; None: it reads none
     """
 
     batched: bool = False
@@ -28,9 +28,10 @@ class Declared(NamedTuple):
 
 
 def declared(fn: Callable[..., Any]) -> Declared:
-    """Return what a function declares.
+    """Return the declarations of a function.
 
-    A `functools.partial` declares what it wraps declares, and binds its keywords to `problems`.
+    A `functools.partial` has the declarations of its function, and binds its keywords to
+    `problems`.
     """
     keywords: dict[str, Any] = {}
     while isinstance(fn, partial) and not hasattr(fn, MARK):
@@ -52,31 +53,31 @@ def batched(fn: F) -> F:
 
 
 def no_gold(fn: F) -> F:
-    """Mark a reward whose rows have no gold answer to try: the environment, a model or the row's
+    """Mark a reward without a gold answer in its rows to try: the environment, a model or the row's
     own package judges."""
     return _declare(fn, no_gold=True)
 
 
 def reads_truth(problem: Callable[..., str]) -> Callable[[F], F]:
-    """Mark a reward function as one that has to read `task.answer`.
+    """Mark a reward function as a reader of `task.answer`.
 
     Args:
-      problem: (task, and the keywords that a config binds to the function) → why the function
-        cannot read the task's truth, as the end of a sentence that begins with the truth; "" where
-        it can. It is asked once for every row, so it has to be quick.
+      problem: (task, and the keywords bound to the function by a config) → why the function
+        cannot read the task's truth, as the end of a sentence beginning with the truth; "" if it
+        can. It is asked once for every row, so it has to be quick.
     """
     return reads_truths(lambda tasks, **keywords: [problem(task, **keywords) for task in tasks])
 
 
 def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
-    """`reads_truth` for a function that asks about all rows at once: (tasks, keywords) → one
+    """`reads_truth` for a question about all rows at once: (tasks, keywords) → one
     problem for each task."""
     return partial(_declare, problems=problems)
 
 
 def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:
-    """Why a reward function cannot read the truth of each task; "" where it can, and for functions
-    that are not marked."""
+    """Why a reward function cannot read the truth of each task; "" if it can, and for unmarked
+    functions."""
     problems = declared(fn).problems
     if problems is None or not tasks:
         return [""] * len(tasks)

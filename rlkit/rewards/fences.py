@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-# Only these end a line: str.splitlines also cuts at U+2028, \x0c, \x1c and others, which may stand
-# in a string of a program.
+# Only these end a line: str.splitlines also cuts at U+2028, \x0c, \x1c and others, and these may
+# stand in a string of a program.
 LINE_END = re.compile(r"\r\n|\r|\n")
 QUOTE = r"(?:[ \t]*>)"
 LIST_MARKER = r"(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)"
@@ -29,10 +29,10 @@ class Block(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A block that is being read."""
+    """A block being read."""
 
     fence: str  # its run of backticks or tildes
-    info: str  # what stands behind it
+    info: str  # the text behind it
     indent: int  # columns before it
     quotes: int  # block quotes around it
     lines: list[str]
@@ -43,14 +43,14 @@ def code_blocks(text: str) -> list[Block]:
 
     Well-formed blocks are read as CommonMark reads them: backticks or tildes, three or more, closed
     by a run at least as long, in lists and in block quotes; a block that is never closed reaches to
-    the end. These slips of writers are mended, which CommonMark takes as code or as prose:
+    the end. These slips of writers are mended (CommonMark takes them as code or as prose):
 
     - a closing fence behind the last line of code, unless a fence or an open quotation mark stands
       before it on that line;
     - an opening fence with a language while a block is open: the block ends there;
     - an opening fence behind prose, if it names Python;
-    - fences indented by four columns or more, and code that is indented less than its fence;
-    - an HTML tag on the line before the fence, such as <answer>.
+    - fences indented by four columns or more, and code indented less than its fence;
+    - an HTML tag on the line before the fence, for example <answer>.
 
     A fence inside a program's string is told by its indentation: a closing fence is at most three
     columns deeper than the opening one. The time is linear in the text.
@@ -115,7 +115,7 @@ def _closes(block: _Open, line: str) -> bool:
 
 
 def _before_glued_fence(fence: str, line: str) -> str | None:
-    """What stands before a closing fence at the end of a line of code; None where there is no such
+    """The text before a closing fence at the end of a line of code; None without a
     fence."""
     line = line.rstrip(" \t")
     before = line.rstrip(fence[0])
@@ -137,7 +137,7 @@ def _columns(line: str) -> int:
 
 
 def _without_margin(lines: list[str]) -> str:
-    """The lines without the indentation of the first line of code, which a program has at column 0.
+    """The lines without the indentation of the first line of code: a program has it at column 0.
     Comments may stand anywhere."""
     margins = [len(line) - len(line.lstrip(" \t")) for line in lines]
     first = next(

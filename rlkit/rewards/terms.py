@@ -1,5 +1,5 @@
-"""A reward as a record: its terms by name, how often they may fail, and what makes them one
-number."""
+"""A reward as a record: its terms by name, how often they may fail, and their aggregator
+into one number."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rlkit.types import AggregatorFn, safe
 class Term(NamedTuple):
     """A component of a reward: a function of one rollout, plain or async.
 
-    fn        gives the score, or a pair (score, metrics): numbers by name, of which the step's row
-              has the mean as reward/TERM/NAME
+    fn        gives the score, or a pair (score, metrics): numbers by name; the step's row has
+              their mean as reward/TERM/NAME
     weight    factor in the aggregate; 0 makes it a shadow metric: scored and logged, not part of
               the reward
     batched   fn takes the list of all rollouts and returns a list of scores
     per_step  fn returns a list, one number or None a step. weight * number is added to
-              `Step.reward`, to what the environment paid there; the aggregate of the other terms
-              stands at the end. The component that is logged is the sum of the numbers
-    timeout   seconds that a call may take (of a batched term: the call for all rollouts); None: no
-              limit. An async function is cancelled. A plain one runs in a thread, which cannot be
-              killed: it is given up and goes on in the background, so what may truly hang belongs
+              `Step.reward`, to the environment's payment there; the aggregate of the other terms
+              stands at the end. The logged component is the sum of the numbers
+    timeout   seconds for a call (of a batched term: the call for all rollouts); None: no
+              limit. An async function is cancelled. A plain one runs in a thread, and this cannot
+              be killed: it is given up and goes on in the background, so code prone to hang belongs
               into a child process, as math_verify does it
-    threads   rollouts that a plain function scores at the same time, each in a thread, > 0: more
-              than 1 for one that waits, such as for an answer over the network. What it draws at
-              random then depends on the clock
+    threads   rollouts scored at the same time by a plain function, each in a thread, > 0: more
+              than 1 for one waiting, say, for an answer over the network. Its random draws then
+              depend on the clock
     """
 
     weight: float
@@ -54,8 +54,8 @@ class Reward(NamedTuple):
     aggregator      (scores, weights) → float, or one of the whole batch
                     (rlkit.rewards.aggregators). With metrics, as (float, metrics): numbers,
                     averaged over the scored rollouts as aggregator/NAME
-    max_error_rate  share of the rollouts, 0 … 1, on which a term may raise, hang or return what is
-                    no reward; beyond it scoring stops. Up to it, such a rollout cannot be scored
+    max_error_rate  share of the rollouts, 0 … 1, with a term raising, hanging or returning no
+                    reward; beyond it scoring stops. Up to it, such a rollout cannot be scored
                     (None) and is counted under `reward/NAME/error_frac` and `timeout_frac`
     normalize       trains on (reward - mean) / std over all episodes of the run so far
                     (rlkit.rewards.normalise); metrics stay raw
@@ -74,7 +74,7 @@ class Reward(NamedTuple):
 
 
 def require_terms(reward: Reward) -> None:
-    """Raise ConfigError where every weight is 0, a limit is out of range, or a function does not
+    """Raise ConfigError if every weight is 0, a limit is out of range, or a function does not
     fit its call."""
     if not any(term.weight for term in reward.terms.values()):
         raise ConfigError(
@@ -106,7 +106,7 @@ def require_terms(reward: Reward) -> None:
 
 
 def _uncallable(fn: Callable[..., Any]) -> str:
-    """Why a function cannot be called with one argument, and where it stands; "" where it can, or
+    """Why a function cannot be called with one argument, and its place; "" if it can, or
     has no signature."""
     try:
         inspect.signature(fn).bind(None)

@@ -1,4 +1,4 @@
-"""Rewards that compare the final reply's text. Thinking is not read, and an episode without a final
+"""Rewards comparing the final reply's text. Thinking is not read, and an episode without a final
 answer is wrong."""
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def exact_match(
     wrong: float = 0.0,
 ) -> float | None:
     """Whether the final reply equals `task.answer`, surrounding white space aside, after a parse
-    where one is given.
+    if one is given.
 
     Args:
-      parse: what is compared of both texts, such as `rlkit.rewards.extract_answer`; None from it:
-        there is nothing to compare. null compares the texts.
+      parse: the compared part of both texts, for example `rlkit.rewards.extract_answer`; None from
+        it: there is nothing to compare. null compares the texts.
       ignore_case: both are case-folded first.
       correct, wrong: the two scores.
-    Returns: `correct` or `wrong`; None for an empty `task.answer`, or one that cannot be parsed. A
-      reply that cannot be parsed is wrong, and its status unparseable.
+    Returns: `correct` or `wrong`; None for an empty `task.answer`, or one beyond parsing. A reply
+      beyond parsing is wrong, and its status unparseable.
     """
     truth = _parsed(rollout.task.answer, parse, ignore_case)
     if truth is None:
@@ -87,7 +87,7 @@ def format_match(
         part of it.
       correct, wrong: the two scores.
     Returns: `correct` or `wrong`; an episode without a final answer is wrong.
-    Raises: ConfigError for an empty pattern, or one that is not a regular expression.
+    Raises: ConfigError for an empty pattern, or one other than a regular expression.
     """
     if not pattern:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a reward function reads from a rollout, and what it may return instead of a plain number."""
+"""The answer read from a rollout, and the values of a reward function beside a plain number."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
 
 def final_answer(rollout: Rollout) -> str | None:
-    """Content of the last reply, thinking excluded, or None where the episode ended without a final
+    """Content of the last reply, thinking excluded, or None if the episode ended without a final
     answer.
 
-    There is none in an episode without a reply, in one that was truncated, in a reply cut off by
-    the length limit (what it would have said next is unknown), and in a reply that still calls
+    There is none in an episode without a reply, in a truncated one, in a reply cut off by the
+    length limit (its rest is unknown), and in a reply still calling
     tools.
     """
     if not rollout.steps or rollout.status == "truncated":
@@ -24,7 +24,7 @@ def final_answer(rollout: Rollout) -> str | None:
 
 
 class Verdict(float):
-    """A score that says how it came about, where the number alone does not: Verdict(0.0,
+    """A score with its status, if the number alone does not tell it: Verdict(0.0,
     "unparseable"), Verdict(0.0, "timeout")."""
 
     status: ScoreStatus
@@ -36,8 +36,8 @@ class Verdict(float):
 
 
 class Paid(Verdict):
-    """0 for an episode that has been rewarded at its steps already. What was paid there is the
-    component that is logged and that an algorithm reads, and does not count a second time."""
+    """0 for an episode rewarded at its steps already. The sum paid there is the component,
+    logged and read by algorithms; it does not count a second time."""
 
     def __init__(self, amount: float) -> None:
         self.amount = amount

@@ -271,10 +271,11 @@ def seccomp(libc: Any, instructions: list[Instruction]) -> None:
     """Puts the filter on this process and all its threads, for good."""
     import ctypes
 
+    # each a struct sock_filter
     code = b"".join(
         c.to_bytes(2, sys.byteorder) + bytes((t, f)) + k.to_bytes(4, sys.byteorder)
         for c, t, f, k in instructions
-    )  # struct sock_filter
+    )
     buffer = ctypes.create_string_buffer(code, len(code))
 
     class Program(ctypes.Structure):
@@ -412,104 +413,6 @@ def confine(job: Mapping[str, Any]) -> None:
 def powerless(libc: Any) -> None:
     """Root inside a container has no power left."""
     checked(libc.capset((0x20080522).to_bytes(4, sys.byteorder) + bytes(4), bytes(24)), "capset")
-
-
-# ----------------------------------------------------------------------------------- whole programs
-
-# Landlock's version 6 keeps a confined program of another's to its files, to one TCP port,
-# and to signals of its own. This filter closes what goes past it: sockets that are not TCP (MPTCP
-# and UDP are, and unix sockets by path), data in a TCP handshake, a port by `listen` alone,
-# io_uring, and other processes' memory, limits and priorities. The rest is allowed.
-# Landlock: execute and read; all but the making of devices
-RUN = 0x1 | 0x4 | 0x8
-OWN = 0x77BF
-FORBIDDEN = {
-    "listen": (50, 201),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "process_madvise": (440, 440),
-    "pidfd_getfd": (438, 438),
-    "io_uring_setup": (425, 425),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "kexec_load": (246, 104),
-    "open_by_handle_at": (304, 265),
-    "shmat": (30, 196),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "sched_setaffinity": (203, 122),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-}
-NEW_NAMESPACE = 0x7E020000
-FASTOPEN = 0x20000000
-
-
-def bpf_of_programs(machine: str) -> list[Instruction]:
-    """The filter of a whole program, see above."""
-    column, audit, clone, _, prlimit, _ = MACHINES[machine]
-    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    if machine == "x86_64":
-        program += [(ABOVE, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
-    for pair in FORBIDDEN.values():
-        program += only(pair[column], [])
-    # clone3: the C library falls back on clone
-    program += [(EQUAL, 0, 1, 435), (GIVE, 0, 0, ENOSYS)]
-    tcp = [
-        argument(0),
-        (EQUAL, 1, 0, 2),
-        (EQUAL, 0, 7, 10),  # IPv4 or IPv6
-        argument(1),
-        (AND, 0, 0, 0xF),
-        (EQUAL, 0, 4, 1),  # a stream
-        argument(2),
-        (EQUAL, 1, 0, 0),
-        (EQUAL, 0, 1, 6),
-        (GIVE, 0, 0, ALLOW),  # TCP
-    ]
-    program += only((41, 198)[column], tcp)
-    program += only(prlimit, [argument(0), (EQUAL, 0, 1, 0), (GIVE, 0, 0, ALLOW)])  # of oneself
-    flags = (
-        (clone, 0, NEW_NAMESPACE),
-        ((44, 206)[column], 3, FASTOPEN),
-        ((46, 211)[column], 2, FASTOPEN),
-        ((307, 269)[column], 3, FASTOPEN),
-    )
-    for number, index, bits in flags:
-        program += only(number, [argument(index), (BITS, 1, 0, bits), (GIVE, 0, 0, ALLOW)])
-    return [*program, (GIVE, 0, 0, ALLOW)]
-
-
-def confine_program(readable: list[str], port: int) -> None:
-    """This process, and the program that it becomes, reads and runs `readable`, writes its folder
-    and connects to `port`, no more."""
-    import ctypes
-    import os
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
-    landlock(libc, [*((path, RUN) for path in readable), (".", OWN)], port=port)
-    powerless(libc)
-    seccomp(libc, bpf_of_programs(os.uname().machine))
 
 
 # ------------------------------------------------------------------------------------------- values

@@ -100,9 +100,8 @@ def passes(check: Check, *results: Result) -> bool:
     values = {f"value_{i}": result.value for i, result in enumerate(results)}
     try:
         return truth(evaluate(_parsed(check.verdict), values))
-    except (
-        Exception
-    ):  # the assert would raise, too: isclose(10**400, 1.0), sorted([1, "a"]), min([]), …
+    except Exception:
+        # the assert would raise, too: isclose(10**400, 1.0), sorted([1, "a"]), min([]), …
         return False
 
 
@@ -168,9 +167,8 @@ def _outside(node: ast.expr, s: _Split, asked: bool) -> ast.expr:
             return ast.UnaryOp(node.op, _outside(node.operand, s, True))
         case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
             return ast.UnaryOp(node.op, inner(node.operand))
-        case ast.BinOp() if type(node.op) in ARITHMETIC and not _is_text(
-            node.left
-        ):  # "%d" % x is no arithmetic
+        # "%d" % x is no arithmetic
+        case ast.BinOp() if type(node.op) in ARITHMETIC and not _is_text(node.left):
             return ast.BinOp(inner(node.left), node.op, inner(node.right))
         case ast.BoolOp():
             return ast.BoolOp(node.op, [_outside(part, s, True) for part in node.values])

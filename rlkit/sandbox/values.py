@@ -26,9 +26,8 @@ SCALARS: dict[bytes, Callable[[bytes], Any]] = {  # tag → payload → value
     b"b": bytes,
     b"o": lambda payload: Opaque(payload.decode("utf-8", "replace")),
 }
-COLLECTIONS: dict[
-    bytes, Callable[[list[Any]], Any]
-] = {  # tag → items → value; of a dict keys and values in turn
+# tag → items → value; the items of a dict are its keys and values in turn
+COLLECTIONS: dict[bytes, Callable[[list[Any]], Any]] = {
     b"l": list,
     b"t": tuple,
     b"S": set,

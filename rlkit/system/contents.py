@@ -12,12 +12,13 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.errors import DataError
+from rlkit.system.digest import digest_more
 from rlkit.system.files import open_regular, read_regular, reason
 from rlkit.system.rows import digest_line
 from rlkit.system.shards import members
@@ -32,30 +33,35 @@ APPENDED = (  # files that grow while a run goes on; what a checkpoint lists of 
     "samples/steps_*.md",
 )
 REWRITTEN = (  # other files that a resume reads or writes, and can do without
-    *("run.json", "summary.json", "metrics.csv", "metrics.discarded.jsonl", "metrics.unreadable"),
+    "run.json",
+    "summary.json",
+    "metrics.csv",
+    "metrics.discarded.jsonl",
+    "metrics.unreadable",
     PROMPTS,
-    *(
-        "*.discarded.jsonl.gz",
-        "held_out/*.discarded.jsonl.gz",
-        ".hydra/config.yaml",
-        ".hydra/hydra.yaml",
-    ),
-    *("checkpoints/best.json", "tensorboard/hparams.yaml", "wandb.id", "mlflow.id"),
+    "*.discarded.jsonl.gz",
+    "held_out/*.discarded.jsonl.gz",
+    ".hydra/config.yaml",
+    ".hydra/hydra.yaml",
+    "checkpoints/best.json",
+    "tensorboard/hparams.yaml",
+    "wandb.id",
+    "mlflow.id",
 )
 FOLDERS = (
-    *(
-        ".hydra",
-        "rollouts",
-        "held_out",
-        "held_out/validation",
-        "held_out/test",
-        "completions",
-        "completions.discarded",
-    ),
-    *("samples", "checkpoints", "tensorboard", "debug"),
+    ".hydra",
+    "rollouts",
+    "held_out",
+    "held_out/validation",
+    "held_out/test",
+    "completions",
+    "completions.discarded",
+    "samples",
+    "checkpoints",
+    "tensorboard",
+    "debug",
 )
 SPAN = re.compile(r"steps_(\d+)-(\d+)\.")
-CHUNK = 1 << 20
 SHOWN = 3  # files that a sentence names
 
 
@@ -87,18 +93,10 @@ def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashe
 def _measure_file(path: Path, before: Hashed | None) -> Hashed:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        known = (
-            before if before is not None and before.size <= size else Hashed(0, hashlib.sha256())
-        )
-        file.seek(known.size)
-        return Hashed(size, _digest_more(file, size - known.size, known.digest.copy()))
-
-
-def _digest_more(file: Any, count: int, digest: Any) -> Any:
-    while count and (part := file.read(min(count, CHUNK))):
-        digest.update(part)
-        count -= len(part)
-    return digest
+        if before is None or before.size > size:
+            before = Hashed(0, hashlib.sha256())
+        file.seek(before.size)
+        return Hashed(size, digest_more(file, size - before.size, before.digest.copy()))
 
 
 def list_files(folder: Path, measured: Mapping[str, Hashed]) -> dict[str, Any]:
@@ -114,7 +112,11 @@ def list_files(folder: Path, measured: Mapping[str, Hashed]) -> dict[str, Any]:
 
 
 def _appended(folder: Path) -> list[Path]:
-    return sorted(path for pattern in APPENDED for path in folder.glob(pattern))
+    return _matching(folder, APPENDED)
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
 # ---------------------------------------------------------------------------------- before a resume
@@ -127,23 +129,17 @@ def clear_places(folder: Path) -> None:
     Raises: DataError naming a file or folder that may not be read.
     """
     for name in FOLDERS:
-        if (folder / name).is_dir():
-            require_readable(folder / name)
-        elif os.path.lexists(folder / name):
-            print(
-                f"resume: {name} is no folder and is kept as {set_aside(folder, name)}", flush=True
-            )
-    for path in sorted(
-        path for pattern in (METRICS, *APPENDED, *REWRITTEN) for path in folder.glob(pattern)
-    ):
-        if path.is_file():
-            require_readable(path)
-        else:
-            name = path.relative_to(folder).as_posix()
-            print(
-                f"resume: {name} is no regular file and is kept as {set_aside(folder, name)}",
-                flush=True,
-            )
+        _clear(folder, folder / name, Path.is_dir, "folder")
+    for path in _matching(folder, (METRICS, *APPENDED, *REWRITTEN)):
+        _clear(folder, path, Path.is_file, "regular file")
+
+
+def _clear(folder: Path, path: Path, fits: Callable[[Path], bool], kind: str) -> None:
+    if fits(path):
+        require_readable(path)
+    elif os.path.lexists(path):
+        name = path.relative_to(folder).as_posix()
+        print(f"resume: {name} is no {kind} and is kept as {set_aside(folder, name)}", flush=True)
 
 
 def require_readable(path: Path) -> None:
@@ -154,10 +150,14 @@ def require_readable(path: Path) -> None:
         else:
             open_regular(path).close()
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run"
-            " folder"
-        ) from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run"
+        " folder"
+    )
 
 
 def set_aside(folder: Path, name: str) -> str:
@@ -206,9 +206,8 @@ def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: i
     for path in _appended(folder):
         name = path.relative_to(folder).as_posix()
         if name not in files and any(held <= step for held, _ in _steps(path)):
-            faults.setdefault(
-                (path.relative_to(folder).parts[0], "was not there at the checkpoint"), []
-            ).append(name)
+            fault = Path(name).parts[0], "was not there at the checkpoint"
+            faults.setdefault(fault, []).append(name)
     for (place, why), names in faults.items():
         kept = [set_aside(folder, name) for name in names if os.path.lexists(folder / name)]
         more = f", as are {len(names) - SHOWN} more files of {place}/" if len(names) > SHOWN else ""
@@ -222,15 +221,12 @@ def _fault(path: Path, size: int, digest: str, step: int) -> str:
     try:
         with open_regular(path) as file:
             held = os.fstat(file.fileno()).st_size
-            same = held >= size and _digest_more(file, size, hashlib.sha256()).hexdigest() == digest
+            same = held >= size and digest_more(file, size, hashlib.sha256()).hexdigest() == digest
         foreign = same and any(start >= size and own <= step for own, start in _steps(path))
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({reason(error)}); make it readable, or move it out of the run"
-            " folder"
-        ) from None
+        raise _unreadable(path, error) from None
     if same and not foreign:
         return ""
     return "does not begin with what this run wrote" if held else "is empty"

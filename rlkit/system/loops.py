@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -306,42 +304,3 @@ def closing() -> Iterator[None]:
 async def awaited(value: Any) -> Any:
     """The value, or what it gives where it has to be awaited: for what may be plain or async."""
     return await value if inspect.isawaitable(value) else value
-
-
-class AtMost:
-    """At most `n` blocks run at the same time, in whichever event loops and threads. Those that
-    wait are served in their order."""
-
-    def __init__(self, n: int):
-        self.free = n
-        self.lock = threading.Lock()
-        self.queue = deque[Future[None]]()
-
-    @asynccontextmanager
-    async def held(self, late: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-        """A block that holds a slot. `late` is called where it has to wait for one, before it
-        waits."""
-        turn: Future[None] = Future()
-        self.queue.append(turn)
-        self._give(0)
-        if not turn.done():
-            late()
-        try:
-            await asyncio.wrap_future(turn)
-        except asyncio.CancelledError:
-            if not turn.cancel():  # it was given at the same moment
-                self._give(1)
-            raise
-        try:
-            yield
-        finally:
-            self._give(1)
-
-    def _give(self, back: int) -> None:
-        with self.lock:
-            self.free += back
-            while self.free and self.queue:
-                turn = self.queue.popleft()
-                if turn.set_running_or_notify_cancel():
-                    self.free -= 1
-                    turn.set_result(None)

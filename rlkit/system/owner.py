@@ -105,9 +105,8 @@ def identity() -> dict[str, Any]:
         **describe_process(os.getpid()),
         "since": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "beat": time.time(),
-        "slurm": (
-            [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None
-        ),  # and how often it was queued again
+        # the job, and how often it was queued again
+        "slurm": [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None,
     }
 
 
@@ -165,9 +164,8 @@ def lives(found: Mapping[str, Any]) -> bool:
         return runs_here(found)
     mine = identity()["slurm"]
     theirs = found.get("slurm")
-    again = (
-        mine is not None and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine
-    )  # the same job, queued again
+    # the same job, queued again
+    again = mine and isinstance(theirs, list) and theirs[:1] == mine[:1] and theirs != mine
     return not again and time.time() - found["beat"] < DEAD
 
 

@@ -118,9 +118,8 @@ def split_of_expression(text: str) -> Split:
     return "validation" if tenth == 1 else "train"
 
 
-@functools.lru_cache(
-    maxsize=16384
-)  # three splits of the default size; a run asks again for every split and phase
+# three splits of the default size; a run asks again for every split and phase
+@functools.lru_cache(maxsize=16384)
 def problem(seed: int, index: int, split: Split) -> Problem:
     """Problem number `index` of a split, from a generator of its own."""
     return draw_of(random.Random(f"arithmetic {seed} {split} {index}"), (split,))

@@ -117,11 +117,8 @@ def guess_number(
             answer=str(number),
             reward="few_turns",
             environment="guess_number",
-            metadata={
-                "low": low,
-                "high": high,
-                "correct_from": 1e-6,
-            },  # found at all; only the first guess earns 1
+            # correct: found at all; only the first guess earns 1
+            metadata={"low": low, "high": high, "correct_from": 1e-6},
         )
         for i, number in enumerate(drawn[:count])
     ]

@@ -185,9 +185,8 @@ def _hub(path: str, name: str | None) -> Readers:
         from datasets import load_dataset
 
         found = load_dataset(path, name)
-    except (
-        Exception
-    ) as error:  # whatever the hub client raises, the user has to mend the path or the network
+    except Exception as error:
+        # whatever the hub client raises, the user has to mend the path or the network
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
             f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}."

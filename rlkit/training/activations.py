@@ -110,12 +110,6 @@ def measure_activations(model: nn.Module, rows: int, width: int) -> int:
     return int(a + rows * (b * width + c * width * width))
 
 
-def measure_token(model: nn.Module, width: int) -> float:
-    """Bytes that one token more adds to a micro-batch of rows of `width` tokens: b + c·width."""
-    _, b, c = fit_activations(model)
-    return b + c * width
-
-
 def fit_activations(model: nn.Module) -> tuple[float, float, float]:
     """Coefficients of a + b·L + c·L², the bytes that a trunk keeps for the backward pass of a row
     of L tokens.
@@ -161,13 +155,9 @@ def longest_lengths(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> Len
     turns = [(environment_of(x.environment, task), task) for task in tasks[:16]]
     openings = [opening(task, environment) for environment, task in turns]
     prompts = [len(encode_prompt(policy.renderer, own.prompt, own.schemas)) for own in openings]
-    longest = max(
-        (
-            p + e.max_steps * x.generation.max_new_tokens
-            for p, (e, _) in zip(prompts, turns, strict=True)
-        ),
-        default=1,
-    )
+    tokens = x.generation.max_new_tokens
+    whole = [p + e.max_steps * tokens for p, (e, _) in zip(prompts, turns, strict=True)]
+    longest = max(whole, default=1)
     return Lengths(min(prompts, default=0), min(policy.context_length, longest))
 
 

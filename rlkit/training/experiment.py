@@ -54,13 +54,11 @@ class Sampling(NamedTuple):
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
-    admission: Literal["rounds", "barrier", "free"] = (
-        "rounds"  # when an answer that waited joins the decoding again (SamplingParams)
-    )
+    # when an answer that waited joins the decoding again (SamplingParams)
+    admission: Literal["rounds", "barrier", "free"] = "rounds"
     admission_rounds: int = 16
-    kernel: Literal["auto", "eager", "fused"] = (
-        "auto"  # of the cached engine, which is given it too
-    )
+    # of the cached engine, which is given it too
+    kernel: Literal["auto", "eager", "fused"] = "auto"
     cache: Literal["gather", "varlen"] = "gather"  # the same
 
     @property
@@ -93,9 +91,8 @@ class Evaluation(NamedTuple):
     temperature: float = 1.0  # of the sampled replies
     max_new_tokens: int | None = None  # None: as in training
     seed: int = 0  # of the sampled replies
-    curve_temperature: float = (
-        0.0  # of the one reply per task before, during and after training; 0 is greedy
-    )
+    # of the one reply per task before, during and after training; 0 is greedy
+    curve_temperature: float = 0.0
     stop_at: float | None = None  # validation accuracy at which training ends
     max_time: float | None = None  # minutes of one evaluation; None waits for ever
 
@@ -127,12 +124,10 @@ class TrainerSettings(NamedTuple):
     nodes: int = 1
     timeout: float = 1800.0  # seconds that a rank waits for the others
     max_step_time: float | None = 60.0  # minutes in which nothing moves; None waits for ever
-    max_nonfinite: int = (
-        5  # updates in a row, skipped since loss or gradient is not finite, at which the run stops
-    )
-    requeue: bool = (
-        False  # whether a SLURM job that is signalled asks to be queued again, once it is saved
-    )
+    # the run stops at so many updates in a row skipped since loss or gradient is not finite
+    max_nonfinite: int = 5
+    # whether a signalled SLURM job asks to be queued again, once it is saved
+    requeue: bool = False
 
 
 @safe("device")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from rlkit.errors import ConfigError, install
 from rlkit.system.contents import set_aside
@@ -72,16 +72,20 @@ def wandb(
     if known is None:
         known = secrets.token_hex(6)
         keep_id(run, "wandb.id", known)
-    resume = (
-        "allow" if step and mode == "online" else None
-    )  # offline, `wandb sync --append` joins the parts
-    named: dict[str, Any] = {
-        "name": f"{run.parent.name}/{run.name}",
-        "id": known,
-        "save_dir": str(run),
-    }
-    named |= {"group": group or run.parent.name, "tags": list(tags), "job_type": job_type}
-    return WandbLogger(project=project, entity=entity, mode=mode, resume=resume, **named)
+    # offline, `wandb sync --append` joins the parts
+    resume = "allow" if step and mode == "online" else None
+    return WandbLogger(
+        name=f"{run.parent.name}/{run.name}",
+        save_dir=str(run),
+        id=known,
+        project=project,
+        entity=entity,
+        mode=mode,
+        resume=resume,
+        group=group or run.parent.name,
+        tags=list(tags),
+        job_type=job_type,
+    )
 
 
 @reaches(tracking_uri="address")
@@ -101,9 +105,8 @@ def mlflow(
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         uri = Path("mlruns").absolute().as_uri()
-        os.environ.setdefault(
-            "MLFLOW_ALLOW_FILE_STORE", "true"
-        )  # MLflow 3 asks whether files are meant
+        # MLflow 3 asks whether files are meant
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from lightning.pytorch.loggers import MLFlowLogger
 
     known = known_id(run, "mlflow.id")
@@ -145,16 +148,13 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
         @rank_zero_experiment
         def experiment(self) -> Any:
             if self.run is None:
-                settings: dict[str, Any] = {
-                    "group": run.parent.name,
-                    "resume": "allow" if step else "never",
-                    "embed": False,
-                }
                 self.run = package.init(
                     project=project,
                     name=f"{run.parent.name}/{run.name}",
                     space_id=space,
-                    **settings,
+                    group=run.parent.name,
+                    resume="allow" if step else "never",
+                    embed=False,
                 )
             return self.run
 
@@ -167,9 +167,8 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
         def log_table(
             self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int
         ) -> None:
-            self.log_metrics(
-                {key: package.Table(columns=list(columns), data=[list(row) for row in data])}, step
-            )
+            table = package.Table(columns=list(columns), data=[list(row) for row in data])
+            self.log_metrics({key: table}, step)
 
         log_text = log_table
 
@@ -226,6 +225,7 @@ def _installed(package: str) -> None:
 
 # ------------------------------------------------------------------------------ a logger that fails
 
+# calls made by Lightning or by rlkit
 CALLS = (
     "log_metrics",
     "log_hyperparams",
@@ -233,7 +233,7 @@ CALLS = (
     "save",
     "finalize",
     "after_save_checkpoint",
-)  # made by Lightning or by rlkit
+)
 
 
 def tolerant(logger: Any) -> Any:
@@ -265,11 +265,8 @@ def missed(logger: Any) -> Iterator[None]:
     except Exception as error:
         name = type(logger).__name__
         if name not in LOST:
-            lose(
-                f"a part of what {name} shows is",
-                unwritable(error) or f"{type(error).__name__}: {reason(error)}",
-                name,
-            )
+            why = unwritable(error) or f"{type(error).__name__}: {reason(error)}"
+            lose(f"a part of what {name} shows is", why, name)
         if hasattr(logger, "_experiment") and hasattr(logger, "log_dir"):
             # TensorBoard's writer ends with its first failure; the next call opens another file
             logger._experiment = None
@@ -278,49 +275,24 @@ def missed(logger: Any) -> Iterator[None]:
 # ------------------------------------------------------------------------- what is no single number
 
 
-@runtime_checkable
-class Writer(Protocol):
-    """TensorBoard's, as `logger.experiment`."""
-
-    add_text: Callable[..., Any]
-    add_histogram: Callable[..., Any]
-    add_hparams: Callable[..., Any]
+# A logger is known by the methods of its own: `log_table` is W&B's and Trackio's, `histogram` is
+# Trackio's, `log_text` theirs and that of MLflow's client.
 
 
-@runtime_checkable
-class Tables(Protocol):
-    """A logger with tables: W&B's and Trackio's."""
-
-    log_table: Callable[..., Any]
-    log_metrics: Callable[..., Any]
-
-
-@runtime_checkable
-class Texts(Protocol):
-    """W&B's and Trackio's loggers, and MLflow's client."""
-
-    log_text: Callable[..., Any]
-
-
-@runtime_checkable
-class Histograms(Protocol):
-    """Trackio's logger."""
-
-    histogram: Callable[..., Any]
-    log_metrics: Callable[..., Any]
+def _is_tensorboard(logger: Any) -> bool:
+    return hasattr(logger.experiment, "add_hparams")
 
 
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
     """A text of a step: TensorBoard text, a W&B or Trackio table, an MLflow artifact. Other loggers
     have no place for it."""
     with missed(logger):
-        experiment = logger.experiment
-        if isinstance(experiment, Writer):
-            experiment.add_text(name, text, global_step=step)
-        elif isinstance(logger, Texts):
+        if _is_tensorboard(logger):
+            logger.experiment.add_text(name, text, global_step=step)
+        elif hasattr(logger, "log_text"):
             logger.log_text(key=name, columns=["step", "text"], data=[[step, text]], step=step)
-        elif isinstance(experiment, Texts):
-            experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
+        elif hasattr(logger.experiment, "log_text"):
+            logger.experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.txt")
 
 
 def log_table(
@@ -328,7 +300,7 @@ def log_table(
 ) -> None:
     """Rows of a step as a table whose columns sort and filter: W&B and Trackio. Other loggers have
     no place for it."""
-    if isinstance(logger, Tables):
+    if hasattr(logger, "log_table"):
         with missed(logger):
             logger.log_table(name, columns=list(columns), data=list(rows), step=step)
 
@@ -339,14 +311,13 @@ def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) ->
     if not values:
         return
     with missed(logger):
-        experiment = logger.experiment
-        if isinstance(experiment, Writer):
+        if _is_tensorboard(logger):
             import numpy as np
 
-            experiment.add_histogram(name, np.asarray(values), global_step=step)
-        elif isinstance(logger, Histograms):
+            logger.experiment.add_histogram(name, np.asarray(values), global_step=step)
+        elif hasattr(logger, "histogram"):
             logger.log_metrics({name: logger.histogram(list(values))}, step=step)
-        elif isinstance(logger, Tables):  # W&B
+        elif hasattr(logger, "log_table"):  # W&B
             from wandb import Histogram  # type: ignore[attr-defined, unused-ignore]
 
             logger.log_metrics({name: Histogram(list(values))}, step=step)
@@ -356,7 +327,7 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
     """The settings of a run, when it starts. TensorBoard gets them with the final figures: its
     table of runs needs both at once."""
     with missed(logger):
-        if not isinstance(logger.experiment, Writer):
+        if not _is_tensorboard(logger):
             logger.log_hyperparams(dict(settings))
 
 
@@ -367,7 +338,7 @@ def log_final(
     summary, MLflow metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with missed(logger):
-        if isinstance(logger.experiment, Writer):
+        if _is_tensorboard(logger):
             plain = {
                 k: v if isinstance(v, bool | int | float | str) else str(v)
                 for k, v in settings.items()

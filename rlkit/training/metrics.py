@@ -31,15 +31,8 @@ from rlkit.types import (
 )
 
 NAN = float("nan")
-BEFORE = (
-    "ratio",
-    "logprobs",
-    "logprobs_sampler",
-    "logprobs_ref",
-    "versions",
-    "owners",
-)  # kept of the first update
-WEIGHTS = ("mismatch/ess", "mismatch/chi2", "mismatch/ess_sequence", "mismatch/chi2_sequence")
+# the terms kept of the first update
+BEFORE = ("ratio", "logprobs", "logprobs_sampler", "logprobs_ref", "versions", "owners")
 
 
 class UpdateTerms:
@@ -50,14 +43,12 @@ class UpdateTerms:
         self.loss = 0.0
         self.norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self.rates = {"policy": NAN, "critic": NAN}
-        self.first: dict[
-            str, Tensor
-        ] = {}  # terms of the first update alone, before which the policy has not moved
+        # terms of the first update alone: before it the policy has not moved
+        self.first: dict[str, Tensor] = {}
         self.reference: dict[str, float] = {}  # what the reference's update measured
         self.skipped = {"no_signal": 0, "nonfinite": 0, "target_kl": 0}
-        self.read = self.packed = self.padded = (
-            0  # tokens of the rows; those of them computed, each shared one once; with padding
-        )
+        # tokens of the rows; those of them computed, each shared one once; with padding
+        self.read = self.packed = self.padded = 0
 
     def add(
         self,
@@ -68,45 +59,39 @@ class UpdateTerms:
         packed: Packed,
     ) -> None:
         """The terms of one micro-batch; `loss` is the policy's."""
-        self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
-        padded = sum(path.queries.numel() for path in packed.paths)
-        self.padded += padded if packed.segments is None else len(packed.ids)
-        old = (
-            scores.logprobs
-            if batch.logprobs_old is None and batch.old_share is None
-            else batch.logprobs_old
-        )
-        terms = parts | {
+        self._count(loss, packed)
+        on_policy = batch.logprobs_old is None and batch.old_share is None
+        terms = {
+            **parts,
             "logprobs": scores.logprobs,
-            "logprobs_old": old,
+            "logprobs_old": scores.logprobs if on_policy else batch.logprobs_old,
             "entropy": scores.entropy,
             "advantages": batch.advantages,
-        }
-        terms |= {
             "logprobs_sampler": batch.logprobs_sampler,
             "logprobs_ref": batch.logprobs_ref,
             "returns": batch.returns,
+            "versions": batch.versions,
+            "owners": batch.rollout_ids[:, None].expand(batch.response_mask.shape),
+            **batch.metrics,
         }
-        terms["versions"] = batch.versions
-        terms["owners"] = batch.rollout_ids[:, None].expand(batch.response_mask.shape)
-        for name, term in {**terms, **batch.metrics}.items():
+        for name, term in terms.items():
             if term is not None:
                 self.tokens[name].append(counted(term.detach(), batch).float())
-        self.loss += float(loss.detach())
 
     def add_stream(self, name: str, tokens: Tensor, loss: Tensor, packed: Packed) -> None:
-        """The per-token loss [M] of a stream in one micro-batch, and what it adds to the loss."""
-        self.read, self.packed = self.read + packed.tokens, self.packed + len(packed.ids)
-        self.padded += (
-            sum(path.queries.numel() for path in packed.paths)
-            if packed.segments is None
-            else len(packed.ids)
-        )
+        """The per-token loss [M] of a stream in one micro-batch, and its addition to the loss."""
+        self._count(loss, packed)
         self.tokens[f"streams/{name}"].append(tokens.float())
-        self.loss += float(loss)
+
+    def _count(self, loss: Tensor, packed: Packed) -> None:
+        self.loss += float(loss.detach())
+        self.read += packed.tokens
+        self.packed += len(packed.ids)
+        padded = sum(path.queries.numel() for path in packed.paths)
+        self.padded += padded if packed.segments is None else len(packed.ids)
 
     def stepped(self, who: str, norm: float, lr: float) -> None:
-        """An optimiser step of the policy or the critic was taken, or left out where the norm is
+        """An optimiser step of the policy or the critic was taken, or left out since its norm is
         not finite."""
         if not self.first:  # a rank may have had none of the tokens
             self.first = {
@@ -119,29 +104,25 @@ class UpdateTerms:
             self.skip("nonfinite")
 
     def taken(self) -> dict[str, Any]:
-        """What has been added so far, for `back_to`."""
-        return vars(self) | {
-            "tokens": defaultdict(
-                list, {name: list(values) for name, values in self.tokens.items()}
-            )
-        }
+        """All that was added so far, for `back_to`."""
+        tokens = {name: list(values) for name, values in self.tokens.items()}
+        return vars(self) | {"tokens": defaultdict(list, tokens)}
 
     def back_to(self, taken: dict[str, Any]) -> None:
-        """Takes out what has been added since."""
+        """Takes out all that was added since."""
         vars(self).update(taken)
 
     def gather(self) -> None:
-        """Adds the tokens of all other ranks, in one exchange, so that every metric is that of the
-        whole batch. Once, at the end."""
+        """Adds the tokens of all other ranks, in one exchange: then every metric is of the whole
+        batch. Once, at the end."""
         if ranks.size() == 1:
             return
         own = {name: torch.cat(parts).cpu() for name, parts in self.tokens.items() if parts}
         first = {name: values.cpu() for name, values in self.first.items()}
         parts = ranks.gather(lambda: (own, self.loss, first, (self.read, self.packed, self.padded)))
         names = dict.fromkeys(name for tokens, *_ in parts for name in tokens)
-        self.tokens = defaultdict(
-            list, {name: [tokens[name] for tokens, *_ in parts if name in tokens] for name in names}
-        )
+        for name in names:
+            self.tokens[name] = [tokens[name] for tokens, *_ in parts if name in tokens]
         self.loss = math.fsum(loss for _, loss, *_ in parts)
         self.read, self.packed, self.padded = (
             sum(sizes) for sizes in zip(*(part[3] for part in parts), strict=True)
@@ -150,7 +131,7 @@ class UpdateTerms:
         self.first = {
             name: torch.cat([one[name] for one in firsts if name in one])
             for name in BEFORE
-            if any(name in o for o in firsts)
+            if any(name in one for one in firsts)
         }
 
     def skip(self, why: str) -> None:
@@ -158,38 +139,39 @@ class UpdateTerms:
         self.skipped[why] += 1
 
     def get(self, name: str) -> Tensor | None:
-        """One term over all tokens, [M], or None where nothing has it."""
+        """One term over all tokens, [M], or None if no micro-batch has it."""
         return torch.cat(self.tokens[name]) if self.tokens.get(name) else None
 
     def mean(self, name: str) -> float:
-        """Token mean of a term; nan where there is none."""
+        """Token mean of a term; nan without one."""
         values = self.get(name)
         return NAN if values is None or not len(values) else float(values.mean())
 
 
 def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) -> dict[str, float]:
-    """A fixed set of keys for every algorithm; nan where a quantity does not exist in this step.
+    """A fixed set of keys for every algorithm; nan if a quantity does not exist in this step.
 
     loss/*            summed loss, policy term
     policy/entropy    nats per sampled token, in the updates; before them if all were skipped
     ratio/*           policy over old policy; first_mean must be 1 (the first minibatch is
-                      on-policy; nan unless algorithm.old=trainer) clip/*            share of the
-                      tokens that the loss's own clip leaves without gradient (it measures the
-                      step's own updates, and is blind to the age of the samples: the ratio is to
-                      the trainer's pass, unless algorithm.old is another): low_frac with a ratio
-                      below 1, high_frac above; the same tokens as positive_frac and negative_frac
-                      by the sign of the advantage. capped_frac: whose weight is bounded and whose
-                      gradient stays. nan where a loss declares no rule (`rlkit.types.clips`)
-                      kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy
-                      before the step's updates
+                      on-policy; nan unless algorithm.old=trainer)
+    clip/*            share of the tokens left without gradient by the loss's own clip: low_frac
+                      with a ratio below 1, high_frac above; the same tokens as positive_frac and
+                      negative_frac by the sign of the advantage. capped_frac: the weight is
+                      bounded, the gradient stays. nan if a loss declares no rule
+                      (`rlkit.types.clips`). They measure the step's own updates, and are blind to
+                      the age of the samples: the ratio is to the trainer's pass, unless
+                      algorithm.old is another
+    kl/ref, ref_k3    to the reference, k1 and k3, nats per token, at the policy before the step's
+                      updates
     kl/old            mean over the step's updates of KL(before the step‖now), each taken before its
                       own optimiser step: 0 with one update a step, nan where algorithm.old saved
                       the pass before it, and never with the last one in it
     kl/step           KL(before the step‖after its last update), on some of its rollouts; kl/start:
                       KL(the start‖after the last update), on rollouts of the first step
                       (rlkit.training.drift); k3, nats per token
-    kl/estimate       mean of the estimator that `kl` names; nonzero_frac: share of tokens on which
-                      it is not 0
+    kl/estimate       mean of the estimator named by `kl`; nonzero_frac: share of tokens with an
+                      estimate other than 0
     mismatch/*        trainer against sampler on the same tokens, before any correction; ess: share
                       of effective samples, chi2: chi-square, 1 / ess - 1, of token weights,
                       out_of_bounds_frac: share of them outside 1/2 … 2; ess_sequence,
@@ -203,33 +185,38 @@ def update_metrics(batch: Weighted, terms: UpdateTerms, experiment: Experiment) 
                       updates ended by target_kl
     streams/NAME      per-token loss of a stream beside the reward's, over its own tokens: a
                       divergence, or -log π, in nats
-    PART/NAME         what a part of PARTS (rlkit.algorithm) measured itself: the mean over the
-                      tokens trained on, or the rollouts with such a token, of all updates; nan
-                      entries left out. Group filter and overlong rule: over all that was sampled
-    Raises: PartError where a part's metric has a name that is taken.
+    PART/NAME         measured by a part of PARTS (rlkit.algorithm) itself: the mean over the tokens
+                      trained on, or the rollouts with such a token, of all updates; nan entries
+                      left out. Group filter and overlong rule: over all sampled rollouts
+    Raises: PartError if the name of a part's metric is taken.
     """
     values = {
         "loss/total": terms.loss,
         "loss/policy": terms.mean("policy_loss"),
         "policy/entropy": _entropy(batch, terms),
+        "policy/entropy_coef": number(experiment.algorithm.entropy_coef),
+        **_ratios(batch, terms),
+        **_divergences(batch, terms, experiment),
+        **_advantages(batch),
+        **_scale(batch, terms),
+        **_critic(batch, terms),
+        **_optimizer(terms),
     }
-    values["policy/entropy_coef"] = number(experiment.algorithm.entropy_coef)
-    values |= _ratios(batch, terms) | _divergences(batch, terms, experiment) | _advantages(batch)
-    values |= _scale(batch, terms) | _critic(batch, terms) | _optimizer(terms)
-    measured = _of_parts(batch, terms)
-    taken = values.keys() & measured.keys()
+    return _joined(values, _of_parts(batch, terms), "a part gave a metric")
+
+
+def _joined(row: Mapping[str, Any], others: Mapping[str, float], said: str) -> dict[str, Any]:
+    taken = row.keys() & others.keys()
     if taken:
-        raise PartError(
-            f"a part gave a metric {min(taken)}, which rlkit has already; give it another name"
-        )
-    return values | measured
+        raise PartError(f"{said} {min(taken)}, which rlkit has already; give it another name")
+    return {**row, **others}
 
 
 def counted(value: Tensor, batch: Batch) -> Tensor:
-    """The entries of a term or a metric that count, [M]: of trained tokens, of rollouts with a
-    trained token, or a number for each token.
+    """The counted entries of a term or a metric, [M]: of trained tokens, of rollouts with a trained
+    token, or a number for each token.
 
-    So sums and counts of parts of a batch add up to those of the whole, however it is split.
+    So the sums and counts of a batch's parts add up to the whole's, however it is split.
     """
     mask = batch.response_mask
     if value.dim() == 0:
@@ -251,32 +238,26 @@ def as_number(name: str, value: Any) -> float:
 
 
 def with_own(row: Mapping[str, Any], logged: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A step's row with the metrics of its callbacks: those that they wrote into it, as plain
-    numbers or texts, and the means of those that they logged on any rank.
+    """A step's row with the metrics of its callbacks: those they wrote into it, as plain numbers or
+    texts, and the means of those they logged on any rank.
 
-    Raises: PartError for what is neither, and for a logged name that the row has already.
+    Raises: PartError for anything else, and for a logged name already in the row.
     """
     every: dict[str, list[float]] = {}
     for own in ranks.gather(lambda: dict(logged)):
         for name, values in own.items():
             every.setdefault(name, []).extend(values)
-    taken = every.keys() & row.keys()
-    if taken:
-        raise PartError(
-            f"a callback logged {min(taken)}, which rlkit has already; give it another name"
-        )
     plain = {
         name: v if v is None or isinstance(v, str | int | float) else as_number(name, v)
         for name, v in row.items()
     }
-    return plain | {name: sum(values) / len(values) for name, values in every.items()}
+    means = {name: sum(values) / len(values) for name, values in every.items()}
+    return _joined(plain, means, "a callback logged")
 
 
 def _of_parts(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    sampled = (
-        "group_filter",
-        "overlong",
-    )  # they saw all that was sampled, before they took anything out
+    # they saw all that was sampled, before they took anything out
+    sampled = ("group_filter", "overlong")
     found = {
         n: counted(v, batch.whole() if n.startswith(sampled) else batch)
         for n, v in batch.metrics.items()
@@ -331,13 +312,18 @@ def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) ->
         "mismatch/kl",
         "mismatch/logp_abs_mean",
         "mismatch/logp_abs_max",
+        "mismatch/ratio_max",
+        "mismatch/out_of_bounds_frac",
+        "mismatch/ess",
+        "mismatch/chi2",
+        "mismatch/ess_sequence",
+        "mismatch/chi2_sequence",
+        "mismatch/pearson",
+        "kl/nonzero_frac",
     )
-    out = dict.fromkeys(
-        (*names, "mismatch/ratio_max", "mismatch/out_of_bounds_frac", *WEIGHTS, "mismatch/pearson"),
-        NAN,
-    )
+    out = dict.fromkeys(names, NAN)
     out["kl/coef"] = number(experiment.kl.coef)
-    out["kl/estimate"], out["kl/nonzero_frac"] = terms.mean("kl"), NAN
+    out["kl/estimate"] = terms.mean("kl")
     estimates = terms.get("kl")
     if estimates is not None:
         out["kl/nonzero_frac"] = float((estimates != 0).float().mean())
@@ -353,70 +339,62 @@ def _divergences(batch: Weighted, terms: UpdateTerms, experiment: Experiment) ->
     if old is None or sampler is None or not len(old):
         return out
     if reference is not None:
-        out["kl/ref"], out["kl/ref_k3"] = (
-            float(F.k1(old, reference).mean()),
-            float(F.k3(old, reference).mean()),
-        )
+        out["kl/ref"] = float(F.k1(old, reference).mean())
+        out["kl/ref_k3"] = float(F.k3(old, reference).mean())
     return out | _mismatch(old, sampler, _owners(batch, terms))
 
 
 def _entropy(batch: Weighted, terms: UpdateTerms) -> float:
-    """Mean entropy of the updates' tokens; of the pass before them where none was taken."""
+    """Mean entropy of the updates' tokens; of the pass before them if none was taken."""
     if terms.tokens.get("entropy") or batch.entropy_old is None or not batch.response_mask.any():
         return terms.mean("entropy")
     return float(batch.entropy_old[batch.response_mask].float().mean())
 
 
 def _owners(batch: Weighted, terms: UpdateTerms) -> Tensor | None:
-    """Which rollout each trained token belongs to."""
+    """The rollout of each trained token."""
     if batch.logprobs_old is None:
         return terms.first.get("owners")
     return batch.rollout_ids[:, None].expand(batch.ids.shape)[batch.response_mask]
 
 
 def _mismatch(old: Tensor, sampler: Tensor, owners: Tensor | None) -> dict[str, float]:
-    """mismatch/* of some tokens [M], of which there is at least one."""
-    out = {}
+    """mismatch/* of some tokens [M], at least one."""
     mask = torch.ones_like(old, dtype=torch.bool)
     gap = (old - sampler).abs()
-    out["mismatch/kl"] = float(F.approximate_kl(old, sampler, mask))
-    out["mismatch/logp_abs_mean"], out["mismatch/logp_abs_max"] = (
-        float(gap.mean()),
-        float(gap.max()),
-    )
     ratio = (old - sampler).clamp(-20, 20).exp()
-    out["mismatch/ratio_max"] = float(ratio.max())
-    out["mismatch/out_of_bounds_frac"] = float(((ratio > 2) | (ratio < 0.5)).float().mean())
-    shares = (
-        F.effective_sample_size(old, sampler, mask),
-        F.effective_sample_size(old, sampler, mask, owners),
-    )
-    out |= dict(
-        zip(
-            WEIGHTS,
-            (float(value) for share in shares for value in (share, 1 / share - 1)),
-            strict=True,
-        )
-    )
-    out["mismatch/pearson"] = float(F.correlation(old.exp(), sampler.exp(), mask))
-    return out
+    share = F.effective_sample_size(old, sampler, mask)
+    of_rollouts = F.effective_sample_size(old, sampler, mask, owners)
+    values = {
+        "kl": F.approximate_kl(old, sampler, mask),
+        "logp_abs_mean": gap.mean(),
+        "logp_abs_max": gap.max(),
+        "ratio_max": ratio.max(),
+        "out_of_bounds_frac": ((ratio > 2) | (ratio < 0.5)).float().mean(),
+        "ess": share,
+        "chi2": 1 / share - 1,
+        "ess_sequence": of_rollouts,
+        "chi2_sequence": 1 / of_rollouts - 1,
+        "pearson": F.correlation(old.exp(), sampler.exp(), mask),
+    }
+    return {f"mismatch/{name}": float(value) for name, value in values.items()}
 
 
 def staleness_metrics(
     batch: Weighted, terms: UpdateTerms, *, step: int, updates: Mapping[int, int]
 ) -> dict[str, float]:
-    """How far the weights that sampled were behind those that learn, over trained tokens and before
+    """How far the sampling weights were behind the learning ones, over trained tokens and before
     any correction.
 
     staleness/steps_mean, _max     RL steps behind (differences of versions); updates_mean: steps of
-                                   the policy's optimiser behind staleness/kl
-                                   KL(sampler‖before the update), k3, nats per token, of old weights
-                                   and of the engine together staleness/ess_seq, chi2_seq
-                                   effective share and chi-square of rollouts' weights, chi2_token
-                                   of tokens' (`effective_sample_size`) staleness/out_of_bounds_frac
-                                     share of tokens whose weight is outside 1/2 … 2
-    mismatch/*                     here of the tokens alone that were sampled by the weights that
-                                   are trained; nan without such
+                                   the policy's optimiser behind
+    staleness/kl                   KL(sampler‖before the update), k3, nats per token, of old weights
+                                   and of the engine together
+    staleness/ess_seq, chi2_seq    effective share and chi-square of rollouts' weights, chi2_token
+                                   of tokens' (`effective_sample_size`)
+    staleness/out_of_bounds_frac   share of tokens with a weight outside 1/2 … 2
+    mismatch/*                     here of the tokens alone sampled by the trained weights; nan
+                                   without any
 
     Args:
       step: RL steps done before this one. updates: version → optimiser steps until then.
@@ -458,7 +436,7 @@ def staleness_metrics(
 
 def _before(batch: Weighted, terms: UpdateTerms, name: str) -> Tensor | None:
     """Log-probs of the trained tokens before the update: of the whole batch, or of the first
-    minibatch where there was no pass before."""
+    minibatch if there was no pass before."""
     if batch.logprobs_old is None:
         return terms.first.get("logprobs" if name == "logprobs_old" else name)
     values = getattr(batch, name)
@@ -493,17 +471,15 @@ def _scale(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
 
 
 def _critic(batch: Weighted, terms: UpdateTerms) -> dict[str, float]:
-    out = {
+    explained = NAN
+    if batch.values is not None and batch.returns is not None:
+        mask = batch.response_mask
+        explained = float(F.explained_variance(batch.values, batch.returns, mask))
+    return {
         "value/loss": terms.mean("value_loss"),
         "value/mean": terms.mean("values"),
         "value/return_mean": terms.mean("returns"),
-    }
-    if batch.values is None or batch.returns is None:
-        return out | {"value/explained_variance": NAN}
-    return out | {
-        "value/explained_variance": float(
-            F.explained_variance(batch.values, batch.returns, batch.response_mask)
-        )
+        "value/explained_variance": explained,
     }
 
 
@@ -526,11 +502,11 @@ def _optimizer(terms: UpdateTerms) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds of the named parts of a step; "model" is what of them all went into the model, as
+    """Seconds of the named parts of a step; "model" is the share of the model in all of them, as
     `performance` defines it.
 
-    between: seconds from the end of the step before, in which callbacks logged and saved;
-    evaluations aside.
+    between: seconds from the end of the step before, when callbacks logged and saved; evaluations
+    aside.
     """
 
     def __init__(self, between: float = 0.0) -> None:
@@ -540,17 +516,11 @@ class Clock:
         self.current = ""  # the part under way, the innermost
         self.sessions: list[float] = []  # seconds that each episode spent in its session
         self.engine: dict[str, float] = {}  # figures of the engine after its last sampling
-        self.late = (
-            0.0  # seconds in which decoding stood still for an answer of a session that was due
-        )
+        # seconds for which decoding stood still, waiting for an answer of a session
+        self.late = 0.0
         self.worked = 0.0  # seconds that the processor worked for this process in the update
-        self.parts = {
-            "generate": 0.0,
-            "environment": 0.0,
-            "reward": 0.0,
-            "update": 0.0,
-            "model": 0.0,
-        }
+        parts = ("generate", "environment", "reward", "update", "model")
+        self.parts = dict.fromkeys(parts, 0.0)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -570,8 +540,8 @@ class Clock:
 
     @contextmanager
     def sampling(self, engine: Any) -> Iterator[None]:
-        """Around a collect: what its engine was busy counts as "model", all else as "environment":
-        sessions, tools, templates."""
+        """Around a collect: the time its engine was busy counts as "model", all else as
+        "environment": sessions, tools, templates."""
         begun = time.perf_counter()
         before = _figures(engine)
         with self.part("generate"):
@@ -602,8 +572,8 @@ ELSEWHERE = ("busy_s", "late_s", "captured_shapes")  # figures of an engine with
 
 
 def _figures(engine: Any) -> dict[str, float]:
-    """What an engine measures, with `busy_s` and `late_s` in any case. Raises: EngineError if a
-    figure is no number."""
+    """The figures of an engine, `busy_s` and `late_s` in any case. Raises: EngineError if a figure
+    is no number."""
     figures = {"late_s": 0.0, "busy_s": engine.busy_s if isinstance(engine, TimedEngine) else 0.0}
     given = engine.metrics() if isinstance(engine, MeasuredEngine) else {}
     try:
@@ -630,15 +600,15 @@ def peak_memory(device: torch.device) -> float:
 def performance(
     batch: Weighted, terms: UpdateTerms, clock: Clock, *, tokens: int, device: torch.device
 ) -> dict[str, float]:
-    """Wall-clock figures of a step, and what packing saved in its updates; all of perf/* is left
-    out where runs are compared for identity.
+    """Wall-clock figures of a step, and the savings of packing in its updates; a comparison of runs
+    for identity leaves all of perf/* out.
 
-    perf/outside_model_frac = 1 - model / (step + what stood between it and the one before), in [0,
-    1]. "model" is the engine at work (passes, draws and the slots that they need, from when the
-    decoder is called until the host has its completions: on a GPU, and in a fused step, no finer
-    line can be drawn), the passes that score given tokens, backward and optimisers. Outside are the
-    service around the engine, environment, tools, templates and tokenizer, rewards, assembly,
-    advantages, metrics, callbacks, loggers and the loop.
+    perf/outside_model_frac = 1 - model / (step + the time between it and the one before), in [0,
+    1]. "model" is the engine at work (passes, draws and the slots they need, from the call of the
+    decoder until the host has its completions: on a GPU, and in a fused step, no finer line can be
+    drawn), the passes over given tokens, backward and optimisers. Outside are the service around
+    the engine, environment, tools, templates and tokenizer, rewards, assembly, advantages, metrics,
+    callbacks, loggers and the loop.
 
     `tokens`: of the run so far.
     """
@@ -657,9 +627,10 @@ def performance(
         "perf/session_s_max": max(clock.sessions, default=NAN),
         "perf/late_s": clock.late,
         "perf/captured_shapes": clock.engine.get("captured_shapes", NAN),
+        # elsewhere it waits for others
         "perf/update_processor_s": (
             clock.worked if device.type == "cpu" and ranks.size() == 1 else NAN
-        ),  # else it waits for others
+        ),
         "perf/peak_mem_gb": peak_memory(device),
         **{
             f"engine/{name}": value for name, value in clock.engine.items() if name not in ELSEWHERE
@@ -669,7 +640,7 @@ def performance(
 
 def refill_metrics(sampled: Sequence[Rollout], trained: Sequence[Rollout]) -> dict[str, float]:
     """batch/rollouts: trained on. group/sampled: prompts of the step; group/acceptance_rate: the
-    share of them that was trained on."""
+    share of them trained on."""
     groups = len({r.group for r in sampled})
     return {
         "batch/rollouts": len(trained),

@@ -98,21 +98,19 @@ class RLModule(L.LightningModule):
         # where Lightning looks for what it moves and saves
         self.model = policy.model
         self.critic = self.learner.critic
-        self.constants = (
-            {} if mismatch_bound is None else {"mismatch/logp_abs_bound": mismatch_bound}
-        )
+        self.constants: dict[str, float] = {}
+        if mismatch_bound is not None:
+            self.constants["mismatch/logp_abs_bound"] = mismatch_bound
         self.flight = Flight()
         self.started = time.perf_counter()
         self.kept: tuple[Group, ...] = ()  # groups that may be learned from again
-        self.droppable = (
-            False  # whether nothing is lost that cannot be done again: no update has begun
-        )
+        # whether all that a stop now would lose can be done again: no update has begun
+        self.droppable = False
         self.before: dict[str, Any] | None = None  # generators at the start of the step under way
         self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
         self.provenance: dict[str, Any] = {}  # config, versions and git state, for the checkpoint
-        self.logged: dict[
-            str, list[float]
-        ] = {}  # what callbacks have logged since the last row, by name
+        # name → the values logged by callbacks since the last row
+        self.logged: dict[str, list[float]] = {}
 
     def training_step(self, index: int, _: int) -> None:
         """Groups → some of them replaced by groups to learn from again → the learner's step."""
@@ -169,11 +167,9 @@ class RLModule(L.LightningModule):
     def step_in_lightning(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of one of the learner's optimizers that Lightning sees."""
         known: Any = self.optimizers()
-        next(
-            own
-            for own in (known if isinstance(known, list) else [known])
-            if own.optimizer is optimizer
-        ).step()
+        for own in known if isinstance(known, list) else [known]:
+            if own.optimizer is optimizer:
+                own.step()
 
     @property
     def total_steps(self) -> int:
@@ -215,9 +211,8 @@ class RLModule(L.LightningModule):
             with self.trainer.strategy.precision_plugin.forward_context():
                 probe_memory(self.learner.record(), self.tasks)
         self.droppable = False
-        if (
-            self.rl_step >= self.total_steps
-        ):  # resumed for its last files alone; the loop would wait for a batch for ever
+        # resumed for its last files alone; the loop would wait for a batch for ever
+        if self.rl_step >= self.total_steps:
             self.trainer.should_stop = True
         if ranks.rank() < len(self.generators):  # only now: setting up draws from them
             rng.restore(self.generators[ranks.rank()])
@@ -231,10 +226,7 @@ class RLModule(L.LightningModule):
         """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out.
         `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = trained_state(checkpoint["state_dict"], self.model)
-        own = {
-            "generators": generators,
-            "kept": [pack_rollouts(group) for group in self.kept],
-        }
+        own = {"generators": generators, "kept": [pack_rollouts(group) for group in self.kept]}
         checkpoint["rlkit"] = self.learner.saved() | self.source.state(self.flight) | own
         checkpoint["run"] = self.provenance
 

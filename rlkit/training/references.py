@@ -76,19 +76,9 @@ def frozen(
       vocabulary.
     """
     if path is not None:
-        return _made_again(
-            "frozen",
-            functools.partial(_load_teacher, path=path, revision=revision, key=key),
-            _model,
-        )
-    return Reference(
-        name="frozen",
-        init=_freeze,
-        update=_keep,
-        model=_model,
-        save=_save_frozen,
-        load=_load_frozen,
-    )
+        init = functools.partial(_load_teacher, path=path, revision=revision, key=key)
+        return _made_again("frozen", init, _model)
+    return Reference("frozen", _freeze, _keep, _model, save=_save_frozen, load=_load_frozen)
 
 
 def is_start(reference: Reference) -> bool:
@@ -165,11 +155,7 @@ def ema(*, decay: float) -> Reference:
             " choose reference=frozen"
         )
 
-    return _moving("ema", functools.partial(_average, decay=decay))
-
-
-def _average(state: Moving, policy: nn.Module, *, decay: float, **_: Any) -> Moving:
-    return follow(state, policy, decay=decay)
+    return _moving("ema", functools.partial(follow, decay=decay))
 
 
 def periodic(*, every: int) -> Reference:
@@ -216,10 +202,9 @@ def on_kl(
         )
     if measure not in ("accumulated", "distance"):
         raise ValueError(f"measure={measure}: must be accumulated or distance")
-    return _moving(
-        "on_kl",
-        functools.partial(_copy_beyond, threshold=threshold, accumulated=measure == "accumulated"),
-    )
+    accumulated = measure == "accumulated"
+    update = functools.partial(_copy_beyond, threshold=threshold, accumulated=accumulated)
+    return _moving("on_kl", update)
 
 
 def _copy_beyond(
@@ -238,16 +223,13 @@ class Moving(NamedTuple):
     """The state of a reference that moves. Every mapping goes by the policy's own names; `update`
     writes the tensors in place."""
 
-    weights: Mapping[
-        str, Tensor
-    ]  # what is averaged, in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
-    scored: Mapping[
-        str, Tensor
-    ]  # what scoring reads: the same tensors, unless the policy is narrower than float32
+    # averaged in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
+    weights: Mapping[str, Tensor]
+    # read by scoring: the same tensors, unless the policy is narrower than float32
+    scored: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]  # always copies of the policy's
-    model: (
-        nn.Module | None
-    )  # the copy that they belong to; None under LoRA, where the policy holds both adapters
+    # the copy they belong to; None under LoRA: there the policy holds both adapters
+    model: nn.Module | None
     kl: float = 0.0  # nats since the last copy (on_kl)
 
 
@@ -259,8 +241,7 @@ def shard_state(
     already.
     """
     if isinstance(state, Moving) and state.model is None:
-        scored = _twins(policy)
-        return Moving(_averaged(scored), scored, {}, None, state.kl)
+        return _tracked(_twins(policy), {}, None)._replace(kl=state.kl)
     model = state.model if isinstance(state, Moving) else state
     if model is None or sharded(model):
         return state
@@ -269,35 +250,34 @@ def shard_state(
 
 
 def _moving(name: str, update: Callable[..., Moving]) -> Reference:
-    return Reference(
-        name=name, init=_start, update=update, model=_model, save=_save_moving, load=_load_moving
-    )
+    return Reference(name, _start, update, _model, save=_save_moving, load=_load_moving)
 
 
 def _start(policy: nn.Module, **_: Any) -> Moving:
     """The reference equal to the policy as it is now."""
     if has_adapters(policy):
-        scored = _second_adapter(policy)
-        return Moving(_averaged(scored), scored, {}, None)
+        return _tracked(_second_adapter(policy), {}, None)
     return track(ranks.unsharded_copy(policy))
 
 
 def track(model: nn.Module) -> Moving:
     """The state of a reference that is this very model: `follow` writes into it. Only what is
     narrower than float32 is copied."""
-    scored = dict(model.named_parameters())
-    return Moving(_averaged(scored), scored, dict(model.named_buffers()), model)
+    return _tracked(dict(model.named_parameters()), dict(model.named_buffers()), model)
 
 
-def _averaged(scored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
+def _tracked(
+    scored: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: nn.Module | None
+) -> Moving:
+    weights = {
         name: t.detach().to(torch.promote_types(t.dtype, torch.float32))
         for name, t in scored.items()
     }
+    return Moving(weights, scored, buffers, model)
 
 
 @torch.no_grad()
-def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0) -> Moving:
+def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) -> Moving:
     """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With
     decay 0 all is copied, bit for bit."""
     ranks.reshard(policy, state.model)  # what scoring has left gathered would keep the old weights
@@ -334,9 +314,8 @@ def _model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.M
             finally:
                 _activate(policy, active)
         else:
-            ranks.reshard(
-                policy
-            )  # PEFT switches gradients off and on, which has to be on the same tensors: the shards
+            # PEFT switches gradients off and on, and both must reach the same tensors: the shards
+            ranks.reshard(policy)
             with policy.disable_adapter():  # type: ignore[operator]
                 try:
                     yield policy
@@ -377,10 +356,8 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
 
     if ADAPTER not in policy.peft_config:
         on = {p.device for p in policy.parameters() if p.device.type == "cuda"}
-        with (
-            _gradients_kept(policy),
-            torch.random.fork_rng(devices=on),
-        ):  # its random start is overwritten: nobody else's numbers change
+        # its random start is overwritten: nobody else's numbers change
+        with _gradients_kept(policy), torch.random.fork_rng(devices=on):
             policy.add_adapter(ADAPTER, copy.deepcopy(policy.peft_config[policy.active_adapter]))
             compute_as_base(policy)
     parameters = dict(policy.named_parameters())
@@ -395,18 +372,13 @@ def _twins(policy: Any) -> dict[str, Tensor]:
     """The tensors of the reference's adapter, without gradient, by the names of those of the active
     one."""
     parameters = dict(policy.named_parameters())
-    twins = {
-        name: ".".join(
-            ADAPTER if part == policy.active_adapter else part for part in name.split(".")
-        )
-        for name in parameters
-    }
-    pairs = {
-        name: parameters[twin]
-        for name, twin in twins.items()
-        if twin != name and twin in parameters
-    }
-    return {name: tensor.requires_grad_(False).detach() for name, tensor in pairs.items()}
+    twins = {}
+    for name in parameters:
+        parts = [ADAPTER if part == policy.active_adapter else part for part in name.split(".")]
+        twin = ".".join(parts)
+        if twin != name and twin in parameters:
+            twins[name] = parameters[twin].requires_grad_(False).detach()
+    return twins
 
 
 def _activate(policy: Any, adapter: str) -> None:
@@ -477,9 +449,8 @@ def _load_frozen(
 ) -> Any:
     if "frozen" not in saved:  # it began with the run, or the run had another reference before
         return state
-    return _load_moving(
-        state if isinstance(state, Moving) else _start(policy), policy, saved["frozen"]
-    )
+    moving = state if isinstance(state, Moving) else _start(policy)
+    return _load_moving(moving, policy, saved["frozen"])
 
 
 @contextmanager

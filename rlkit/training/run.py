@@ -200,17 +200,14 @@ def process_in_words(x: Experiment, device: Any) -> str:
 
     own = x.asynchrony.sampler.threads
     trainer = torch.get_num_threads()
-    differs = device.type == "cpu" and own != trainer
-    warning = (
-        f"; the trainer has {trainer}, so last bits differ from asynchrony=lag unless"
-        f" trainer.threads={own}"
-        if differs
-        else ""
-    )
-    return (
-        f"sampling: in a second process with {own} thread(s), {x.asynchrony.staleness} step(s)"
-        f" ahead{warning}"
-    )
+    ahead = f"{x.asynchrony.staleness} step(s) ahead"
+    line = f"sampling: in a second process with {own} thread(s), {ahead}"
+    if device.type == "cpu" and own != trainer:
+        line += (
+            f"; the trainer has {trainer}, so last bits differ from asynchrony=lag unless"
+            f" trainer.threads={own}"
+        )
+    return line
 
 
 def conclude(
@@ -264,12 +261,9 @@ def missing() -> dict[str, Any]:
     were not written, each with why."""
     from rlkit.training.callbacks.checkpoints import RESULT
 
-    result = {what: why for what, why in LOST.items() if what in RESULT}
-    sentence = "; ".join(f"{what} could not be written ({why})" for what, why in result.items())
-    return {
-        "unsaved": sentence or None,
-        "lost": {what: why for what, why in LOST.items() if what not in RESULT},
-    }
+    lost = dict(LOST)
+    unsaved = [f"{what} could not be written ({lost.pop(what)})" for what in LOST if what in RESULT]
+    return {"unsaved": "; ".join(unsaved) or None, "lost": lost}
 
 
 def how_it_ended(
@@ -277,20 +271,16 @@ def how_it_ended(
 ) -> tuple[str, str]:
     """(the end, why): finished: all steps done, or the target reached; out of time, so it can be
     resumed; else interrupted."""
-    target = module.experiment.evaluation.stop_at
+    x = module.experiment
+    target = x.evaluation.stop_at
     last = results.get("validation", {}).get(module.rl_step)
     if target is not None and last is not None and last["accuracy"] >= target:
-        return (
-            "finished",
-            f"validation accuracy {last['accuracy']:.3f} reached evaluation.stop_at={target:g}",
-        )
+        reached = f"{last['accuracy']:.3f} reached evaluation.stop_at={target:g}"
+        return "finished", f"validation accuracy {reached}"
     if module.rl_step >= module.total_steps:
         return "finished", ""
     if module.out_of_time():
-        return (
-            "out of time",
-            f"trainer.max_time={module.experiment.trainer.max_time:g} minutes are over",
-        )
+        return "out of time", f"trainer.max_time={x.trainer.max_time:g} minutes are over"
     return "interrupted", ""
 
 
@@ -317,18 +307,11 @@ def make_trainer(
         with refusing(folder):
             identity = module.provenance.get("identity", "")
             path, step = ranks.broadcast(lambda: taken_up(resume, folder, identity))
-        says = (
-            f"{path}, after step {step}"
-            if path
-            else f"{resume} holds no checkpoint yet; the run begins again"
-        )
-        print(f"resume: {says}", flush=True)
+        begins = f"{resume} holds no checkpoint yet; the run begins again"
+        print(f"resume: {f'{path}, after step {step}' if path else begins}", flush=True)
     with refusing(folder):
-        loggers = (
-            [tolerant(make(folder, step)) for make in x.logger.values()]
-            if ranks.rank() == 0
-            else []
-        )
+        makers = x.logger.values() if ranks.rank() == 0 else ()
+        loggers = [tolerant(make(folder, step)) for make in makers]
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=x.trainer.devices,
@@ -447,17 +430,19 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
         for name, own in named_tasks
         if own
     ]
-    return (
-        f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision"
-        f" {precision(x, device)}\ndata: {', '.join(counts)} problems\nbatch: {x.batch.prompts}"
-        f" prompts × {x.batch.group_size} samples → {updates} update(s) of {per_update} rollouts a"
-        f" step, {x.trainer.steps} steps"
-        + (f"; scheduled: {', '.join(x.schedule.paths)}" if x.schedule.paths else "")
-        + (
-            "\nphases:"
-            f" {' → '.join(f'{name} ({phase.algorithm.name})' for name, phase in named.items())}"
-            if len(named) > 1
-            else ""
-        )
-        + f"\n{seen() or 'sandbox: no reward and no tool asks for one'}"
+    batch = (
+        f"batch: {x.batch.prompts} prompts × {x.batch.group_size} samples → {updates} update(s) of"
+        f" {per_update} rollouts a step, {x.trainer.steps} steps"
     )
+    if x.schedule.paths:
+        batch += f"; scheduled: {', '.join(x.schedule.paths)}"
+    lines = [
+        f"model: {path}, {trained:,} of {total:,} parameters trained, on {on}, precision"
+        f" {precision(x, device)}",
+        f"data: {', '.join(counts)} problems",
+        batch,
+    ]
+    if len(named) > 1:
+        in_order = (f"{name} ({phase.algorithm.name})" for name, phase in named.items())
+        lines.append(f"phases: {' → '.join(in_order)}")
+    return "\n".join([*lines, seen() or "sandbox: no reward and no tool asks for one"])

@@ -61,12 +61,9 @@ def check_teacher(x: Experiment) -> None:
             reference.check(path, **hub)
         if "same_vocabulary" in (declarations(reference.init, "assumes") or ()):
             given = bound(reference.init)
+            revision = given["revision"]
             check_vocabulary(
-                path,
-                given["path"],
-                teacher_revision=given["revision"],
-                key=given["key"],
-                **hub,
+                path, given["path"], teacher_revision=revision, key=given["key"], **hub
             )
 
 
@@ -95,9 +92,8 @@ def check_contexts(
     """
     tools: dict[str, Tool] = {}
     read: dict[tuple[str, str], str] = {}
-    for task in first_rows(
-        sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages)), LONGEST
-    ):
+    by_length = sorted(tasks, key=lambda task: -sum(len(m["content"]) for m in task.messages))
+    for task in first_rows(by_length, LONGEST):
         own = opening(task, environment_of(environment, task))
         check_template(policy.renderer, own.schemas)
         tools |= own.tools
@@ -141,6 +137,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
     tools, prompts = check_contexts(policy, tasks, x.environment)
     temperature = x.generation.temperature or 1.0
+    short = min(x.generation.max_new_tokens, 32)
     rollouts = collect(
         policy,
         few,
@@ -148,9 +145,7 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
         environment=x.environment,
         group_size=2,
         seed=x.seed,
-        **x.generation._replace(
-            temperature=temperature, max_new_tokens=min(x.generation.max_new_tokens, 32)
-        ).params,
+        **x.generation._replace(temperature=temperature, max_new_tokens=short).params,
     )
     if not any(rollout.steps for rollout in rollouts):
         raise DataError(
@@ -164,21 +159,18 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
     if int(mask.sum()) != sampled:
         raise SelfCheckError(f"the loss mask has {int(mask.sum())} tokens, {sampled} were sampled")
     few_rows = mask.any(1).nonzero()[:FORWARD_ROWS, 0]
+    ids = batch.ids[few_rows]
+    marks = mask[few_rows]
     with torch.no_grad():
-        logprobs = forward_logprobs(
-            policy.model, pack(batch.ids, mask), temperature=temperature
-        ).logprobs
-        own = own_log_probs(policy.model, batch.ids[few_rows], mask[few_rows], temperature)
+        packed = pack(batch.ids, mask)
+        logprobs = forward_logprobs(policy.model, packed, temperature=temperature).logprobs
+        own = own_log_probs(policy.model, ids, marks, temperature)
         half = torch.is_autocast_enabled(device.type) or any(
             p.dtype == torch.bfloat16 for p in policy.model.parameters()
         )
-        rounding = (
-            measure_rounding(policy.model, batch.ids[few_rows], mask[few_rows], own, temperature)
-            if half
-            else None
-        )
+        rounding = measure_rounding(policy.model, ids, marks, own, temperature) if half else None
     warnings = _compare(
-        logprobs[few_rows][mask[few_rows]] - own,
+        logprobs[few_rows][marks] - own,
         rounding,
         "the trainer and the model's own forward",
         f"the trainer would learn from other probabilities than {type(policy.model).__name__} has."
@@ -210,11 +202,8 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
         kept = int(positions[-1] - positions[0]) + 1
         few = {"logits_to_keep": kept} if "logits_to_keep" in options else {}
         logits = model(input_ids=row[None, :last], use_cache=False, **few).logits[0, -kept:]
-        parts.append(
-            token_log_probs(
-                logits[positions - positions[0]], row[positions], temperature=temperature
-            )
-        )
+        rows = logits[positions - positions[0]]
+        parts.append(token_log_probs(rows, row[positions], temperature=temperature))
     return torch.cat(parts)
 
 

@@ -18,9 +18,8 @@ from rlkit.system.copies import copied
 from rlkit.training.references import ema, frozen, live
 from rlkit.types import Message, Policy, Reference, Rollout, reaches
 
-Show = Callable[
-    [Rollout, Sequence[Rollout]], "str | None"
-]  # (rollout, its group) → what is added to the prompt; None: no token counts
+# (rollout, its group) → the text added to the prompt; None: no token counts
+Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]
 
 
 class Teacher(NamedTuple):

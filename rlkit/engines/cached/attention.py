@@ -1,4 +1,4 @@
-"""Attention of the cached engine: it reads keys and values where they are, and only as many
+"""Attention of the cached engine: it reads keys and values in place, and only as many
 positions as a slot has."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rlkit.models.packing import ATTENTION as PACKED
 from rlkit.models.shape import whole_context
 
 ATTENTION = "rlkit_cached"
-SIDE_BY_SIDE = 8  # slots whose longest is looked for together
-CALL = 8192  # positions that are read in the time of one more call of attention, on a CPU
+SIDE_BY_SIDE = 8  # slots looked through together for their longest
+CALL = 8192  # positions read in the time of one more call of attention, on a CPU
 
 
 def cached_context(config: Any) -> float:
-    """Tokens of the longest context that the cache serves (`whole_context`): every layer then needs
+    """Tokens of the longest context served by the cache (`whole_context`): every layer then needs
     the keys and values of all its tokens, and nothing else.
 
     A model with windows must attend as Hugging Face's "sdpa": families with sinks or caps inside
@@ -53,7 +53,7 @@ def grouped_attention(config: Any) -> AbstractContextManager[None]:
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """On CUDA all but cuDNN's, which plans each new shape anew: contexts and replies have any."""
+    """On CUDA all but cuDNN's: it plans each new shape anew, and contexts and replies have any."""
     if device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -72,8 +72,8 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in which the heads of a group stand side by side as queries of their one key head,
-    so that no key is copied.
+    """Attention with the heads of a group side by side as queries of their one key head: no key is
+    copied.
 
     Args:
       query: [R, Hq, m, D]. key, value: [R, Hk, L, D], Hk divides Hq. attention_mask: [R, 1, m, L],
@@ -97,12 +97,12 @@ def attend(
 def attend_in_place(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Attention of one new token a row that reads the pages where they are: torch's `varlen_attn`
+    """Attention of one new token a row, reading the pages in place: torch's `varlen_attn`
     with a block table (torch 2.12, CUDA, half precision).
 
     Args:
       query: [R, Hq, 1, D]. keys, values: of a layer [Hk, pages, page, D]. table: [R, n] int32.
-      lengths: [R] int32, the positions that each row sees.
+      lengths: [R] int32, the positions seen by each row.
     Returns: [R, 1, Hq, D].
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -125,7 +125,7 @@ def attend_in_place(
 
 
 def reads_in_place() -> str:
-    """Why this torch cannot read pages in place; empty where it can."""
+    """Why this torch cannot read pages in place; empty if it can."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -135,11 +135,11 @@ def reads_in_place() -> str:
     return ""
 
 
-Part = tuple[int, int, int]  # slots from, to; the positions that one of them sees
+Part = tuple[int, int, int]  # slots from, to; the positions seen by one of them
 
 
 def parts_of(reach: Sequence[int]) -> list[Part]:
-    """Cuts slots that see so many positions each into parts of nearly one length, where that saves
+    """Cuts slots seeing so many positions each into parts of nearly one length, if it saves
     more than further calls cost."""
     parts: list[Part] = []
     for start in range(0, len(reach), SIDE_BY_SIDE):

@@ -1,4 +1,4 @@
-"""Keys and values in pages, and one table that says which slot has which pages. Both last as long
+"""Keys and values in pages, and one table of slots and their pages. Both last as long
 as the engine."""
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from rlkit.models.shape import model_shape
 from rlkit.system.device import total_memory
 
 PAGE = 16  # tokens of a page
-FLASH_PAGE = 256  # tokens of a page that torch's flash attention reads in place: a multiple of this
-SPARE = 0  # a page that no row holds; slots without a page write there
+# tokens of a page for flash attention to read in place: a multiple of this
+FLASH_PAGE = 256
+SPARE = 0  # a page of no row; slots without a page write there
 SHARE = 0.35  # of the memory beside the weights, for keys and values
 
 
 class Pages:
     """Keys and values of all slots, and the table of their pages.
 
-    keys, values: of each layer [Hk, pages, page, D]. They are made by the first pass, whose keys
-    say in which precision, and are never made again. No row holds page 0 (SPARE).
-    table: [slots, columns], the page of each `page` positions of a slot; 0 where it has none. The
-    host writes `entries`, and `flush` brings what has changed to the device. On a CPU both are the
+    keys, values: of each layer [Hk, pages, page, D]. They are made by the first pass, in the
+    precision of its keys, and are never made again. No row holds page 0 (SPARE).
+    table: [slots, columns], the page of each `page` positions of a slot; 0 if it has none. The
+    host writes `entries`, and `flush` brings the changes to the device. On a CPU both are the
     same memory.
     holders: how many slots hold each page. Samples of one prompt share its full pages.
 
     Args:
-      tokens: that the pages hold, > 0, rounded up to whole pages.
+      tokens: of all pages, > 0, rounded up to whole pages.
       context: most positions of a slot.
     """
 
@@ -54,8 +55,8 @@ class Pages:
         self.indices = torch.arange(slots, device=device)
         self.holders = [0] * (self.pages + 1)
         self.left = list(range(1, self.pages + 1))  # a heap: the lowest free page is taken first
-        self.width = 0  # columns that have been in use
-        self.changed: set[int] = set()  # slots whose entries the device does not know
+        self.width = 0  # columns ever in use
+        self.changed: set[int] = set()  # slots with entries unknown to the device
 
     # ------------------------------------------------------------------------------------- the host
 
@@ -64,7 +65,7 @@ class Pages:
         return -(-length // self.page)
 
     def take(self) -> int:
-        """A free page, which has one holder now. Raises: IndexError if none is free."""
+        """A free page, with one holder now. Raises: IndexError if none is free."""
         page = heapq.heappop(self.left)
         self.holders[page] = 1
         return page
@@ -75,7 +76,7 @@ class Pages:
             self.holders[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a holder from each of these pages; those without one are free."""
+        """Remove a holder from each of these pages; pages without any are free."""
         for page in pages:
             self.holders[page] -= 1
             if not self.holders[page]:
@@ -91,7 +92,7 @@ class Pages:
         self.changed.add(slot)
 
     def flush(self) -> None:
-        """Tell the device what the host has entered."""
+        """Tell the device the host's entries."""
         if self.changed and self.device.type != "cpu":
             rows = sorted(self.changed)
             entries = torch.from_numpy(self.entries[rows, : self.width]).to(self.device)
@@ -101,7 +102,8 @@ class Pages:
     # ----------------------------------------------------------------------------------- the device
 
     def places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where the positions [R, m] of these slots [R] lie among all positions of all pages."""
+        """The places of the positions [R, m] of these slots [R] among all positions of all
+        pages."""
         pages = self.table[rows].gather(1, positions // self.page)
         return pages * self.page + positions % self.page
 
@@ -120,7 +122,7 @@ class Pages:
             self.values.append(zeros(shape, value))
         at = places.flatten()
         for kept, new in ((self.keys[layer], key), (self.values[layer], value)):
-            # Under mixed precision the norm of the keys, whose weight is float32, makes them
+            # Under mixed precision the norm of the keys, its weight in float32, makes them
             # float32.
             own = new.to(kept.dtype).transpose(0, 1).flatten(1, 2)
             kept.flatten(1, 2).index_copy_(1, at, own)
@@ -139,7 +141,7 @@ class Pages:
         return found[0], found[1]
 
     def _scratch(self, number: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for gathered pages, which is kept: new memory costs as much as the copy."""
+        """Memory for gathered pages. It is kept: new memory costs as much as the copy."""
         size = math.prod(shape)
         own = self.scratch.get(number)
         if own is None or len(own) < size or own.dtype != like.dtype:
@@ -156,7 +158,7 @@ class Pages:
 
 def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Zeros of the precision and device of another tensor. On a CPU the system gives the memory
-    only as it is written to, so a cache costs what has been used of it."""
+    only as it is written to, so a cache costs its used part."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
     size = math.prod(shape) * like.element_size()
@@ -172,10 +174,11 @@ def token_bytes(causal: Any) -> int:
 
 
 def default_tokens(causal: Any, device: torch.device) -> int:
-    """Tokens whose keys and values fit `SHARE` of the memory beside the weights, at least 1.
+    """Tokens with keys and values fitting into `SHARE` of the memory beside the weights, at least
+    1.
 
     The memory is the card's or, on a CPU, the machine's or the container's: always the total, never
-    what is free now, so that a run repeats itself.
+    the memory free now: then a run repeats itself.
     """
     weights = sum(p.nbytes for p in causal.parameters())
     return max(1, cache_share(weights, total_memory(device)) // token_bytes(causal))

@@ -25,35 +25,35 @@ from rlkit.types import Policy
 
 
 class Cached(Service):
-    """Continuous batching over a key-value cache that stays where it is, between the turns of an
+    """Continuous batching over a key-value cache at a fixed place, between the turns of an
     episode too.
 
-    A draw is that of the reference engine (rlkit.engines.transformers.draw), from the completion's
-    own seed and position: which slot it had, and what stood beside it, changes nothing but the last
-    bits of the arithmetic. If some layers see a window of the context, a completion that may grow
+    A draw is as the reference engine's (rlkit.engines.transformers.draw), from the completion's
+    own seed and position: its slot and its neighbours change nothing but the last
+    bits of the arithmetic. If some layers see a window of the context, a completion able to grow
     beyond it is decoded by the reference engine; so is every one of a model with layers of other
-    kinds, such as linear attention.
+    kinds, for example linear attention.
 
     Args:
       max_rows: completions sampled at once, > 0.
-      max_cached_tokens: the tokens whose keys and values the cache holds, > 0; at least one context
+      max_cached_tokens: the tokens with keys and values in the cache, > 0; at least one context
         of the longest kind, at most max_rows of them. None: 0.35 of the card's or, on a CPU, of the
         machine's or container's memory beside the weights. On a CPU the memory is taken as it is
-        used. Prompts that do not fit wait. If rows that draw need more, the one that has drawn
-        least gives way and is read again later; it keeps what it has drawn.
-      check_every: tokens that every slot draws before the host looks which completions have ended,
+        used. Prompts too large for it wait. If drawing rows need more, the one with the fewest
+        draws gives way and is read again later; it keeps its draws.
+      check_every: tokens drawn by every slot before the host looks for completed ones,
         > 0. None: 1 on a CPU, 8 elsewhere. Changes no completion: nothing is drawn behind an end.
-      keep_cache: the cache keeps its memory, and the graphs that read it, between calls. False
+      keep_cache: the cache keeps its memory, and its graphs, between calls. False
         frees it for others, and each call pays for making both.
-      cuda_graphs: the step as CUDA graphs. Without, and where a model cannot be captured, its
+      cuda_graphs: the step as CUDA graphs. Without, and for a model beyond capture, its
         kernels are started one by one.
-      kernel: what computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager":
-        calls of torch. "auto": fused where that is possible, eager elsewhere. Changes the last bits
+      kernel: computes a step on a CPU. "fused": one call of compiled C (kernel.py). "eager":
+        calls of torch. "auto": fused if possible, else eager. Changes the last bits
         of log-probs.
       cache: how a step on CUDA reads the pages. "gather": it copies them for torch's attention.
         "varlen": `varlen_attn` reads them in place (torch 2.12, 16-bit weights); no card has run it
         yet. A CPU gathers.
-    Raises: ValueError for arguments out of range, EngineError where `kernel` is "fused" and the
+    Raises: ValueError for arguments out of range, EngineError if `kernel` is "fused" and the
       model or the machine does not allow it, or `cache` is "varlen" and this torch cannot.
     """
 
@@ -84,12 +84,11 @@ class Cached(Service):
         self.keep_cache = keep_cache
         self.kernel = kernel
         self.automatic = kernel == "auto"
-        self.why_eager = ""  # where `auto` is that
+        self.why_eager = ""  # the reason for `auto` being eager
         self.elsewhere: Literal["eager", "fused"] | None = None
-        self.threads: int | None = (
-            None  # of a fused step, which gives the same bits with any number; None: torch's
-        )
-        self.context_length = 0  # of the policy that the decoder was made for
+        # of a fused step; any number gives the same bits; None: torch's
+        self.threads: int | None = None
+        self.context_length = 0  # of the decoder's policy
         self.settings = {
             "max_rows": max_rows,
             "check_every": check_every,
@@ -110,9 +109,8 @@ class Cached(Service):
             return Transformers(max_rows=self.max_rows).make_decoder(policy)
         before = self.decoder
         kernel = self.kernel
-        if (
-            self.automatic and kernel == "fused"
-        ):  # settled: a model that it does not fit is decoded without it, a compiler is not lost
+        # settled: a model unfit for it is decoded without it, a compiler is not lost
+        if self.automatic and kernel == "fused":
             try:
                 compiled()
             except NoKernel as error:
@@ -162,14 +160,14 @@ class Cached(Service):
 
     def keep_cached_tokens(self, tokens: int) -> None:
         """A run goes on with a cache of so many tokens, or another process samples with it. A size
-        that the config names stays."""
+        named by the config stays."""
         if self.max_cached_tokens is None:
             self.cached_tokens = tokens
 
     @property
     def decodes(self) -> Literal["eager", "fused"] | None:
-        """The kernel in use, or that of another process that samples for this one; None before the
-        first weights."""
+        """The kernel in use, or the kernel of another process sampling for this one; None before
+        the first weights."""
         if self.decoder is None:
             return self.elsewhere
         fused = isinstance(self.decoder, Scheduler) and self.decoder.kernel is not None
@@ -186,7 +184,7 @@ class Cached(Service):
             self.decoder.asked = kernel  # it need not be built again
 
     def go_on_with(self, kernel: Literal["eager", "fused"]) -> str:
-        """A run continues that used this kernel so far: "auto" becomes it. What differs
+        """A run with this kernel so far continues: "auto" becomes it. What differs
         nevertheless, as a sentence."""
         if self.automatic and kernel == "eager":
             self.settle(kernel, "as the run did so far")

@@ -1,5 +1,5 @@
-"""The forward of a Llama-like trunk in as few calls as it takes: what a decoding step of a small
-model costs is calls, not arithmetic.
+"""The forward of a Llama-like trunk in as few calls as it takes: the cost of a decoding step of a
+small model costs is calls, not arithmetic.
 
 Hugging Face's own starts about a hundred operations a layer, most of them to rotate and to
 normalise. Here it is about thirty: queries and keys are rotated and normalised together, and what
@@ -19,17 +19,16 @@ from rlkit.engines.cached.products import Derive, Projection, plain_part, projec
 from rlkit.models.fused import head_norms, standard
 from rlkit.models.head import Float32Head, Head
 
-Attention = Callable[
-    [Tensor, Tensor, Tensor, int], Tensor
-]  # queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
+# queries [R, Hq, m, D], keys and values [R, Hk, m, D], layer → [R, m, Hq, D]
+Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Layer(NamedTuple):
-    """A decoder layer, and what is made of its weights before the first step."""
+    """A decoder layer, and the tensors made of its weights before the first step."""
 
     module: Any
     project: Projection  # normalised tokens to queries, keys and values side by side
-    out: Projection  # what attention gives to the residual stream
+    out: Projection  # from attention to the residual stream
     gates: Projection  # normalised tokens to gate and up side by side
     down: Projection  # gated to the residual stream
     scale: Tensor | None  # [Hq + Hk, D], of the norm of queries and keys
@@ -46,27 +45,26 @@ class Trunk:
         converts them again. Products, keys and values are in `half`. The embedding, norms, angles
         and the residual stream stay in the precision of their weights, and attention's queries are
         rounded as autocast rounds them. None: the types of the weights, under whatever autocast is
-        on. A trunk with projections that have to be called (products.py) ignores it.
+        on. A trunk with projections to be called (products.py) ignores it.
     """
 
     def __init__(self, trunk: Any, half: torch.dtype | None = None):
         self.trunk = trunk
         plain = all(plain_part(m, half) for layer in trunk.layers for m in _projections(layer))
         self.half = half if plain else None
-        self.derived: list[
-            tuple[Tensor, Callable[[], Tensor]]
-        ] = []  # what is made of weights, and how
+        # tensors made of weights, and their makers
+        self.derived: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self.layers = [_layer(module, self.derive, self.half) for module in trunk.layers]
 
     @torch.no_grad()
     def derive(self, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` makes of the weights, made again in its place by `refresh`."""
+        """The tensor `make` gives of the weights, made again in its place by `refresh`."""
         self.derived.append((make(), make))
         return self.derived[-1][0]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The weights have changed in place: what was made of them is made again, where it is."""
+        """The weights have changed in place: tensors made of them are made again, in place."""
         for tensor, make in self.derived:
             tensor.copy_(make())
 
@@ -79,9 +77,8 @@ class Trunk:
 
     def _states(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         x = self.trunk.embed_tokens(ids)
-        cos, sin = (
-            part[:, :, None] for part in self.trunk.rotary_emb(x, positions)
-        )  # [R, m, 1, D]
+        # each [R, m, 1, D]
+        cos, sin = (part[:, :, None] for part in self.trunk.rotary_emb(x, positions))
         middle = cos.shape[-1] // 2
         sin = torch.cat((sin[..., :middle].neg(), sin[..., middle:]), -1)
         for number, layer in enumerate(self.layers):
@@ -94,9 +91,8 @@ class Trunk:
             values = projected[:, :, -keys:]
             if layer.scale is not None:
                 both = normalised(both, attn.q_norm.variance_epsilon) * layer.scale
-            both = (both * cos).addcmul_(
-                both.roll(middle, -1), sin
-            )  # rotate_half, its sign in the sine
+            # rotate_half, its sign in the sine
+            both = (both * cos).addcmul_(both.roll(middle, -1), sin)
             both = both if self.half is None else both.to(self.half)
             query, key, value = (
                 part.transpose(1, 2) for part in (both[:, :, :-keys], both[:, :, -keys:], values)
@@ -110,8 +106,8 @@ class Trunk:
 
 
 def logits_of(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
-    """What makes logits [m, V] of last hidden states [m, H]: the head, or where the trunk computes
-    in `half` a copy of it in that type. A head that does more than multiply is called."""
+    """The maker of logits [m, V] from last hidden states [m, H]: the head, or if the trunk
+    computes in `half` a copy of it in this type. A head beyond a plain product is called."""
     if forward is None or forward.half is None or head.logits is not head.module:
         return head
     if plain_part(head.module, forward.half) is None:
@@ -120,7 +116,7 @@ def logits_of(head: Head, forward: Trunk | None) -> Callable[[Tensor], Tensor]:
 
 
 def casts_weights(head: Head, forward: Trunk | None) -> bool:
-    """Whether steps convert weights, where autocast is on."""
+    """Whether steps convert weights under autocast."""
     if forward is None or forward.half is None:
         return True
     copied = head.logits is head.module and plain_part(head.module, forward.half) is not None
@@ -128,7 +124,7 @@ def casts_weights(head: Head, forward: Trunk | None) -> bool:
 
 
 def autocast_type(device: torch.device) -> torch.dtype | None:
-    """The type of this thread's autocast on a device; None where it is off."""
+    """The type of this thread's autocast on a device; None if it is off."""
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -176,9 +172,8 @@ def _layer(module: Any, derive: Derive, half: torch.dtype | None) -> Layer:
 def normalised(x: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + eps) over the last dimension, in float32 at least."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
-        return nn_functional.rms_norm(
-            x, x.shape[-1:], eps=eps
-        )  # one kernel on CUDA; on a CPU eleven calls
+        # one kernel on CUDA; on a CPU eleven calls
+        return nn_functional.rms_norm(x, x.shape[-1:], eps=eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * norm.mul_(norm).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
@@ -194,9 +189,9 @@ FORWARDS: dict[str, type[Trunk]] = {
 
 
 def forward_of(trunk: Any, half: torch.dtype | None = None) -> Trunk | None:
-    """The forward for this trunk; None where the model's own has to be used.
+    """The forward for this trunk; None if the model's own has to be used.
 
-    A known family counts where its layers are as Hugging Face wrote them, adapters in their
+    A known family counts if its layers are as Hugging Face wrote them, adapters in their
     projections or not.
     """
     return FORWARDS[trunk.config.model_type](trunk, half) if standard(trunk) else None

@@ -12,16 +12,16 @@ from weakref import WeakSet
 
 import torch
 
-CAPTURED = ("cuda",)  # kinds of devices on which steps are captured
-MOST_SHAPES = 48  # shapes that are captured at once; what is left runs kernel by kernel
+CAPTURED = ("cuda",)  # kinds of devices with captured steps
+MOST_SHAPES = 48  # shapes captured at once; the rest runs kernel by kernel
 
 
 class Shape(NamedTuple):
-    """The host's numbers that a captured step depends on; each combination is captured once."""
+    """The host's numbers in a captured step; each combination is captured once."""
 
     settings: Any  # of the draw
-    slots: int  # that go through the model
-    pages: tuple[int, ...]  # that the step reads for the slots of each part
+    slots: int  # in a pass through the model
+    pages: tuple[int, ...]  # to read for the slots of each part
 
     def covers(self, other: Shape) -> bool:
         """Whether a step of this shape also does the other's work: further slots draw nothing, and
@@ -35,36 +35,35 @@ class Shape(NamedTuple):
 
 
 class Graphs:
-    """Steps over buffers that stay where they are: started kernel by kernel the first time in a
+    """Steps over buffers at fixed places: started kernel by kernel the first time in a
     shape, captured the second, replayed then.
 
-    They last as long as the buffers and the weights that they read. At most `MOST_SHAPES` are held
-    at once. A shape beyond them replays the smallest one that covers it, where there is one.
+    They last as long as their buffers and weights. At most `MOST_SHAPES` are held
+    at once. A shape beyond them replays the smallest one covering it, if there is one.
 
-    A model that cannot be captured, one that asks the host for instance, is found by its first step
+    A model beyond capture, one with questions to the host for instance, is found by its first step
     or by the capture. It decodes without from then on, with one warning.
     """
 
-    refused: ClassVar[WeakSet[Any]] = WeakSet()  # models that cannot be captured
+    refused: ClassVar[WeakSet[Any]] = WeakSet()  # models beyond capture
 
     def __init__(self, model: Any, device: torch.device):
         self.model = model
         self.device = device
-        self.pool: Any = (
-            None  # memory that all of them share: none needs what another has left there
-        )
-        self.captured = 0  # shapes so far, those that were forgotten among them
+        # memory shared by all of them: none needs the remains of another
+        self.pool: Any = None
+        self.captured = 0  # shapes so far, forgotten ones among them
         self.started: set[Shape] = set()
         self.replays: dict[Shape, Callable[[], None]] = {}
 
     def forget(self) -> None:
-        """Drop every graph, because the buffers or weights that they read have moved."""
+        """Drop every graph, because their buffers or weights have moved."""
         self.started = set()
         self.replays = {}
         self.pool = None  # the allocator ends a pool with its last graph
 
     def __call__(self, shape: Shape, step: Callable[[], None]) -> None:
-        """Run the step, which has this shape, as a graph where that is possible."""
+        """Run the step, of this shape, as a graph if possible."""
         if shape not in self.replays and len(self.replays) >= MOST_SHAPES:
             covering = [own for own in self.replays if own.covers(shape)]
             shape = min(covering, key=lambda own: (sum(own.pages), own.slots), default=shape)
@@ -97,7 +96,7 @@ def can_capture(device: torch.device) -> bool:
 
 @contextmanager
 def host_looks_refused(device: torch.device) -> Iterator[None]:
-    """What makes the host wait for the device, and would break a capture, raises RuntimeError
+    """A wait of the host for the device, fatal to a capture, raises RuntimeError
     before anything is captured."""
     if device.type != "cuda":
         yield
@@ -120,23 +119,22 @@ def memory_pool(device: torch.device) -> Any:
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """One for all captures: each stream that multiplies matrices keeps memory of its own for
-    good, so graphs that are captured again cost none."""
+    """One for all captures: each stream with products of matrices keeps memory of its own
+    for good, so graphs captured again cost none."""
     return torch.cuda.Stream(device)
 
 
 def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """The kernels of a step, which is not carried out, as a function that starts them all at once.
+    """The kernels of a step, not run here, as a function to start them all at once.
 
     torch.cuda.graph does the same, empties the memory cache before, and leaves the side stream in
-    force where the capture fails.
+    force if the capture fails.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     with torch.cuda.device(device), torch.cuda.stream(side_stream(device)):
-        graph.capture_begin(
-            pool=pool, capture_error_mode="thread_local"
-        )  # other threads may allocate meanwhile
+        # other threads may allocate meanwhile
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             step()
         except BaseException:
@@ -147,15 +145,14 @@ def capture(step: Callable[[], None], device: torch.device, pool: Any) -> Callab
 
 
 def abandon(graph: Any, device: torch.device, pool: Any) -> None:
-    """End a capture that broke off. `capture_end` raises before it tells the allocator, whose
-    filter would go on sending to the pool what this thread allocates on the side stream, and would
+    """End a broken capture. `capture_end` raises before it tells the allocator; its filter
+    would go on sending this thread's blocks on the side stream to the pool, and would
     keep its memory for good."""
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    with contextlib.suppress(
-        RuntimeError, AttributeError
-    ):  # private names; the filter is also gone where the version has none
+    # private names; the filter is also gone if the version has none
+    with contextlib.suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)

@@ -1,7 +1,7 @@
-"""The decoding step of a small model on a CPU as one call of compiled C (_step.c), where there is a
+"""The decoding step of a small model on a CPU as one call of compiled C (_step.c), given a
 compiler.
 
-What such a step costs is hardly its arithmetic: it is 300 calls of torch. The C file is compiled
+Its cost is hardly arithmetic: it is 300 calls of torch. The C file is compiled
 once, by the machine's own compiler in about a second (rlkit.models.compiled).
 """
 
@@ -30,9 +30,9 @@ from rlkit.models.shape import model_shape
 
 SOURCE = Path(__file__).with_name("_step.c")
 HALF = ("-DHALF",)  # the compiler's flag for bfloat16
-TILE = 32  # columns of a packed matrix that lie together, as in the C file
-# of a model for which `auto` takes the kernel: the weights of larger ones are too much memory to
-# have twice
+TILE = 32  # neighbouring columns of a packed matrix, as in the C file
+# of a model small enough for `auto` to take the kernel: the weights of larger ones are too much
+# memory to have twice
 MOST_WEIGHTS = 1 << 28
 PRODUCTS = ("project", "out", "gates", "down")
 LAYERS = (*PRODUCTS, "bias", "scale", "before", "between")
@@ -90,8 +90,8 @@ class Kernel:
     are not, because the rounding of a matrix is larger than the first steps of an adapter.
 
     Args:
-      trunk, head: those of the engine, of which `unfit` says nothing.
-    Raises: EngineError where the C file cannot be compiled.
+      trunk, head: the engine's, found fit by `unfit`.
+    Raises: EngineError if the C file cannot be compiled.
     """
 
     def __init__(self, trunk: Trunk, head: Head):
@@ -169,8 +169,8 @@ class Kernel:
         )
 
     def __call__(self, pages: Pages, sampler: Sampler, slots: int, capacity: int) -> None:
-        """Draw one more token in those of the first slots that draw, as `Scheduler.decode`. No slot
-        sees more than `capacity` positions. Raises: MemoryError."""
+        """Draw one more token in the drawing ones of the first slots, as `Scheduler.decode`. No
+        slot sees more than `capacity` positions. Raises: MemoryError."""
         step = self.step
         if self.angles.shape[1] < capacity:
             self.angles = _angles(self.trunk.trunk, 2 * capacity)
@@ -187,11 +187,11 @@ class Kernel:
 
 
 def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None, str]:
-    """The kernel that `generation.kernel` asks for; or None, which decodes by calls of torch, and
-    why "auto" is that.
+    """The kernel of `generation.kernel`; or None, for decoding by calls of torch, and why "auto"
+    is None.
 
-    Raises: EngineError where "fused" is impossible, and where the load of the moment would decide
-    what "auto" is.
+    Raises: EngineError if "fused" is impossible, and if the load of the moment would decide on
+    "auto".
     """
     if kind == "eager":
         return None, ""
@@ -210,14 +210,14 @@ def kernel_of(kind: str, trunk: Trunk | None, head: Head) -> tuple[Kernel | None
 
 
 class Group(NamedTuple):
-    """Projections that read the same input, and the norm before them."""
+    """Projections of the same input, and the norm before them."""
 
     norm: Any | None
     modules: tuple[Any, ...]
 
     @property
     def parts(self) -> list[Part]:
-        """What the modules multiply by; `unfit` lets nothing else pass."""
+        """The factors of the modules; `unfit` lets nothing else pass."""
         return [part for part in map(plain_part, self.modules) if part is not None]
 
     @property
@@ -239,7 +239,7 @@ def groups_of(layer: Any) -> dict[str, Group]:
 
 
 def unfit(trunk: Trunk | None, head: Head) -> str:
-    """Why the kernel cannot decode this model; empty where it can."""
+    """Why the kernel cannot decode this model; empty if it can."""
     if trunk is None:
         return (
             f"a model of type {model_shape(head.causal.config).family!r} has a forward of its own"
@@ -285,7 +285,7 @@ def unfit(trunk: Trunk | None, head: Head) -> str:
 
 
 def _inputs(layer: Any) -> list[nn.Linear]:
-    """The projections that may have a bias."""
+    """The projections with or without a bias."""
     return [part.base for part in groups_of(layer)["project"].parts]
 
 
@@ -325,12 +325,12 @@ def up_of(group: Group, rank: int) -> Tensor:
 
 
 def norm_of(trunk: Trunk, norm: Any, half: bool) -> int | None:
-    """The address of a norm's weight in float32; None where it is part of the next product."""
+    """The address of a norm's weight in float32; None if it is part of the next product."""
     return trunk.derive(lambda: norm.weight.float().clone()).data_ptr() if half else None
 
 
 def _layer(trunk: Trunk, layer: Any, scale: Tensor | None, half: bool) -> dict[str, int | None]:
-    """The addresses of what the kernel reads of a layer, made again whenever the weights have
+    """The addresses of a layer's tensors for the kernel, made again whenever the weights have
     changed."""
     groups = groups_of(layer)
     found: dict[str, int | None] = {

@@ -1,4 +1,4 @@
-"""What the model computes for rows of the cache: new tokens of several contexts at once, or one
+"""The model's passes over rows of the cache: new tokens of several contexts at once, or one
 token in every slot."""
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlkit.types import Policy
 
 
 class Seen(NamedTuple):
-    """Where the new tokens of a pass go, and which ones each row attends to.
+    """The places of a pass's new tokens, and the tokens each row attends to.
 
-    places: [R, m] of the new tokens. table: pages that are read [R, n], or None: a pass over whole
-    contexts, which attend to themselves alone. mask: [R, 1, m, n · page], True is seen. lengths:
+    places: [R, m] of the new tokens. table: pages to read [R, n], or None: a pass over whole
+    contexts, each attending to itself alone. mask: [R, 1, m, n · page], True is seen. lengths:
     [R] int32 in place of a mask, if the pages are read in place. parts: rows of nearly one length,
-    each of which reads its own number of pages; empty: all rows read all.
+    each with its own number of pages to read; empty: all rows read all.
     """
 
     places: Tensor
@@ -39,7 +39,7 @@ class Passes:
     """A model over the pages of a cache.
 
     Args:
-      in_place: decoding steps read pages where they are (`attend_in_place`); else they are gathered
+      in_place: decoding steps read pages in place (`attend_in_place`); else they are gathered
         for torch's scaled_dot_product_attention.
     """
 
@@ -52,13 +52,14 @@ class Passes:
         self.half = autocast_type(pages.device)
         self.forward = forward_of(self.trunk, self.half)
         self.logits = logits_of(self.head, self.forward)
-        # whether graphs end with a call: they may read casts of weights that autocast drops then
+        # whether graphs end with a call: they may read casts of weights, and autocast drops those
+        # then
         self.casts = self.half is not None and casts_weights(self.head, self.forward)
         self.weights = weights_place(causal)
 
     def serves(self, policy: Policy, causal: Any) -> bool:
-        """Whether these weights lie where those of before did, so that captured graphs read them.
-        What was made of the weights is made again."""
+        """Whether these weights lie in the place of the ones before: then captured graphs read
+        them. Tensors made of the weights are made again."""
         rest = (a is b or a == b for a, b in zip(policy, self.policy, strict=True))
         if causal is not self.causal or not all(rest) or weights_place(causal) != self.weights:
             return False
@@ -81,7 +82,7 @@ class Passes:
         slots = torch.tensor([row.slot for row in rows], device=device)
         starts = torch.tensor([row.known for row in rows], device=device)
         steps = torch.arange(width, device=device)
-        # Padding may reach beyond the longest context; no one reads what it gives.
+        # Padding may reach beyond the longest context; no one reads its values.
         positions = (starts[:, None] + steps).clamp(max=self.policy.context_length - 1)
         own = steps < lengths[:, None]
         places = pages.places(slots, positions).where(own, SPARE * pages.page)
@@ -129,7 +130,8 @@ class Passes:
     def attention(
         self, seen: Seen, query: Tensor, key: Tensor, value: Tensor, layer: int
     ) -> Tensor:
-        """Keep the new keys and values, and attend to all that these rows see, [R, m, Hq, D]."""
+        """Keep the new keys and values, and attend to everything seen by these rows, [R, m, Hq,
+        D]."""
         pages = self.pages
         pages.put(layer, key, value, seen.places)
         if seen.table is None:
@@ -158,19 +160,19 @@ class ModelCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values [R, Hk, m, D], and return all that these rows see."""
+        """Keep new keys and values [R, Hk, m, D], and return everything seen by these rows."""
         self.pages.put(layer, key, value, self.seen.places)
         if self.seen.table is None:
             return key.to(value.dtype), value
         return self.pages.gather(layer, self.seen.table)
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """For models that ask; positions are always given."""
+        """For models asking for it; positions are always given."""
         return 0 if self.seen.mask is None else self.seen.mask.shape[-1]
 
 
 def weights_place(causal: Any) -> tuple[Any, ...]:
-    """Where a model's weights lie, and what its modules are: graphs read the former and were made
+    """The places of a model's weights, and its modules: graphs read the former and were made
     of the latter."""
     weights = [(p.data_ptr(), p.dtype, p.shape) for p in (*causal.parameters(), *causal.buffers())]
     adapters = [

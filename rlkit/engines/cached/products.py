@@ -1,4 +1,4 @@
-"""The products of a decoding step with its weights: of the modules that read the same input, such
+"""The products of a decoding step with its weights: of the modules with the same input, such
 as queries, keys and values, all at once.
 
     y = x Wᵀ + b + (x Aᵀ) B
@@ -26,14 +26,14 @@ Derive = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Part(NamedTuple):
-    """A module that does no more than multiply: what it multiplies by."""
+    """A module doing nothing but a product: its factors."""
 
     base: nn.Linear
     factors: LoRAFactors | None = None
 
 
 def plain_part(module: Any, half: torch.dtype | None = None) -> Part | None:
-    """The parts of a linear layer, or of one with a plain adapter; None where its own call may do
+    """The parts of a linear layer, or of one with a plain adapter; None if its own call may do
     something else.
 
     An adapter must be computed in the precision of its base, as all is under autocast (`half`).
@@ -74,13 +74,14 @@ def projection(
     """The modules' outputs side by side.
 
     Args:
-      derive: what keeps a tensor that is made of weights, see `Trunk.derive`.
-      norm: the norm before the modules, by whose weight the tokens have still to be multiplied;
-        None where there is none.
-      modules: all read the same tokens. A module that is not plain makes all of them be called.
-      half: the type to compute in, of which copies are kept; None: that of the weights.
-    One matrix is made of several modules where they are copied to `half` anyway, and on a CPU,
-    where a call costs more than the copy; elsewhere each has a product of its own. On a CPU the
+      derive: keeps a tensor made of weights, see `Trunk.derive`.
+      norm: the norm before the modules, its weight not yet multiplied with the tokens; None
+        without one.
+      modules: all read the same tokens. One module beyond a plain product makes all of them be
+        called.
+      half: the type to compute in, with copies kept; None: the type of the weights.
+    One matrix is made of several modules if they are copied to `half` anyway, and on a CPU, as
+    a call costs more than the copy there; elsewhere each has a product of its own. On a CPU the
     weight of the norm is multiplied into the matrix and adapters are added to it, unless the result
     were rounded to half precision: an adapter's first steps are smaller than such a rounding.
     """
@@ -147,7 +148,7 @@ def with_adapters(base: Projection, down: Tensor, up: Tensor) -> Projection:
     def adapted(x: Tensor) -> Tensor:
         y = base(x)
         low = nn_functional.linear(x, down)
-        # under autocast, which changes nothing in place, y is in its type
+        # autocast changes nothing in place: y is in its type
         y.view(-1, y.shape[-1]).addmm_(low.view(-1, low.shape[-1]), up.to(y.dtype))
         return y
 

@@ -1,4 +1,4 @@
-"""What every slot of the cached engine is in the middle of, as tensors [S], and the draw of its
+"""The state of every slot's completion in the cached engine, as tensors [S], and the draw of its
 next token."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATE = (
 
 
 class Saved(NamedTuple):
-    """The part of a completion that was drawn before its row was cut, and the state of its thinking
+    """The part of a completion drawn before its row was cut, and the state of its thinking
     budget."""
 
     token_ids: tuple[int, ...]
@@ -40,11 +40,11 @@ class Sampler:
     """The state of all slots beside their keys and values. Only `taken` and a spelled thinking
     budget ask the host.
 
-    last, position      the last token, and where it goes
+    last, position      the last token, and its place
     count, limit, seed  tokens drawn, the most, and the seed of the completion
     draws, ended        whether a slot draws; whether its completion has ended since the host looked
-    tokens, logprobs, forced   the completion, and behind it one column for what slots draw that do
-                               not draw
+    tokens, logprobs, forced   the completion, and behind it one column for the draws of slots that
+                               do not draw
     """
 
     def __init__(
@@ -74,9 +74,8 @@ class Sampler:
         )
         self.temperature: float | Tensor = params.temperature
         if captured and params.temperature not in (0, 1):
-            self.temperature = torch.tensor(
-                params.temperature, device=device
-            )  # read by the graph, so that the next call may change it
+            # read by the graph: the next call may change it
+            self.temperature = torch.tensor(params.temperature, device=device)
         self.budget = None
         if params.max_thinking_tokens is not None:
             self.budget = ThinkingBudget(
@@ -86,11 +85,11 @@ class Sampler:
     @property
     def asks_the_host(self) -> bool:
         """Whether a draw looks at each token on the host, and so cannot be captured: thinking tags
-        that are spelled."""
+        spelled out."""
         return self.budget is not None and self.policy.renderer.thinking.ids is None
 
     def begin_call(self, params: SamplingParams) -> None:
-        """Completions with these numbers follow, which differ from those before at most in the
+        """Completions with these numbers follow; they differ from the ones before at most in the
         temperature."""
         self.params = params
         if isinstance(self.temperature, Tensor):
@@ -114,7 +113,7 @@ class Sampler:
             self.budget.begin(at, contexts)
 
     def saved(self, slots: Sequence[int]) -> list[Saved]:
-        """What these slots have drawn so far, so that they can go on elsewhere."""
+        """The draws of these slots so far, for them to go on elsewhere."""
         at = torch.tensor(slots, device=self.device)
         counts = self.count[at].tolist()
         tokens = self.tokens[at].tolist()
@@ -131,7 +130,7 @@ class Sampler:
         ]
 
     def go_on(self, at: Tensor, saved: Sequence[Saved]) -> None:
-        """The slots `at`, which have just begun, go on behind what they had drawn before; all of it
+        """The slots `at`, just begun, go on behind their former draws; all of it
         has been read."""
         width = self.tokens.shape[1]
 
@@ -151,7 +150,7 @@ class Sampler:
             self.budget.follow(at, torch.tensor(last, device=self.device))
 
     def draw(self, at: Tensor, logits: Tensor, begun: bool = False) -> None:
-        """The next token of the slots `at` that draw, from the logits [n, V] of their last tokens.
+        """The next token of the drawing slots `at`, from the logits [n, V] of their last tokens.
 
         It has not been read yet. Begun: the token before it belongs to the completion, and has been
         read.
@@ -177,7 +176,7 @@ class Sampler:
         self.draws[at], self.ended[at] = draws & ~ended, self.ended[at] | ended
 
     def taken(self, slots: int) -> list[tuple[int, Generation]]:
-        """The completions of the first slots that have ended since the last look, each with its
+        """The completions of the first slots ended since the last look, each with its
         slot."""
         if not self.ended.any():
             return []

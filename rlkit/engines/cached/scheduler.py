@@ -4,13 +4,13 @@ looks.
     queue ──▶ slot ──▶ its new tokens in one pass ──▶ one token a step, all slots together ──▶
     completion
                ▲                                                                               │
-               └────── the next prompt of the same episode, the beginning that it shares kept ◀┘
+               └────── the next prompt of the same episode, its shared beginning kept ◀┘
 
 An episode keeps its pages until it is released, so a turn costs its new tokens only. Equal prompts,
 such as the samples of a task, are read once. A decoding step asks the host nothing: every slot in
-use goes through the model, and those that draw nothing are masked. So on CUDA it is captured as a
-graph, one for each of a few numbers of slots and pages, and the host looks which completions have
-ended every few steps. Pages and graphs stay where they are from call to call, as long as the
+use goes through the model, and slots without a draw are masked. So on CUDA it is captured as a
+graph, one for each of a few numbers of slots and pages, and the host looks for ended completions
+every few steps. Pages and graphs stay in place from call to call, as long as the
 weights do.
 """
 
@@ -32,25 +32,25 @@ from rlkit.engines.cached.sampler import Sampler
 from rlkit.engines.cached.slots import Row, Slots
 from rlkit.types import Generation, Policy, SamplingParams
 
-MOST_READ = 1 << 14  # tokens that are read in one pass, padding included
+MOST_READ = 1 << 14  # tokens read in one pass, padding included
 # A pass over few contexts costs more than these rows lose by waiting. They are read as soon as they
-# are one of READ_AT rows, or have waited a WAIT-th of the steps that the pass would cost all rows.
+# are one of READ_AT rows, or have waited a WAIT-th of the steps the pass would cost all rows.
 READ_AT = 32
 WAIT = 4
 QUARTERS = 4  # parts of a captured step
 SLOTS = 8  # the numbers of slots of captured steps are multiples of this
-SAMPLERS = 8  # states of slots that are kept, one for each kind of sampling
+SAMPLERS = 8  # kept states of slots, one for each kind of sampling
 
 
 class Scheduler:
-    """The decoder: its slots, and when the model computes what for them.
+    """The decoder: its slots, and the order of the model's work for them.
 
     Args:
-      max_rows, check_every, cuda_graphs, kernel: see `Cached`. tokens: that the cache holds.
-        in_place: whether steps read pages where they are.
+      max_rows, check_every, cuda_graphs, kernel: see `Cached`. tokens: of the cache.
+        in_place: whether steps read pages in place.
     """
 
-    sampler: Sampler  # of the numbers that are sampled with now
+    sampler: Sampler  # of the present numbers
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Scheduler:
         self.on_cpu = not can_capture(device)
         self.cuda_graphs = cuda_graphs and not self.on_cpu
         self.in_parts = not self.on_cpu and not in_place
-        # one position more than there are tokens: where an ended row points
+        # one position more than there are tokens: an ended row points there
         context = policy.context_length + 1
         self.pages = Pages(
             max(tokens, context), max_rows, context, device, FLASH_PAGE if in_place else PAGE
@@ -87,10 +87,10 @@ class Scheduler:
             self.kernel, self.why_eager = kernel_of(kernel, self.passes.forward, self.passes.head)
         self.graphs = Graphs(causal, device)
         self.samplers: dict[Any, Sampler] = {}
-        self.params: SamplingParams | None = None  # of the completions that are sampled now
+        self.params: SamplingParams | None = None  # of the completions under way
         self.rounds = 0
         self.changed = False  # whether slots may have to be filled or closed
-        self.waited = 0  # steps that rows have waited to be read, added up
+        self.waited = 0  # steps of rows waiting to be read, added up
         self.parts: list[Part] = []  # of the slots in use, before the next step
 
     # --------------------------------------------------------------------------------- the contract
@@ -105,7 +105,7 @@ class Scheduler:
         return self.kernel is not None and self.kernel.serves(self.sampler)
 
     def accepts(self, params: SamplingParams) -> bool:
-        """Completions with other numbers are sampled when those of now have ended."""
+        """Completions with other numbers are sampled when the present ones have ended."""
         return self.params is None or params == self.params or self.idle
 
     def submit(
@@ -126,7 +126,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def advance(self) -> list[tuple[int, Generation]]:
-        """A pass over what has still to be read, or a few steps of decoding."""
+        """A pass over unread contexts, or a few steps of decoding."""
         if self.changed:
             self.fill()
         reading = self.slots.reading
@@ -170,7 +170,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- slots
 
     def fill(self) -> None:
-        """Give free slots to rows that wait, and close holes."""
+        """Give free slots to waiting rows, and close holes."""
         self.changed = False
         stopped = self.slots.stopped
         self.slots.stopped = []
@@ -196,8 +196,8 @@ class Scheduler:
         self.parts = []
 
     def sampler_of(self, params: SamplingParams) -> Sampler:
-        """The state of all slots for these numbers: that of the last call with them, whose graphs
-        know it."""
+        """The state of all slots for these numbers: the one of the last call with them, and its
+        graphs know it."""
         key = captured_settings(params)
         if key not in self.samplers and len(self.samplers) == SAMPLERS:
             self.samplers.clear()
@@ -210,8 +210,8 @@ class Scheduler:
         return self.samplers[key]
 
     def make_room(self, steps: int) -> None:
-        """Pages for so many tokens more in every slot that draws. Rows that are cut for it keep
-        what they have drawn."""
+        """Pages for so many tokens more in every drawing slot. Rows cut for it keep their
+        draws."""
         cut = self.slots.extend(steps)
         drew = [(row, slot) for row, slot in cut if not row.reads]
         if drew:
@@ -229,9 +229,9 @@ class Scheduler:
     # -------------------------------------------------------------------------------------- reading
 
     def read(self, rows: Sequence[Row]) -> None:
-        """Read what is new in the contexts of these rows, and draw the next token of each."""
+        """Read the new part of these rows' contexts, and draw the next token of each."""
         page = self.pages.page
-        firsts: dict[Any, Row] = {}  # a prompt and its shared pages → the row that reads it
+        firsts: dict[Any, Row] = {}  # a prompt and its shared pages → its reader
         sources = []
         for row in rows:
             alone = row.known or row.saved is not None
@@ -264,14 +264,14 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- decoding
 
     def draw(self) -> None:
-        """Draw as many tokens as the host looks after, in every slot that draws."""
+        """Draw as many tokens as the host looks after, in every drawing slot."""
         self.make_room(self.check_every)
         longest = self.slots.longest
         for _ in range(self.check_every):
             self.step(longest)
 
     def step(self, longest: int) -> None:
-        """Draw one more token in every slot that draws, none of which sees more than `longest`
+        """Draw one more token in every drawing slot; none of them sees more than `longest`
         positions. The state of the others does not change."""
         assert self.params is not None
         rows = len(self.slots.rows)
@@ -289,8 +289,8 @@ class Scheduler:
             self.decode(slots, max(columns), parts)
 
     def quarters(self, slots: int) -> Sequence[Part]:
-        """Equal parts of the slots, each with the pages that its longest row needs, in one of few
-        numbers. Slots are sorted by length, so a part reads little that it does not need."""
+        """Equal parts of the slots, each with the pages of its longest row, in one of few
+        numbers. Slots are sorted by length, so a part reads little in vain."""
         number = QUARTERS if self.in_parts else 1
         edges = sorted({slots * k // number for k in range(number + 1)})
         parts = []
@@ -326,7 +326,7 @@ class Scheduler:
 
 
 def micro_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows that go through the model together: fresh ones or known ones, at most MOST_READ tokens
+    """Rows for one pass through the model: fresh ones or known ones, at most MOST_READ tokens
     with their padding."""
     part: list[Row] = []
     width = 0
@@ -352,7 +352,7 @@ def bucket(number: int) -> int:
 
 
 def captured_settings(params: SamplingParams) -> Any:
-    """What of these numbers a captured step depends on: of the temperature only whether it
+    """The numbers with an effect on a captured step: of the temperature only whether it
     divides."""
     return params._replace(
         temperature=params.temperature if params.temperature in (0, 1) else -1.0,

@@ -1,11 +1,11 @@
-"""Who has which slot and which pages: plain numbers on the host, no tensor arithmetic.
+"""The owners of slots and pages: plain numbers on the host, no tensor arithmetic.
 
     submit ──▶ queue ──▶ a slot, and pages for the context ──▶ finish ──▶ held, until the next
                  ▲                     │                                  prompt of the episode
                  └── cut: no page left ┘
 
-If no page is free, an episode that waits for its environment loses its pages first, then the row
-that has drawn least. Which one that is depends on contexts and seeds alone.
+If no page is free, an episode waiting for its environment loses its pages first, then the row
+with the fewest draws. The choice depends on contexts and seeds alone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FOREVER = 1 << 60  # steps
 
 @dataclass(eq=False)
 class Row:
-    """A completion that is sampled, or an episode between two of them.
+    """A completion under way, or an episode between two of them.
 
-    prompt: what the completion follows. need: tokens that prompt and completion may have at most.
-    known: tokens from the start whose keys and values are in the pages. pages: in the order of the
-    tokens. saved: the part of the completion that was drawn before the row was cut. tokens: of an
-    episode between two completions, what the pages hold. slot: -1 if it has none. reads: whether
+    prompt: before the completion. need: tokens of prompt and completion at most.
+    known: tokens from the start with keys and values in the pages. pages: in the order of the
+    tokens. saved: the part of the completion drawn before the row was cut. tokens: of an episode
+    between two completions, the ones in its pages. slot: -1 if it has none. reads: whether
     part of the context has still to be read.
     """
 
@@ -56,19 +56,18 @@ class Row:
 
     @property
     def order(self) -> tuple[bool, bool, int, tuple[int, ...], int]:
-        """The queue's order: first rows that were cut, then episodes that go on, then the shortest
+        """The queue's order: first rows cut before, then episodes going on, then the shortest
         prompt. Samples of one prompt are neighbours."""
         return self.saved is None, not self.known, len(self.prompt), self.prompt, self.key
 
 
 class Slots:
-    """The queue, the rows in slots, and the episodes that wait for their environment.
+    """The queue, the rows in slots, and the episodes waiting for their environment.
 
-    Slots in use are the first ones; a row that is None is a hole, which `fill` closes. clock: the
-    steps that the host has made room for. start: when each slot would have held no token, had it
-    drawn from then on. most: the tokens that it may ever hold. room: the tokens that its pages
-    hold. The last two are 0 where nothing draws. safe: up to when every slot has the pages that it
-    needs, as far as known.
+    Slots in use are the first ones; a None among the rows is a hole, closed by `fill`. clock: steps
+    that have been made room for. start: the clock at which each slot would have held no token, had
+    it drawn since. most: its tokens at any time, at most. room: the tokens its pages hold. Both are
+    0 if nothing draws. safe: the clock until which no slot needs a page.
     """
 
     def __init__(self, pages: Pages):
@@ -76,23 +75,23 @@ class Slots:
         self.queue: list[Row] = []  # in its order, if `ordered`
         self.ordered = True
         self.rows: list[Row | None] = []
-        self.held: dict[int, Row] = {}  # key → an episode that waits for its environment
-        self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot that has read it
-        self.stopped: list[int] = []  # slots whose row has left before its completion ended
+        self.held: dict[int, Row] = {}  # key → an episode waiting for its environment
+        self.read: dict[tuple[int, ...], Row] = {}  # prompt → a row in a slot, the prompt read
+        self.stopped: list[int] = []  # slots left by their row before its completion ended
         self.start, self.most, self.room = (np.zeros(pages.slots, dtype=np.int64) for _ in range(3))
         self.clock = 0
         self.safe = -1
-        self.oldest = 0  # the lowest start, and the highest `most`, when `extend` last looked
+        self.oldest = 0  # the lowest start, and the highest `most`, at the last look of `extend`
         self.furthest = 1
 
     @property
     def reach(self) -> np.ndarray:
-        """The tokens that each slot may hold by the next look; 0 where nothing draws."""
+        """The tokens of each slot by the next look, at most; 0 if nothing draws."""
         return np.minimum(self.clock - self.start, self.most)
 
     @property
     def longest(self) -> int:
-        """At least as many tokens as any slot holds by the next look."""
+        """An upper bound of `reach` that costs no arithmetic of arrays."""
         return max(1, min(self.clock - self.oldest, self.furthest))
 
     @property
@@ -107,7 +106,7 @@ class Slots:
 
     @property
     def reading(self) -> list[Row]:
-        """The rows in slots whose context has still to be read."""
+        """The rows in slots with context still to be read."""
         return [row for row in self.rows if row is not None and row.reads]
 
     def submit(self, key: int, prompt: tuple[int, ...], seed: int, need: int) -> None:
@@ -182,7 +181,7 @@ class Slots:
     # -------------------------------------------------------------------------------------- filling
 
     def fill(self) -> list[tuple[int, int]]:
-        """Give free slots to the queue, and move the last rows into the holes that remain. Return
+        """Give free slots to the queue, and move the last rows into the remaining holes. Return
         the moves as pairs (source, target)."""
         if not self.ordered:
             self.queue.sort(key=attrgetter("order"), reverse=True)
@@ -190,9 +189,9 @@ class Slots:
         holes = [slot for slot, row in enumerate(self.rows) if row is None]
         free = [*holes, *range(len(self.rows), self.pages.slots)]
         active = len(self.rows) - len(holes)
-        firsts: dict[tuple[int, ...], Row] = {}  # prompt → its first row among those that enter
+        firsts: dict[tuple[int, ...], Row] = {}  # prompt → its first row among the entering ones
         for slot in free:
-            # Each row that draws needs a page now and then. Without a margin a row would enter
+            # Each drawing row needs a page now and then. Without a margin a row would enter
             # only to be cut at the next look.
             if not self.queue or not self._admit(slot, firsts, active):
                 break
@@ -230,7 +229,7 @@ class Slots:
 
     def _find(self, wanted: int, row: Row) -> bool:
         """Whether so many pages are free for a row. Episodes without a slot lose theirs for it:
-        those that wait for their environment, with the fewest tokens first, then those that wait
+        episodes waiting for their environment, with the fewest tokens first, then rows waiting
         in the queue."""
         left = self.pages.left
         while len(left) < wanted and self.held:
@@ -243,14 +242,14 @@ class Slots:
         return len(left) >= wanted
 
     def _strip(self, row: Row) -> None:
-        """Take all pages of a row, which reads its whole context again."""
+        """Take all pages of a row; it reads its whole context again."""
         self.pages.give_back(row.pages)
         row.pages = []
         row.known = 0
         self.ordered = False
 
     def _close(self, holes: Iterable[int]) -> list[tuple[int, int]]:
-        """Move the last rows into the holes, so that the slots in use are the first ones."""
+        """Move the last rows into the holes: the slots in use are the first ones."""
         moves = []
         for hole in holes:
             while self.rows and self.rows[-1] is None:
@@ -273,8 +272,8 @@ class Slots:
         return moves
 
     def sort(self) -> list[tuple[int, int]]:
-        """Put the rows with the longest contexts into the first slots, so that neighbours read
-        equally far. Return the moves, which happen at once, as pairs (source, target)."""
+        """Put the rows with the longest contexts into the first slots: neighbours then read
+        equally far. Return the moves, made at once, as pairs (source, target)."""
 
         reach = self.reach.tolist()
 
@@ -307,8 +306,8 @@ class Slots:
         self.safe = -1
 
     def extend(self, steps: int) -> list[tuple[Row, int]]:
-        """Give every row that draws pages for so many tokens more. Return the rows that had to be
-        cut for it, each with the slot that it had; they wait in the queue."""
+        """Give every drawing row pages for so many tokens more. Return the rows cut for it, each
+        with its former slot; they wait in the queue."""
         self.clock += steps
         if self.clock <= self.safe:
             return []
@@ -342,7 +341,7 @@ class Slots:
         return cut
 
     def _weakest(self) -> Row:
-        """The row that has drawn least; among equals the one with the shortest prompt."""
+        """The row with the fewest draws; among equals the one with the shortest prompt."""
         reach = self.reach.tolist()
         return min(
             self.active,

@@ -1,4 +1,4 @@
-"""Models of which some layers see a window: short contexts from the cache, longer ones by the
+"""Models with a window in some layers: short contexts from the cache, longer ones by the
 reference engine."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlkit.types import Generation, Policy, SamplingParams
 
 
 class Windowed(Scheduler):
-    """A decoder that takes a completion from the cache if its prompt and all the tokens that it may
+    """A decoder taking a completion from the cache if its prompt and all the tokens it may
     have fit into the window; any other is the reference engine's, later ones of the same episode
     too if they are as long.
 
@@ -23,7 +23,7 @@ class Windowed(Scheduler):
     nothing is left to do in the cache.
 
     Args:
-      policy: the whole one. window: tokens that every layer sees, fewer than the policy's context.
+      policy: the whole one. window: tokens seen by every layer, fewer than the policy's context.
       settings: of `Scheduler`.
     """
 
@@ -46,7 +46,7 @@ class Windowed(Scheduler):
         if len(prompt_ids) + params.max_new_tokens <= self.policy.context_length:
             super().submit(key, prompt_ids, seed, params)
             return
-        super().release(key)  # what the cache has of the episode
+        super().release(key)  # the episode's part of the cache
         self.longer.submit(key, prompt_ids, seed, params)
 
     def release(self, key: int) -> None:

@@ -1,7 +1,8 @@
 """Small tasks with a known optimum, and the matrix of runs that `rlkit bench` compares on them.
 
-`tasks` has the tasks, `fresh` the small policy that starts them, `matrix` the runs, their rows and
-the page, `prove` the expected updates of `rlkit prove`. Nothing is imported before it is asked for.
+`tasks` has the tasks, `lists` their rewards, `fresh` the small policy that starts them, `matrix`
+the runs, their rows and the page, `prove` the expected updates of `rlkit prove`. Nothing is
+imported before it is asked for.
 
-Files in the order of their imports: fresh, tasks, matrix, prove, commands.
+Files in the order of their imports: fresh, lists, tasks, matrix, prove, commands.
 """

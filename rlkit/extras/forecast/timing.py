@@ -39,7 +39,7 @@ from rlkit.models.head import trunk_and_head
 from rlkit.models.log_probs import logits_at_once
 from rlkit.rewards import Reward, Term
 from rlkit.system.adapters import base_model
-from rlkit.training.activations import LOGITS, measure_token
+from rlkit.training.activations import LOGITS, fit_activations
 from rlkit.training.experiment import BatchSize, Experiment, Sampling
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
@@ -309,7 +309,9 @@ def with_memory(
     # on a GPU the cache has its whole size from the start
     on_cpu = device.type == "cpu"
     grows = isinstance(engine, Cached) and on_cpu
-    saved = sum(measure_token(trunk, round(found.step.row)) for trunk in trunks)
+    # bytes that one token more adds to a micro-batch of such rows: b + c·width
+    fits = [fit_activations(trunk) for trunk in trunks]
+    saved = sum(b + c * round(found.step.row) for _, b, c in fits)
     size = Room(
         saved * RESIDENT if on_cpu else saved,
         LOGITS,

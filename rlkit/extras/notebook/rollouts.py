@@ -15,7 +15,13 @@ from rlkit.environments.session import FunctionSession
 from rlkit.extras.notebook.data import Conversation, GenerationConfig, Hook, Prompt, Rollout
 from rlkit.extras.notebook.generation import drawn_seed, engine_of, played, policy_of, scores
 from rlkit.extras.notebook.kl import compute_forward_kl
-from rlkit.extras.notebook.views import Arguments, as_reward, call_as_given, conversation_of, view
+from rlkit.extras.notebook.views import (
+    Arguments,
+    call_as_given,
+    conversation_of,
+    view,
+    viewed_reward,
+)
 from rlkit.rewards import score
 from rlkit.types import Environment, Messages, Task, Tool, ToolCall, ToolParser, ToolResult
 
@@ -102,9 +108,8 @@ def create_batch_rollouts(
     )
     vectors: dict[int, Any] = {}
     if reward_fn is not None:
-        episodes = score(
-            episodes, as_reward(reward_fn, aggregator, vectors if aggregator is None else None)
-        )
+        kept = vectors if aggregator is None else None
+        episodes = score(episodes, viewed_reward(reward_fn, aggregator, kept))
     logprobs = scores(model, episodes, gen_config)
     penalties = [0.0] * len(episodes)
     if ref_model is not None and kl_coef > 0:

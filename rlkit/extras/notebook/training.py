@@ -39,7 +39,7 @@ from rlkit.extras.notebook.generation import (
 )
 from rlkit.extras.notebook.hooks import with_hooks
 from rlkit.extras.notebook.kl import UpdateHook, create_reference_model, update_reference_model
-from rlkit.extras.notebook.views import as_reward
+from rlkit.extras.notebook.views import viewed_reward
 from rlkit.training.experiment import BatchSize, Sampling, TrainerSettings
 from rlkit.training.groups import experience
 from rlkit.training.learner import Learner
@@ -184,7 +184,7 @@ def training_iteration(
         model, tokenizer, use_chat_template=template, enable_thinking=gen_config.enable_thinking
     )
     params = gen_config.params
-    reward = as_reward(reward_fn, aggregator)
+    reward = viewed_reward(reward_fn, aggregator)
     engine = engine_of(generator, gen_config, engine or (run.engine if run else None))
     parts = {
         "seed": seed,

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rlkit import types
 from rlkit.commands.agent import as_dict
+from rlkit.config.parts import as_reward
 from rlkit.extras.notebook.data import Conversation, Generation, Hook, Message, Rollout
-from rlkit.rewards import Reward, Term, batched, declared, weighted_sum
+from rlkit.rewards import Reward, batched, declared
 
 
 class Arguments(dict[str, Any]):
@@ -85,25 +86,22 @@ def conversation_of(episode: types.Rollout) -> Conversation:
     return Conversation(tuple(messages))
 
 
-def as_reward(
+def viewed_reward(
     reward_fn: Any, aggregator: Hook = None, vectors: dict[int, np.ndarray] | None = None
 ) -> Reward:
-    """A reward function or a list of them as a Reward of the core; `vectors` takes the vectors that
-    it gives, by the prompt's position."""
+    """A reward function of views, or a list of them, as a Reward of the core; `vectors` takes the
+    vectors that it gives, by the prompt's position."""
     if isinstance(reward_fn, Reward):
         return reward_fn
     mean: Callable[..., float] = aggregator or (lambda vector: float(np.mean(vector)))
     if callable(reward_fn):
-        return Reward(
-            "reward_fn", {"reward_fn": Term(1.0, _of_view(reward_fn, mean, vectors))}, weighted_sum
-        )
+        return as_reward({"reward_fn": _of_view(reward_fn, mean, vectors)}, "reward_fn")
     names = [getattr(fn, "__name__", "reward_fn") for fn in reward_fn]
     names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
-    terms = {
-        name: Term(1.0, _of_view(fn, mean, None)) for name, fn in zip(names, reward_fn, strict=True)
-    }
-    return Reward(
-        "reward_fns", terms, lambda scores, weights: float(mean(np.array(list(scores.values()))))
+    viewed = [_of_view(fn, mean, None) for fn in reward_fn]
+    return as_reward(dict(zip(names, viewed, strict=True)), "reward_fn")._replace(
+        name="reward_fns",
+        aggregator=lambda scores, weights: float(mean(np.array(list(scores.values())))),
     )
 
 

@@ -3,8 +3,8 @@ come from MCP servers, games have two players or many boards.
 
 What needs aiohttp is imported when it is asked for.
 
-Files in the order of their imports: _guard_child, _gymnasium_vector, _two_players, contract,
-tool_servers, wire, _mcp, conversations, server, _program, serving, commands.
+Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _two_players,
+contract, slots, tool_servers, wire, _mcp, conversations, server, _program, serving, commands.
 """
 
 from rlkit.extras.programs._gymnasium_vector import gymnasium_vector

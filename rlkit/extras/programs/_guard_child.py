@@ -33,8 +33,8 @@ def begin(command: list[str], task: str, memory_mb: int | None, confine: dict | 
     """The program's process id. It cannot outlive this process, and reads the task on standard
     input.
 
-    `confine`: "by", the path of rlkit/sandbox/_child.py, and what its `confine_program` takes;
-    None: it has the user's rights.
+    `confine`: "by", the path of rlkit/sandbox/_child.py, and what its functions take
+    (`_confinement.confinement`); None: it has the user's rights.
     """
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
@@ -56,7 +56,11 @@ def begin(command: list[str], task: str, memory_mb: int | None, confine: dict | 
                 limits: dict = {"__name__": "limits"}
                 with open(confine["by"]) as file:
                     exec(compile(file.read(), confine["by"], "exec"), limits)
-                limits["confine_program"](confine["readable"], confine["port"])
+                libc = ctypes.CDLL(None, use_errno=True)
+                limits["checked"](libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+                limits["landlock"](libc, confine["paths"], port=confine["port"])
+                limits["powerless"](libc)
+                limits["seccomp"](libc, confine["filter"])
             os.execvp(command[0], command)
         except Exception as error:
             os.write(2, f"{command[0]} cannot be started: {error}\n".encode())

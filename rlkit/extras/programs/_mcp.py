@@ -15,6 +15,7 @@ from rlkit.environments.calling import calling, check_seconds
 from rlkit.environments.session import FunctionSession
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT
 from rlkit.errors import ConfigError
+from rlkit.extras.programs.slots import AtMost
 from rlkit.extras.programs.tool_servers import (
     ListedTool,
     Pool,
@@ -23,7 +24,6 @@ from rlkit.extras.programs.tool_servers import (
     read_server,
     require_package,
 )
-from rlkit.system.loops import AtMost
 from rlkit.system.waiting import waiting
 from rlkit.types import (
     Environment,

@@ -22,11 +22,13 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.environments import hermes
 from rlkit.errors import ConfigError, place
+from rlkit.extras.programs._confinement import confinement
 from rlkit.extras.programs.contract import Ask, Ended
 from rlkit.extras.programs.conversations import asking
-from rlkit.sandbox.process import CHILD, folder
+from rlkit.extras.programs.slots import AtMost
+from rlkit.sandbox.process import folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
-from rlkit.system.loops import AtMost, closing
+from rlkit.system.loops import closing
 from rlkit.system.plain_files import read_plain_file
 from rlkit.system.waiting import Wait, waiting
 from rlkit.types import (
@@ -397,16 +399,9 @@ async def _executed(
         guard = await _start_guard(where, variables, addresses(door, address), text)
         try:
             assert guard.stdin is not None
-            confine = (
-                None
-                if readable is None
-                else {
-                    "by": str(CHILD),
-                    "readable": readable,
-                    "port": int(address.rpartition(":")[2]),
-                }
-            )
-            job = {"command": command, "task": text, "memory_mb": memory_mb, "confine": confine}
+            job = {"command": command, "task": text, "memory_mb": memory_mb}
+            if readable is not None:
+                job["confine"] = confinement(readable, int(address.rpartition(":")[2]))
             guard.stdin.write(json.dumps(job).encode() + b"\n")
             with suppress(ConnectionError):
                 await guard.stdin.drain()

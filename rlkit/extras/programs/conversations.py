@@ -22,11 +22,12 @@ from rlkit.episodes.episode import cut_off
 from rlkit.episodes.replies import check_generation, read_reply
 from rlkit.errors import Hung, TemplateError
 from rlkit.extras.programs.contract import Ask, Ended, RequestRefused
+from rlkit.extras.programs.slots import AtMost
 from rlkit.extras.programs.wire import reply_message
 from rlkit.functional import mix
 from rlkit.models.chat import check_template, continuation, encode_prompt
 from rlkit.system.copies import copied
-from rlkit.system.loops import AtMost, awaited, closing, is_over, result_of, settled, wind_up
+from rlkit.system.loops import awaited, closing, is_over, result_of, settled, wind_up
 from rlkit.types import (
     Engine,
     Environment,

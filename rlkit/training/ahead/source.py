@@ -39,23 +39,19 @@ class GroupSource(Protocol):
     def publish(self, policy: Policy, version: int) -> None:
         """The policy's weights, as they are now, are this version: they sample for the requests
         until the next call."""
-        ...
 
     def request(self, request: Request, clock: Clock) -> InFlight:
         """Ask for the groups of a step. Returns the groups if they are there already, else the
         request, completed by what a later process needs to make it again."""
-        ...
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
         """Wait for the groups that `request` answered with this.
 
         Raises: what sampling them raised.
         """
-        ...
 
     def state(self, flight: Flight) -> dict[str, Any]:
         """All that a later process needs to go on, as plain values and tensors."""
-        ...
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
         """Go on from a `state`. Groups that the config would now sample otherwise, and those behind
@@ -63,7 +59,6 @@ class GroupSource(Protocol):
 
         Raises: DataError where the tasks have changed.
         """
-        ...
 
 
 def next_groups(

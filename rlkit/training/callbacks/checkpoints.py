@@ -47,15 +47,12 @@ SUPERSEDED = ".superseded"
 DAMAGED = ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
-CHECKPOINT = (  # what is lost where a save failed and none has succeeded since
-    "the newest checkpoint"
-)
-RESULT = (
-    CHECKPOINT,
-    "model/",
-    "model_best/",
-    "metrics.jsonl",
-)  # without these a run is not whole; all else is to look at
+# what is lost where a save failed and none has succeeded since
+CHECKPOINT = "the newest checkpoint"
+# without these a run is not whole; all else is to look at
+RESULT = (CHECKPOINT, "model/", "model_best/", "metrics.jsonl")
+# raised by `torch.load` for a damaged file
+UNREADABLE = (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
 SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
 
 
@@ -78,9 +75,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         with as_oserror(), atomic(path) as file:
             seal(file, lambda out: torch.save(checkpoint, out))
-            owner.check_path(
-                path
-            )  # it may have taken long, and must not stand beside those of another process
+            # writing may have taken long, and this file must not stand beside another process's
+            owner.check_path(path)
 
 
 def _size(value: Any) -> int:
@@ -157,24 +153,17 @@ class RLCheckpoint(L.Callback):
             return
         still_owned(self.run)
         state = gathered(module.model)
-        self.saved(
-            "model/",
-            lambda: ranks.broadcast(
-                lambda: save_policy(self.run / "model", module.policy, state=state)
-            ),
-            "model/",
-        )
-        best = self.folder / BEST
+
+        def write_last() -> None:
+            save_policy(self.run / "model", module.policy, state=state)
 
         def write_best() -> None:
             if self.best:
                 identity = module.provenance.get("identity", "")
-                save_policy(
-                    self.run / "model_best",
-                    module.policy,
-                    state=weights_of(best, self.run, identity),
-                )
+                best = weights_of(self.folder / BEST, self.run, identity)
+                save_policy(self.run / "model_best", module.policy, state=best)
 
+        self.saved("model/", lambda: ranks.broadcast(write_last), "model/")
         self.saved("model_best/", lambda: ranks.broadcast(write_best), "model_best/")
 
     def improved(self, module: Any) -> bool:
@@ -199,25 +188,21 @@ class RLCheckpoint(L.Callback):
         still_owned(self.run)
 
         def write() -> None:
-            if ranks.any_rank(
-                self.run / "metrics.jsonl" in WAITING
-            ):  # a checkpoint says that all rows up to its step are there
+            # a checkpoint says that all rows up to its step are there
+            if ranks.any_rank(self.run / "metrics.jsonl" in WAITING):
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             ranks.broadcast(before)
-            trainer.save_checkpoint(
-                path, weights_only=False
-            )  # of all ranks; here the flag means "leave the optimiser out"
+            # of all ranks; here the flag means "leave the optimiser out"
+            trainer.save_checkpoint(path, weights_only=False)
             ranks.broadcast(self.point)
 
         def before() -> None:
-            for file in (
-                file for pattern in (METRICS, *APPENDED) for file in self.run.glob(pattern)
-            ):
-                sync(file)
+            for pattern in (METRICS, *APPENDED):
+                for file in self.run.glob(pattern):
+                    sync(file)
             if has_adapters(module.model):
-                save_policy(
-                    path.with_suffix(ADAPTER), module.policy, state=adapters, tokenizer=False
-                )
+                place = path.with_suffix(ADAPTER)
+                save_policy(place, module.policy, state=adapters, tokenizer=False)
 
         adapters = gathered(module.model) if has_adapters(module.model) else None
         done = self.saved(f"checkpoint {path.name}", write)
@@ -263,10 +248,10 @@ def gathered(model: Any) -> dict[str, Any] | None:
     if not sharded(model):
         return None
     ranks.reshard(model)
-    lora = has_adapters(model)
-    return ranks.full_tensors(
-        {name: value for name, value in model.state_dict().items() if not lora or "lora_" in name}
-    )
+    state = model.state_dict()
+    if has_adapters(model):
+        state = {name: value for name, value in state.items() if "lora_" in name}
+    return ranks.full_tensors(state)
 
 
 def link(name: Path, target: Path) -> None:
@@ -300,9 +285,8 @@ def step_of(path: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
-    return sorted(
-        (path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if step_of(path) >= 0), key=step_of
-    )
+    found = [path for path in folder.glob(f"{PREFIX}*{SUFFIX}") if step_of(path) >= 0]
+    return sorted(found, key=step_of)
 
 
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
@@ -323,25 +307,15 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         for line in damaged:
             print(f"warning: {line}; {path.name} is used", file=sys.stderr)
         return path, state
-    before = (
-        [path for path in checkpoints(source.parent) if step_of(path) < step_of(source.resolve())]
-        if named
-        else []
+    if named:
+        for path in reversed(checkpoints(source.parent)):
+            if step_of(path) < step_of(source.resolve()) and not damage(path):
+                raise DataError(f"{damaged[0]}; the whole one before it is {path}")
+    none = (
+        f"{source}: no checkpoint that can be read; start a new run without resume, or name an"
+        " older run"
     )
-    whole = next((path for path in reversed(before) if not damage(path)), None)
-    if whole:
-        raise DataError(f"{damaged[0]}; the whole one before it is {whole}")
-    raise DataError(
-        "; ".join(
-            [
-                *damaged,
-                (
-                    f"{source}: no checkpoint that can be read; start a new run without resume, or"
-                    " name an older run"
-                ),
-            ]
-        )
-    )
+    raise DataError("; ".join([*damaged, none]))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -351,14 +325,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not why:
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (
-            RuntimeError,
-            OSError,
-            EOFError,
-            KeyError,
-            ValueError,
-            pickle.UnpicklingError,
-        ) as error:
+        except UNREADABLE as error:
             why = reason(error)
     raise DataError(f"{path} is damaged ({why})")
 
@@ -393,20 +360,11 @@ def set_foreign_aside(run: Path, identity: str) -> None:
     of this run."""
     folder = run / "checkpoints"
     for path in (*checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
-        with suppress(
-            OSError,
-            RuntimeError,
-            EOFError,
-            KeyError,
-            ValueError,
-            AttributeError,
-            TypeError,
-            pickle.UnpicklingError,
-        ):
+        with suppress(*UNREADABLE, AttributeError, TypeError):
             open_regular(path).close()
-            own = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["run"].get(
-                "identity", ""
-            )  # reads no tensor
+            # reads no tensor
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            own = saved["run"].get("identity", "")
             if own != identity:
                 kept = set_aside(run, path.relative_to(run).as_posix())
                 print(

@@ -15,7 +15,7 @@ from rlkit.episodes import append_step, transcript
 from rlkit.episodes.completions import completion_row, table_columns, write_completions
 from rlkit.system.files import lenient, lose, reason, write_atomic
 from rlkit.system.shards import stem
-from rlkit.training.loggers import Tables, log_table, log_text
+from rlkit.training.loggers import log_table, log_text
 from rlkit.types import Rollout, Weighted
 
 TEXTS = 3  # conversations of a step in a logger
@@ -43,9 +43,8 @@ class Samples(L.Callback):
         text = "\n".join([title, *chosen, ""]).encode(errors="backslashreplace")
         with lenient(f"{self.folder.name}/ of step {step}"):
             earlier = path.read_bytes() if path.exists() else b""
-            again = re.search(
-                b"^" + title.encode(), earlier, re.M
-            )  # of a run that is resumed from before it
+            # of a run resumed from before this step
+            again = re.search(b"^" + title.encode(), earlier, re.M)
             write_atomic(path, earlier[: again and again.start()] + text)
         for logger in trainer.loggers:
             for i, sample in enumerate(chosen[:TEXTS]):
@@ -81,9 +80,8 @@ class Completions(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         names = (name for x in module.learner.phases.values() for name in x.reward.terms)
-        self.columns = table_columns(
-            dict.fromkeys(names)
-        )  # of all phases: all files have the same ones
+        # of all phases: all files have the same ones
+        self.columns = table_columns(dict.fromkeys(names))
         if not self.every or not trainer.is_global_zero:
             return
         try:  # now, while there is memory for it
@@ -95,11 +93,8 @@ class Completions(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         step = module.rl_step
         kept = self.every and step % self.every == 0
-        shown = (
-            [logger for logger in trainer.loggers if isinstance(logger, Tables)]
-            if self.due(trainer, step)
-            else []
-        )
+        loggers = trainer.loggers if self.due(trainer, step) else ()
+        shown = [logger for logger in loggers if hasattr(logger, "log_table")]
         if not (kept or shown) or not trainer.is_global_zero:
             return
         advantages = mean_advantages(module.batch, module.trained)

@@ -26,10 +26,8 @@ from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
 KEPT = 16  # rollouts that an evaluation writes, of the same tasks each time: how an answer changes
-PREFIXES: dict[Split, str] = {
-    "validation": "eval/",
-    "test": "test/",
-}  # split → where its figures stand in a row of metrics.jsonl
+# split → the start of its figures' names in a row of metrics.jsonl
+PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
 
 
@@ -54,15 +52,12 @@ class HeldOut(L.Callback):
         self.results |= state_dict["results"]
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        if (
-            module.rl_step
-            or any(self.results.values())
-            or not (self.tasks.validation or self.tasks.test)
-        ):
+        resumed = module.rl_step or any(self.results.values())
+        if resumed or not (self.tasks.validation or self.tasks.test):
             return  # a resumed run has nothing to add to the rows before it
-        module.metrics = row = self.evaluate(trainer, module, "validation") | self.evaluate(
-            trainer, module, "test"
-        )
+        row = self.evaluate(trainer, module, "validation")
+        row |= self.evaluate(trainer, module, "test")
+        module.metrics = row
         if ranks.rank() == 0:
             append_row(self.metrics, module.rl_step, row)
         for logger in trainer.loggers:
@@ -85,8 +80,9 @@ class HeldOut(L.Callback):
                 trainer.should_stop = True
         if trainer.should_stop:
             spent = module.metrics.get("perf/eval_s", 0.0)
-            module.metrics |= (row := self.evaluate(trainer, module, "test"))
-            module.metrics |= {"perf/eval_s": spent + row["perf/eval_s"]} if row else {}
+            row = self.evaluate(trainer, module, "test")
+            if row:
+                module.metrics |= row | {"perf/eval_s": spent + row["perf/eval_s"]}
 
     def evaluate(self, trainer: L.Trainer, module: Any, split: Split) -> dict[str, float]:
         """One pass over the tasks of a split; nothing where there are none."""
@@ -99,12 +95,8 @@ class HeldOut(L.Callback):
         watch = in_time(
             x.evaluation, f"the evaluation of {split} problems after step {module.rl_step}"
         )
-        with (
-            watch,
-            forward(),
-            ranks.whole_weights(module.model),
-            rng.kept(),
-        ):  # it moves nobody's random numbers
+        # an evaluation moves nobody's random numbers
+        with watch, forward(), ranks.whole_weights(module.model), rng.kept():
             result, rollouts = greedy_accuracy(
                 module.policy,
                 tasks,
@@ -115,9 +107,8 @@ class HeldOut(L.Callback):
         self.results.setdefault(split, {})[module.rl_step] = {"split": split} | result
         if trainer.is_global_zero:
             with lenient(f"held_out/{split}/ of step {module.rl_step}"):
-                append_step(
-                    self.metrics.parent / "held_out" / split, module.rl_step, rollouts[:KEPT]
-                )
+                folder = self.metrics.parent / "held_out" / split
+                append_step(folder, module.rl_step, rollouts[:KEPT])
         return result_row(result, PREFIXES[split]) | {"perf/eval_s": time.perf_counter() - started}
 
 
@@ -133,9 +124,8 @@ def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """A result as metrics with a prefix such as `eval/`, and that of each part of a mixture as
     `eval/part/NAME/*`. What the reward's functions measured themselves is `eval/reward/TERM/METRIC`
     and `eval/aggregator/METRIC`."""
-    rows = {prefix: result} | {
-        f"{prefix}part/{part}/": own for part, own in result.get("parts", {}).items()
-    }
+    parts = result.get("parts", {})
+    rows = {prefix: result, **{f"{prefix}part/{part}/": own for part, own in parts.items()}}
     out: dict[str, float] = {}
     for path, own in rows.items():
         for name, interval in INTERVALS.items():

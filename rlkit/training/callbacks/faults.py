@@ -40,22 +40,16 @@ class DebugBundle(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         announce(exception)
-        if (
-            not isinstance(exception, Exception)
-            or isinstance(exception, Refusal)
-            or owner.lost(self.run)
-        ):
+        said = not isinstance(exception, Exception) or isinstance(exception, Refusal)
+        if said or owner.lost(self.run):
             # a signal, a sentence that says it all, or a folder that is another process's now
             return
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
         echo = isinstance(exception, ranks.RankError)
         failed = module.learner.micro.minibatch is not None and not echo
         writes = ranks.rank() == 0 or not (together or echo)  # else rank 0 has the same to say
-        folder = (
-            self.run
-            / "debug"
-            / (f"step_{module.rl_step + 1:06d}" + (f"_rank{ranks.rank()}" if ranks.rank() else ""))
-        )
+        name = f"step_{module.rl_step + 1:06d}"
+        folder = self.run / "debug" / (f"{name}_rank{ranks.rank()}" if ranks.rank() else name)
         if writes:
             exception.add_note(f"debug bundle: {folder}")
             with lenient(str(folder)):
@@ -72,11 +66,9 @@ class DebugBundle(L.Callback):
         state = state_of(trainer, module)
         if writes:
             with lenient(str(folder)):
-                for name, content in {
-                    BATCH: vars(on_device(module.learner.micro.minibatch, "cpu")),
-                    STATE: state,
-                }.items():
-                    AtomicCheckpointIO().save_checkpoint(content, folder / name)
+                batch = vars(on_device(module.learner.micro.minibatch, "cpu"))
+                AtomicCheckpointIO().save_checkpoint(batch, folder / BATCH)
+                AtomicCheckpointIO().save_checkpoint(state, folder / STATE)
                 exception.add_note(f"rlkit replay bundle={folder} does the update again")
 
 

@@ -104,11 +104,8 @@ class MetricsFile(L.Callback):
                 append_row(self.path, module.rl_step, late)
             for logger in trainer.loggers:
                 logger.log_metrics(dict(late), step=module.rl_step)
-        figures = {
-            name: value
-            for name in FINAL
-            if math.isfinite(value := module.metrics.get(name, math.nan))
-        }
+        finite = {name: module.metrics.get(name, math.nan) for name in FINAL}
+        figures = {name: value for name, value in finite.items() if math.isfinite(value)}
         for logger in trainer.loggers:
             log_final(logger, settings(module), figures, module.rl_step)
 

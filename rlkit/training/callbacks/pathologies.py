@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Row = dict[str, Any]
-INTERVALS = {
-    "accuracy": "interval",
-    "reward": "reward_interval",
-}  # figure of an evaluation → under which key its interval stands
+# figure of an evaluation → the key of its interval
+INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
 MISMATCH = 0.05  # nats a token that sampler and trainer may differ by in float32
@@ -41,12 +39,10 @@ def broken_policy(row: Row) -> str | None:
 def all_rewards_equal(row: Row) -> str | None:
     """No group has rewards that differ, and nothing else makes an advantage of them: nothing
     learned from rewards."""
-    compared = (
-        row["reward/std"] > 0 and row["adv/abs_mean"] > 0
-    )  # with a critic or the batch; groups of one are always equal
-    demonstrated = (
-        "reward/demonstration/mean" in row
-    )  # nothing is sampled, and all of it is to be learned
+    # with a critic or the batch; groups of one are always equal
+    compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0
+    # nothing is sampled, and all of it is to be learned
+    demonstrated = "reward/demonstration/mean" in row
     followed = any(name.startswith("streams/") for name in row)  # a teacher, or given tokens
     if row["group/frac_zero_std"] < 1 or compared or demonstrated or followed or broken_policy(row):
         return None
@@ -64,10 +60,8 @@ def all_rewards_equal(row: Row) -> str | None:
 
 
 REMEDIES = {  # what cut most episodes → the key to turn
-    "length": (
-        "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
-        " generation.max_thinking_tokens)"
-    ),
+    "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
+    " generation.max_thinking_tokens)",
     "context": (
         "lower generation.max_new_tokens or the environment's max_turns, or set its"
         " overflow=drop_oldest"

@@ -41,20 +41,17 @@ class StopOnSignal(L.Callback):
         module.droppable = True  # the evaluation before the first step
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
-                if (
-                    signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN
-                ):  # nohup ignores it, and means it
-                    signal.signal(
-                        signum, self.handle
-                    )  # Lightning puts back what was there before it
+                # nohup ignores SIGHUP, and means it
+                if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                    # Lightning puts back what was there before it
+                    signal.signal(signum, self.handle)
 
     def handle(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
             end_process(128 + signum)
         self.signum = signum
-        drop = (
-            self.module.droppable and ranks.size() == 1
-        )  # several ranks end together, between steps
+        # several ranks end together, between steps
+        drop = self.module.droppable and ranks.size() == 1
         doing = "the rollouts of this step are dropped" if drop else "this step is finished"
         line = (
             f"rlkit: {signal.Signals(signum).name}: {doing}, then the run is saved and ends; a"

@@ -41,9 +41,8 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    reset: Sequence[
-        Literal["optimizer", "reference"]
-    ] = ()  # what starts anew when the phase begins, beside what it replaces
+    # what starts anew when the phase begins, beside what it replaces
+    reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -103,8 +102,7 @@ def phases(experiment: Any) -> dict[str, Any]:
         return {"": experiment}
     return {
         name: experiment._replace(
-            **phase.groups,
-            schedule=Schedule(schedule.paths | flat(phase.numbers)),
+            **phase.groups, schedule=Schedule(schedule.paths | flat(phase.numbers))
         )
         for name, phase in schedule.phases.items()
     }
@@ -113,9 +111,8 @@ def phases(experiment: Any) -> dict[str, Any]:
 def _current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
     """The phase in force, if there are any, and its experiment."""
     given = list(experiment.schedule.phases.values())
-    return given[progress.phase] if given else None, list(phases(experiment).values())[
-        progress.phase
-    ]
+    of_phases = list(phases(experiment).values())
+    return given[progress.phase] if given else None, of_phases[progress.phase]
 
 
 def controllers_of(experiment: Any) -> dict[str, Controller]:
@@ -150,7 +147,7 @@ def at(experiment: Any, progress: Progress) -> Any:
     for path, function in x.schedule.paths.items():
         if not isinstance(function, Controller):
             step = progress.step - progress.since if path in own else progress.step
-            function = _spanning(function, _span(experiment, progress, own=path in own))
+            function = _spanning(function, experiment, progress, own=path in own)
             x = replace(x, path.split("."), functools.partial(_value, function, step), path)
     return x
 
@@ -161,13 +158,10 @@ def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
     given = list(experiment.schedule.phases.values())
     while progress.step < step:
         progress = progress._replace(step=progress.step + 1)
-        end = (
-            phase_steps(given[progress.phase].until, experiment.trainer.steps)
-            if progress.phase + 1 < len(given)
-            else None
-        )
-        if end is not None and progress.step - progress.since >= end:
-            progress = progress._replace(phase=progress.phase + 1, since=progress.step)
+        if progress.phase + 1 < len(given):
+            end = phase_steps(given[progress.phase].until, experiment.trainer.steps)
+            if end is not None and progress.step - progress.since >= end:
+                progress = progress._replace(phase=progress.phase + 1, since=progress.step)
     return at(experiment, progress)
 
 
@@ -192,14 +186,14 @@ def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
     return min(left, phase_steps(phase.until, steps) or left) if phase is not None else left
 
 
-def _spanning(function: Callable[..., Any], steps: int) -> Callable[..., Any]:
-    """The function with `steps`, where it takes them and has none of its own."""
+def _spanning(
+    function: Callable[..., Any], experiment: Any, progress: Progress, *, own: bool
+) -> Callable[..., Any]:
+    """The function with the `steps` it spans, if it takes them and has none of its own."""
     taken = inspect.signature(function).parameters.get("steps")
-    return (
-        functools.partial(function, steps=steps)
-        if taken is not None and taken.default is None
-        else function
-    )
+    if taken is None or taken.default is not None:
+        return function
+    return functools.partial(function, steps=_span(experiment, progress, own=own))
 
 
 def _brought(phase: Phase | None, path: str) -> bool:
@@ -241,12 +235,10 @@ def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
         for path in now
         if was[path] != now[path]
     ]
-    curve = (
-        f"; from step {progress.step + 1} on the new curves hold: {', '.join(moved)}"
-        if moved
-        else ""
-    )
-    return f"trainer.steps was {before}, is {steps}{curve}"
+    line = f"trainer.steps was {before}, is {steps}"
+    if moved:
+        line += f"; from step {progress.step + 1} on the new curves hold: {', '.join(moved)}"
+    return line
 
 
 def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
@@ -259,16 +251,13 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
     now = controllers_of(x)
     states = {}
     for path, controller in now.items():
-        update = _spanning(
-            controller.update, _span(experiment, progress, own=_brought(phase, path))
-        )
+        update = _spanning(controller.update, experiment, progress, own=_brought(phase, path))
         states[path] = dict(update(progress.controllers.get(path, controller.init()), metrics))
     progress = progress._replace(step=progress.step + 1, controllers=states)
     if phase is None or progress.phase + 1 == len(experiment.schedule.phases):
         return progress
-    ended, held = _ended(
-        phase_steps(phase.until, experiment.trainer.steps) or phase.until, progress, metrics
-    )
+    until = phase_steps(phase.until, experiment.trainer.steps) or phase.until
+    ended, held = _ended(until, progress, metrics)
     if not ended:
         return progress._replace(streak=held)
     progress = progress._replace(phase=progress.phase + 1, since=progress.step, streak=0)
@@ -316,9 +305,8 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
         if isinstance(metric, str):
             out[path] = metric
     if phase is not None and isinstance(phase.until, str):
-        out[f"schedule.phases.{list(experiment.schedule.phases)[progress.phase]}.until"] = (
-            condition(phase.until).metric
-        )
+        name = list(experiment.schedule.phases)[progress.phase]
+        out[f"schedule.phases.{name}.until"] = condition(phase.until).metric
     return out
 
 

@@ -30,9 +30,8 @@ from rlkit.training.update.sampled import among, of_parts
 from rlkit.training.update.split import select
 from rlkit.types import Batch, Minibatch, TokenScorer, plain
 
-Prompts = dict[
-    int, tuple[int, list[int]]
-]  # rollout → (tokens of its own first prompt, the teacher's)
+# rollout → (tokens of its own first prompt, the teacher's)
+Prompts = dict[int, tuple[int, list[int]]]
 
 
 class Imitation(NamedTuple):

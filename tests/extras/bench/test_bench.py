@@ -20,10 +20,10 @@ from rlkit.config.experiment import experiment as configured
 from rlkit.config.schema import build
 from rlkit.extras.bench import matrix as bench
 from rlkit.extras.bench.fresh import Opinions, fresh_policy, random_reply
+from rlkit.extras.bench.lists import listed, paid, priced
 from rlkit.extras.bench.tasks import LETTERS, Chain, Lake, Value, ice, mean_value
 from rlkit.models import LoRA
 from rlkit.models.chat import encode_prompt
-from rlkit.rewards import listed, paid, priced
 from rlkit.runs.python import train
 from rlkit.types import Rollout, Step
 

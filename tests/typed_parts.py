@@ -1,7 +1,8 @@
-"""Every shipped part under the Protocol of its place. mypy reads this file, and fails where a part
-returns what its place does not take."""
+"""Every shipped part under the Protocol of its place. mypy reads this file, and fails if a part
+returns a value that its place does not take."""
 
 from rlkit import functional as F
+from rlkit import rewards as R
 from rlkit import types as t
 
 ADVANTAGES: tuple[t.AdvantageFn, ...] = (
@@ -73,4 +74,24 @@ KLS: tuple[t.KLFn, ...] = (
     F.confident,
     F.full,
     F.k3_straight_through,
+)
+REWARDS: tuple[t.RewardFn, ...] = (
+    R.contains,
+    R.environment,
+    R.exact_match,
+    R.few_turns,
+    R.format_match,
+    R.length,
+    R.numeric,
+    R.repetition,
+    R.soft_length,
+)
+REWARDS_OF_TOOLS: tuple[t.RewardFn, ...] = (R.tool_usage,)
+AGGREGATORS: tuple[t.AggregatorFn, ...] = (
+    R.weighted_sum,
+    R.smallest,
+    R.largest,
+    R.mean,
+    R.product,
+    R.group_normalised,
 )
