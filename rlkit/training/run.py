@@ -445,4 +445,4 @@ def header(x: Experiment, policy: Any, device: Any, tasks: Splits) -> str:
     if len(named) > 1:
         in_order = (f"{name} ({phase.algorithm.name})" for name, phase in named.items())
         lines.append(f"phases: {' → '.join(in_order)}")
-    return "\n".join([*lines, seen() or "sandbox: no reward and no tool asks for one"])
+    return "\n".join([*lines, str(seen() or "sandbox: no reward and no tool asks for one")])

@@ -399,7 +399,7 @@ async def _executed(
         guard = await _start_guard(where, variables, addresses(door, address), text)
         try:
             assert guard.stdin is not None
-            job = {"command": command, "task": text, "memory_mb": memory_mb}
+            job: dict[str, Any] = {"command": command, "task": text, "memory_mb": memory_mb}
             if readable is not None:
                 job["confine"] = confinement(readable, int(address.rpartition(":")[2]))
             guard.stdin.write(json.dumps(job).encode() + b"\n")
