@@ -36,22 +36,22 @@ from rlkit.training.schedules import phases
 from rlkit.types import Policy, Task, bound
 
 AUTO = "auto"
-# Of a device's total, what a run may plan with. The rest is for temporaries of one layer and for
+# The usable share of a device's total. The rest is for temporaries of one layer and for
 # gaps between blocks; assumed.
 USABLE = 0.9
 # Bytes of the libraries, or of CUDA with its kernels. Imports take 0.45 GiB on a CPU; the figure of
 # a GPU is assumed.
 LIBRARIES = 1 << 30
-# Bytes of one entry of a chunk of logits, with all that is made of it: six float32.
+# Bytes of one entry of a chunk of logits, with everything made of it: six float32.
 LOGITS = 6 * 4
-# Tokens of a micro-batch that a GPU should have at least. The memory probe halves larger ones
-# there, which costs less than recomputing activations; assumed.
+# Tokens of a micro-batch on a GPU, at least. The memory probe halves larger ones there, and
+# this costs less than recomputing activations; assumed.
 FEWEST = 4096
-MEASURED = 128  # tokens of the longest row that is measured
+MEASURED = 128  # tokens of the longest measured row
 
 
 class Needs(NamedTuple):
-    """Bytes that one device holds in an update that keeps its activations."""
+    """Bytes on one device in an update with activations kept."""
 
     weights: int  # of policy, critic, references and the copy for decoding
     training: int  # gradients, and two moments a trained parameter
@@ -64,7 +64,7 @@ class Needs(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What `auto` is, and the figures it rests on."""
+    """The settled `auto`, and the figures it rests on."""
 
     recompute: bool
     needs: Needs
@@ -74,7 +74,7 @@ class Decision(NamedTuple):
 
 
 def fits(needs: Needs, cache: int, total: int) -> bool:
-    """Whether an update that keeps its activations fits, in bytes:
+    """Whether an update with activations kept fits, in bytes:
     needs + cache + LIBRARIES ≤ USABLE · total."""
     return needs.update + cache + LIBRARIES <= USABLE * total
 
@@ -83,13 +83,13 @@ def fits(needs: Needs, cache: int, total: int) -> bool:
 
 
 def saved_bytes(run: Callable[[], Any], apart: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps for the backward pass of what `run` gives: distinct storages,
-    without those of the tensors `apart`, such as weights."""
+    """Bytes kept by autograd for the backward pass of `run`'s result: distinct storages,
+    without the ones of the tensors `apart`, for example weights."""
     storages: dict[int, Any] = {}
 
     def note(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage  # held, so that no other one takes its address
+        storages[storage.data_ptr()] = storage  # held: no other one takes its address
 
     with torch.enable_grad(), saved_tensors_hooks(note, _no_backward):
         given = run()
@@ -104,14 +104,14 @@ def _no_backward(_: Any) -> Tensor:
 
 
 def measure_activations(model: nn.Module, rows: int, width: int) -> int:
-    """Bytes that a trunk keeps for the backward pass of `rows` packed rows of `width` tokens:
+    """Bytes kept by a trunk for the backward pass of `rows` packed rows of `width` tokens:
     a + rows · (b·width + c·width²), see `fit_activations`."""
     a, b, c = fit_activations(model)
     return int(a + rows * (b * width + c * width * width))
 
 
 def fit_activations(model: nn.Module) -> tuple[float, float, float]:
-    """Coefficients of a + b·L + c·L², the bytes that a trunk keeps for the backward pass of a row
+    """Coefficients of a + b·L + c·L², the bytes kept by a trunk for the backward pass of a row
     of L tokens.
 
     The trunk reads one row of n, 2n and 4n ≤ MEASURED tokens. `a` ≥ 0 holds the weights that
@@ -165,11 +165,11 @@ def longest_lengths(x: Experiment, policy: Policy, tasks: Sequence[Task]) -> Len
 
 
 def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.device) -> Decision:
-    """Measure what an update of the run needs on a device, and decide.
+    """Measure the needs of the run's updates on a device, and decide.
 
     The micro-batch has trainer.micro_batch_tokens tokens, or all rollouts of an update at their
-    longest if those are fewer. On one GPU it has FEWEST tokens at most, because the memory probe
-    halves larger ones before the first step. Numbers that a schedule changes count as they begin.
+    longest if this is less. On one GPU it has FEWEST tokens at most, because the memory probe
+    halves larger ones before the first step. Scheduled numbers count as they begin.
     """
     with rng.kept(), autocast(x, device, updates=True):
         width = max(longest_lengths(phase, policy, tasks).width for phase in phases(x).values())
@@ -187,7 +187,7 @@ def decide(x: Experiment, policy: Policy, tasks: Sequence[Task], device: torch.d
 
 
 def _rows(x: Experiment, width: int, device: torch.device) -> int:
-    """Rollouts of `width` tokens in the largest micro-batch that has to fit."""
+    """Rollouts of `width` tokens in the largest micro-batch to fit."""
     tokens = x.trainer.micro_batch_tokens
     if device.type == "cuda" and ranks.size() == 1:
         tokens = min(tokens, FEWEST)
@@ -210,7 +210,7 @@ def _held(
 ) -> tuple[int, int]:
     """Bytes of weights, and of gradients with two moments in float32, on this device.
 
-    A reference or a teacher that is loaded from a path counts as one copy of the policy's base.
+    A reference or a teacher loaded from a path counts as one copy of the policy's base.
     """
     base = sum(p.nbytes for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -237,7 +237,7 @@ def _held(
         weights += 2 * sum(p.numel() for p in model.parameters())  # the copy for decoding
     alone = device.type == "cuda" and torch.cuda.device_count() > 1
     if x.asynchrony.mode == "overlap" and not alone:
-        weights += base  # of the process that samples
+        weights += base  # of the sampling process
     return weights, training
 
 
@@ -265,7 +265,7 @@ def settle_activations(
 ) -> str:
     """Decide what model.gradient_checkpointing=auto is for the whole run, alike on all ranks.
 
-    It changes the policy and gives the line that says so; empty if the config names a value.
+    It changes the policy and gives a line saying so; empty if the config names a value.
 
     Call it before the kernels are settled and before a critic is made: both follow the policy. With
     model.kernel=fused activations are kept in any case, and the line says if they do not fit.

@@ -1,4 +1,4 @@
-"""A whole experiment as plain data: what a config becomes, and what a notebook may build by
+"""A whole experiment as plain data: made of a config, or built in a notebook by
 hand."""
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Sampling(NamedTuple):
     max_thinking_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
-    # when an answer that waited joins the decoding again (SamplingParams)
+    # when a waiting answer joins the decoding again (SamplingParams)
     admission: Literal["rounds", "barrier", "free"] = "rounds"
     admission_rounds: int = 16
-    # of the cached engine, which is given it too
+    # of the cached engine, given to it too
     kernel: Literal["auto", "eager", "fused"] = "auto"
     cache: Literal["gather", "varlen"] = "gather"  # the same
 
@@ -93,7 +93,7 @@ class Evaluation(NamedTuple):
     seed: int = 0  # of the sampled replies
     # of the one reply per task before, during and after training; 0 is greedy
     curve_temperature: float = 0.0
-    stop_at: float | None = None  # validation accuracy at which training ends
+    stop_at: float | None = None  # validation accuracy to end training at
     max_time: float | None = None  # minutes of one evaluation; None waits for ever
 
 
@@ -110,7 +110,7 @@ class Evaluation(NamedTuple):
     max_step_time=(0.001, None),
 )
 class TrainerSettings(NamedTuple):
-    """How long, on what, and in which portions."""
+    """The length of training, its device, and its portions."""
 
     steps: int
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -122,8 +122,8 @@ class TrainerSettings(NamedTuple):
     strategy: Literal["single", "ddp", "fsdp"] = "single"
     devices: int = 1  # processes of a node, each with a device of its own
     nodes: int = 1
-    timeout: float = 1800.0  # seconds that a rank waits for the others
-    max_step_time: float | None = 60.0  # minutes in which nothing moves; None waits for ever
+    timeout: float = 1800.0  # seconds of a rank waiting for the others
+    max_step_time: float | None = 60.0  # minutes without a move; None waits for ever
     # the run stops at so many updates in a row skipped since loss or gradient is not finite
     max_nonfinite: int = 5
     # whether a signalled SLURM job asks to be queued again, once it is saved
@@ -133,8 +133,8 @@ class TrainerSettings(NamedTuple):
 @safe("device")
 @ranges(threads=(1, None))
 class SamplerProcess(NamedTuple):
-    """What the second process of asynchrony=overlap computes on. With as many threads as the
-    trainer it samples the bits of `lag`."""
+    """The device and threads of the second process of asynchrony=overlap. With as many threads as
+    the trainer it samples the bits of `lag`."""
 
     threads: int = 1  # of torch on the CPU
     device: str = "auto"  # a name of torch's; auto: the trainer's kind, of several GPUs the second
@@ -144,7 +144,7 @@ class SamplerProcess(NamedTuple):
 class Asynchrony(NamedTuple):
     """How far sampling runs ahead of training.
 
-    none    every RL step samples with the weights that it trains
+    none    every RL step samples with its own weights before training
     lag     step s samples with the weights after step s - staleness, the first ones with those of
             the start; in one process, repeatable overlap the same, bit for bit; a second process
             samples while this one updates
@@ -157,15 +157,15 @@ class Asynchrony(NamedTuple):
 
 @ranges(groups=(0, None), staleness=(0, None))
 class Reuse(NamedTuple):
-    """Groups that are kept, with their versions, and learned from again in place of groups of the
-    step whose rewards are all equal.
+    """Groups kept, with their versions, and learned from again in place of the step's groups of
+    equal rewards.
 
     Source: the replay buffer for groups without variance of TRL (grpo_with_replay_buffer), here
     with a bound on the staleness and the correction of algorithm/correction.
     """
 
     groups: int = 0  # kept at most; 0 keeps none
-    # RL steps between the weights that sampled a group and a step that learns from it again; 0
+    # RL steps between a group's sampling weights and a step learning from it again; 0
     # reuses none
     staleness: int = 0
 
@@ -177,20 +177,20 @@ class Reuse(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How a policy is loaded, and what is known of it before. None: not known."""
+    """The loading of a policy, and the facts known of it before. None: not known."""
 
     load: Callable[..., Policy]  # (device=…) → policy
-    path: str | None = None  # folder or hub id that `load` reads
+    path: str | None = None  # folder or hub id read by `load`
     revision: str | None = None
     trust_remote_code: bool | None = None
     lora: LoRA | None = None
     interruption: str | None = None
     gradient_checkpointing: bool | Literal["auto"] | None = None
-    origin: str | None = None  # of a policy that is loaded already: where its weights are from
+    origin: str | None = None  # of a policy loaded already: the source of its weights
     suggests: Mapping[str, Any] = field(default_factory=dict)  # numbers for the other groups
 
     def __call__(self, **settings: Any) -> Policy:
-        """The policy; `device` says where its weights go."""
+        """The policy; its weights go to `device`."""
         return self.load(**settings)
 
     @property
@@ -200,16 +200,16 @@ class ModelSpec:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """What a download needs beside the path."""
+        """The settings of a download beside the path."""
         return {"revision": self.revision, "trust_remote_code": bool(self.trust_remote_code)}
 
 
-# Keywords of a function that loads a policy which other parts of a run read too.
+# Keywords of a policy's loading function, read by other parts of a run too.
 READ = ("path", "revision", "trust_remote_code", "lora", "interruption", "gradient_checkpointing")
 
 
 def model_spec(load: Callable[..., Policy], suggests: Mapping[str, Any] = {}) -> ModelSpec:
-    """The spec of a function that loads a policy, from the keywords that a config has bound."""
+    """The spec of a policy's loading function, from the keywords bound by a config."""
     if isinstance(load, ModelSpec):
         return replace(load, suggests=suggests)
     known = {name: bound(load).get(name) for name in READ}
@@ -218,16 +218,16 @@ def model_spec(load: Callable[..., Policy], suggests: Mapping[str, Any] = {}) ->
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Where a run's tasks come from, and in which order and how often they are played."""
+    """The source of a run's tasks, their order, and how often they are played."""
 
     # (split=train, validation or test) → its tasks; no problem is in two splits
     load: Callable[..., Sequence[Task]]
-    sampler: TaskSampler = UNIFORM  # which problem is asked next
-    # which groups are learned from again
+    sampler: TaskSampler = UNIFORM  # chooses the next problem
+    # chooses the groups to learn from again
     reuse: Reuse = Reuse()  # noqa: RUF009  (a NamedTuple: immutable)
 
     def __call__(self, *, split: Split, **settings: Any) -> Sequence[Task]:
-        """The tasks of a split; `settings`, such as max_samples, are those of `load`.
+        """The tasks of a split; `settings`, for example max_samples, are `load`'s.
 
         Raises: ConfigError, DataError where `load` gives anything else.
         """
@@ -237,7 +237,7 @@ class TaskSource:
 @safe("name", "task", "environment", "model")
 @ranges(n=(1, None), num_return_sequences=(1, None), max_steps=(1, None))
 class RolloutRun(NamedTuple):
-    """Episodes without training: the groups that an episode needs, and how many to play."""
+    """Episodes without training: the groups an episode needs, and how many to play."""
 
     name: str
     seed: int
@@ -252,14 +252,14 @@ class RolloutRun(NamedTuple):
     max_steps: int | None = None  # replies of an episode; None leaves the environment's own limit
     split: Split = "test"
     format: Literal["jsonl.gz", "jsonl"] = "jsonl.gz"  # of the file of rollouts
-    sandbox: Sandbox = Sandbox()  # named by the parts that run code
+    sandbox: Sandbox = Sandbox()  # named by parts with code to run
 
 
 @reaches(tools="import")
 @safe("model", "system_prompt")
 @ranges(max_turns=(1, None), max_calls=(1, None), max_chars=(1, None), timeout=(0.001, None))
 class AgentRun(NamedTuple):
-    """A question answered with tools: who answers, and within which limits."""
+    """A question answered with tools: who answers, and the limits."""
 
     tools: Sequence[str]  # names of shipped tools, or module.function
     model: ModelSpec
@@ -269,7 +269,7 @@ class AgentRun(NamedTuple):
     system_prompt: str | None = None
     max_turns: int = 10  # replies
     max_calls: int = 8  # answered in one reply
-    max_chars: int = 2000  # of a result that the policy reads
+    max_chars: int = 2000  # of a result for the policy to read
     timeout: float | None = 30.0  # seconds of a call; None: no limit
     seed: int = 0
     sandbox: Sandbox = Sandbox()  # of the python tool
@@ -301,10 +301,10 @@ class Experiment(NamedTuple):
     logger: Mapping[str, Callable[..., Any]] = {}  # name → (run folder, RL step) → Lightning logger
     callbacks: Mapping[str, Callable[..., Any]] = {}  # name → (run folder) → Lightning callback
     resume: str = "never"  # never, auto, or a run folder
-    takeover: bool = False  # whether a process that works in the run folder has to give way
+    takeover: bool = False  # whether a process at work in the run folder has to give way
 
     def held_out(self, temperature: float) -> dict[str, Any]:
-        """What an evaluation at this temperature is played and scored with: a verifier and a limit
+        """The parts to play and score an evaluation at this temperature: a verifier and a limit
         of its own, the rest as in training."""
         limit = self.evaluation.max_new_tokens or self.generation.max_new_tokens
         sampling = self.generation._replace(temperature=temperature, max_new_tokens=limit)
@@ -317,23 +317,23 @@ class Experiment(NamedTuple):
 
     @property
     def sampler(self) -> TaskSampler:
-        """Which problem is asked next (task.sampler)."""
+        """The choice of the next problem (task.sampler)."""
         return self.task.sampler
 
     @property
     def reuse(self) -> Reuse:
-        """Which groups are learned from again (task.reuse)."""
+        """The choice of groups to learn from again (task.reuse)."""
         return self.task.reuse
 
     @property
     def staleness(self) -> int:
-        """RL steps between the weights that sample a group and a step that learns from it, at
+        """RL steps between a group's sampling weights and its learning step, at
         most."""
         return max(self.asynchrony.staleness, self.reuse.staleness if self.reuse.active else 0)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any step's KL may be positive: in any phase, now or where a schedule raises
+        """Whether any step's KL may be positive: in any phase, now or after a schedule raises
         it."""
         return any(
             x.kl.active or (x.kl.estimator is not None and "kl.coef" in x.schedule.paths)
@@ -342,18 +342,18 @@ class Experiment(NamedTuple):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether any phase has a stream that asks for the teacher."""
+        """Whether any phase has a stream in need of the teacher."""
         return any("teacher" in x.algorithm.streams for x in phases(self).values())
 
 
 def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
-    """The experiment, and all of its phases, with what `algorithm/correction=auto` means in this
+    """The experiment, and all of its phases, with `algorithm/correction=auto` settled for this
     run.
 
-    None where `exact` says that the check before the first step found the engine's log-probs equal
-    to the trainer's, in float32, and every step samples with the weights that it then trains: the
-    sampler is the old policy. None too where the ratio of the loss is to the sampler itself. Else
-    the token factor truncated at 2.
+    None if `exact`: the check before the first step found the engine's log-probs equal to the
+    trainer's, in float32, and every step samples with the weights it then trains: the sampler is
+    the old policy. None too if the ratio of the loss is to the sampler itself. Else the token
+    factor truncated at 2.
     """
 
     def settled(algorithm: Algorithm) -> Algorithm:
@@ -371,7 +371,7 @@ def settle_correction(x: Experiment, *, exact: bool) -> Experiment:
 
 
 def correction_in_words(x: Experiment, *, exact: bool) -> str:
-    """A line that says what `algorithm/correction=auto` became, or nothing where no phase has
+    """A line on the settled `algorithm/correction=auto`, or nothing if no phase has
     it."""
     automatic = [phase.algorithm for phase in phases(x).values() if _automatic(phase.algorithm)]
     said = dict.fromkeys(
@@ -394,7 +394,7 @@ def kl_in_words(x: Experiment) -> str:
 
 
 def _settled(algorithm: Algorithm, *, exact: bool, staleness: int) -> tuple[Any, str]:
-    """What `algorithm/correction=auto` becomes, and why."""
+    """The settled `algorithm/correction=auto`, and why."""
     if algorithm.old == "sampler" or asks(algorithm.policy_loss, "logprobs_sampler"):
         return no_correction, "none (auto: the ratio of the loss is to the sampler itself)"
     if staleness:

@@ -1,5 +1,5 @@
-"""What each metric means, as glossary.yaml beside this file has it: for the documentation, and for
-tests that miss none."""
+"""The meaning of each metric, from glossary.yaml beside this file: for the documentation, and for
+tests of its completeness."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import yaml
 
 
 class Entry(NamedTuple):
-    """What a reader has to know about one or several metrics."""
+    """A reader's facts on one or several metrics."""
 
     names: tuple[str, ...]  # words in capitals stand for any name
     means: str
     unit: str
     usual: str  # the healthy range
-    act: str  # what to do outside of it
+    act: str  # to be done outside of it
 
 
 class Section(NamedTuple):
-    """Metrics that are read together."""
+    """Metrics read together."""
 
     title: str
-    computed: tuple[str, ...]  # the functions that compute them
+    computed: tuple[str, ...]  # their functions
     entries: tuple[Entry, ...]
 
 

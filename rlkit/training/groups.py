@@ -1,4 +1,4 @@
-"""What an RL step learns from: prompts of the stream, episodes sampled from the policy, their
+"""The data of an RL step: prompts of the stream, episodes sampled from the policy, their
 rewards, and refills."""
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def experience(
     version: int | None = None,
     clock: Clock | None = None,
 ) -> tuple[list[Rollout], list[Rollout], StreamState]:
-    """All scored episodes of a step, those of them to train on, and the stream of prompts behind
+    """All scored episodes of a step, the ones to train on, and the stream of prompts behind
     them.
 
-    With `max_refills` the episodes to train on are the groups that the group filter accepts, of as
+    With `max_refills` the episodes to train on are the groups accepted by the group filter, of as
     many rounds of further prompts as it takes to have batch.prompts of them (dynamic sampling,
     DAPO, Yu et al. 2025, section 3.2). If the filter accepts none, they are all episodes, and the
     filter leaves nothing to train on. If the advantage asks for `greedy_rewards`, each task is also
-    played once greedily; of that rollout only the reward is kept, as `greedy_reward` of the task's
+    played once greedily; of this rollout only the reward is kept, as `greedy_reward` of the task's
     others.
 
     Args:
       x: the experiment of this step (`Learner.begin`). tasks: of the whole run. step: RL steps done
         before this one.
-      version: RL steps that the weights have done; None: as many.
+      version: RL steps done by the weights; None: as many.
       clock: takes the seconds of the parts.
     """
     place: Any = {"step": step, "version": version, "clock": clock or Clock()}
@@ -55,7 +55,7 @@ def experience(
         if not missing:
             break
         drawn, stream = take(tasks, stream, missing, seed=x.seed, sampler=x.sampler)
-        drawn = copied(drawn)  # what a callback changes in a rollout's task is gone with the step
+        drawn = copied(drawn)  # a callback's changes in a rollout's task are gone with the step
         first = len(sampled) // x.batch.group_size
         rollouts = scored(x, policy, drawn, first=first, **place)
         if asks(x.algorithm.advantage, "greedy_rewards"):
@@ -121,7 +121,7 @@ def scored(
 
 
 def accept(x: Experiment, policy: Policy, rollouts: list[Rollout]) -> list[Rollout]:
-    """The groups of which the group filter keeps something."""
+    """The groups kept, whole or in part, by the group filter."""
     given = assemble(rollouts, pad_token_id=policy.pad_token_id).quantities
     kept = {
         r.group

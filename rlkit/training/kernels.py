@@ -1,4 +1,4 @@
-"""Which engine and which kernels a run decodes and updates with: the kernels are decided once, said
+"""The engine and the kernels of a run's decoding and updates: the kernels are decided once, said
 in one line, noted in run.json, and kept when the run goes on."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlkit.types import KernelEngine, SharedEngine
 
 OTHER_RANK = "as another process of the run"
 SHARDS = "the weights lie in shards"
-LARGE = 4_000_000_000  # parameters from which on a GPU's engine should be vLLM's
+LARGE = 4_000_000_000  # from so many parameters on a GPU's engine should be vLLM's
 
 
 def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
@@ -28,13 +28,13 @@ def kernels_in_use(engine: Any, model: Any) -> dict[str, str]:
     updates: dict[str, str] = {"updates": update_kernel(model)}
     if not isinstance(engine, KernelEngine):
         return updates
-    # the decoder may be that of before
+    # the decoder may be the one of before
     decoding = "eager" if engine.kernel == "eager" else engine.decodes
     return ({"decoding": decoding} if decoding else {}) | updates
 
 
 def settle_kernels(engine: Any, model: Any, *, sharded: bool = False) -> str:
-    """Decide what `auto` is for the whole run, alike on all ranks, and give the line that says so
+    """Settle `auto` for the whole run, alike on all ranks, and give a line saying so
     with the reason for a fallback. On a GPU a line on the engine stands before it.
 
     Call it when the engine has been given weights. `sharded`: they will lie in shards, which
@@ -94,7 +94,7 @@ def kernels_line(engine: Any, model: Any) -> str:
 def keep_kernels(
     engine: Any, model: Any, state: Mapping[str, Any], critic: Any = None
 ) -> list[str]:
-    """Go on with the kernels that a checkpoint names, where the config leaves that open; what a
+    """Go on with the kernels named by a checkpoint, if the config leaves them open; what a
     user should know, as sentences."""
     before = kernels_in_use(engine, model)
     said = []
@@ -115,7 +115,7 @@ def keep_kernels(
 
 
 def choices_of(engine: Any, model: Any) -> dict[str, Any]:
-    """What a run has settled, for run.json and summary.json: its kernels, and whether updates
+    """The settled choices of a run, for run.json and summary.json: its kernels, and whether updates
     recompute their activations."""
     return {
         "kernels": kernels_in_use(engine, model),
@@ -124,7 +124,7 @@ def choices_of(engine: Any, model: Any) -> dict[str, Any]:
 
 
 def note_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Add `choices_of` to what run.json says of the process that works in the folder; a folder
+    """Add `choices_of` to the part of run.json on the process at work in the folder; a folder
     without run.json stays as it is."""
     path = folder / "run.json"
     try:

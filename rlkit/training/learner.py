@@ -1,5 +1,5 @@
-"""The learner: policy, critic, references, optimizers and all that decides the steps to come, as
-one value. There is one training loop; it stands in `Learner`."""
+"""The learner: policy, critic, references, optimizers and all else with an effect on the steps to
+come, as one value. There is one training loop; it stands in `Learner`."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class Learner:
                 metrics = learner.step(sampled, trained)
 
     This gives the weights of `rlkit train`, bit for bit. The rollouts may come from anywhere, if
-    they are scored: from `rlkit.collect` and `rlkit.score`, or from an engine that runs ahead.
+    they are scored: from `rlkit.collect` and `rlkit.score`, or from an engine running ahead.
 
-    Everything that decides the future is explicit: the weights and the optimizers, `rl_step`,
+    Everything with an effect on the future is explicit: the weights and the optimizers, `rl_step`,
     `progress` (phase and controllers), `moments` (of the rewards), `kept` (references and teachers)
     and `micro` (micro-batches). After a step `metrics` holds its row, `rollouts` the scored
-    episodes and `trained` those of them that `batch` was made of.
+    episodes and `trained` the ones in `batch`.
 
     Args:
       experiment: the whole run. policy: trained in place, in evaluation mode.
       exact: whether the engine was found to give the trainer's log-probs; decides what
         algorithm/correction=auto means.
-      host: who computes. A precision other than that of the weights is the caller's: `with
+      host: who computes. A precision other than the weights' is the caller's: `with
         autocast(x, device, updates=True)`.
-      critic, optimizers: in place of those that the experiment makes; optimizers of the policy and,
+      critic, optimizers: in place of the experiment's; optimizers of the policy and,
         if there is one, of the critic.
     """
 
@@ -91,7 +91,7 @@ class Learner:
         self.tokens = 0
         self.begun = -1
         self.moments = Moments()  # of all rewards so far
-        # a few rollouts of the first step, with the log-probs that the start gave them
+        # a few rollouts of the first step, with their log-probs at the start
         self.start: drift.Few | None = None
         # version (RL steps done) → steps of the policy's optimizer until then, of the last ones
         self.updates = {0: 0}
@@ -111,7 +111,7 @@ class Learner:
         self.phases = schedules.phases(self.experiment)
 
     def begin(self) -> Experiment:
-        """The experiment of the step to come, with which its rollouts are sampled. The clock of the
+        """The experiment of the step to come, also for sampling its rollouts. The clock of the
         step starts with the first call."""
         if self.begun < self.rl_step:
             self.advance()
@@ -127,7 +127,7 @@ class Learner:
 
         Args:
           rollouts: all scored episodes of the step, group by group.
-          trained: those of them to train on; None is all.
+          trained: the ones to train on; None is all.
         Raises: NonFinite, OutOfMemory.
         """
         x = self.begin()
@@ -153,7 +153,7 @@ class Learner:
         return self.metrics
 
     def record(self) -> Update:
-        """What the passes and updates of the step under way compute with."""
+        """The record of the step under way for its passes and updates."""
         x = self.x
         self.micro.tokens = x.trainer.micro_batch_tokens
         critic = x.algorithm.critic
@@ -172,7 +172,7 @@ class Learner:
         )
 
     def advance(self) -> str:
-        """What follows from a step's metrics, once a step: controllers move, and perhaps the next
+        """The consequences of a step's metrics, once a step: controllers move, and perhaps the next
         phase begins; then a line says so.
 
         `begin` and `saved` call it; before that `metrics` may be added to, as evaluations do.
@@ -188,8 +188,8 @@ class Learner:
         return schedules.transition(self.experiment, before, self.progress, self.enter_phase())
 
     def enter_phase(self) -> list[str]:
-        """Begins the phase that `progress` names: what it brings starts from the policy as it is
-        now. What was reset."""
+        """Begins the phase named by `progress`: its reference starts from the policy as it is
+        now. Returns the reset parts."""
         reset = ["reference"] if self.kept.enter(self.progress, self.x.reference) else []
         if "optimizer" in schedules.resets(self.experiment, self.progress):
             self.optimizers.forget()
@@ -199,8 +199,8 @@ class Learner:
     # ------------------------------------------------------------------------------------ its state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides the steps to come, apart from the prompts and the generators, as a
-        checkpoint of `rlkit train` holds it."""
+        """Everything with an effect on the steps to come, apart from the prompts and the
+        generators, as a checkpoint of `rlkit train` holds it."""
         return {
             "state_dict": trained_state(self.nets.state_dict(), self.model),
             "optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers.made],
@@ -216,7 +216,7 @@ class Learner:
             own.load_state_dict(saved)
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint holds beside weights and optimizers, as plain types and tensors. A
+        """The content of a checkpoint beside weights and optimizers, as plain types and tensors. A
         collective if there are shards."""
         self.advance()
         return {
@@ -234,8 +234,8 @@ class Learner:
         }
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Puts that back, before the weights: references that begin with the run start from those
-        of model.path."""
+        """Puts it back, before the weights: references from the begin of the run start from the
+        ones of model.path."""
         state = checkpoint["rlkit"]
         self.rl_step, self.tokens, self.begun = state["rl_step"], state["tokens"], -1
         self.moments, self.updates = Moments(*state["moments"]), dict(state["updates"])

@@ -1,4 +1,4 @@
-"""Loggers: functions of the run folder and the RL step the run stands at that give a Lightning
+"""Loggers: functions from the run folder and the RL step the run stands at to a Lightning
 logger; a run may have several.
 
     logger=tensorboard    logger=[tensorboard,wandb]    logger=mlflow    logger=trackio
@@ -31,7 +31,7 @@ from rlkit.types import plain, reaches, safe
 
 def tensorboard(run: Path, step: int, /) -> Any:
     """TensorBoard event files in tensorboard/; a resumed run goes on in the same folder and hides
-    what came after its checkpoint."""
+    everything after its checkpoint."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
     purge = step + 1 if step else None
@@ -57,9 +57,9 @@ def wandb(
     """Weights & Biases, named as the run folder; a resumed run is the same run there.
 
     Args:
-      project, entity: where the run is shown; None is the account's own entity.
-      group: what gathers runs there; None is the folder that holds the run: its name, or the sweep
-        that it is a job of.
+      project, entity: the run's place; None is the account's own entity.
+      group: gathers runs there; None is the folder of the run: its name, or the sweep it is a job
+        of.
       tags, job_type: to filter runs by.
       mode: offline keeps everything in wandb/ of the run folder until `wandb sync`; online sends it
         at once; disabled does nothing.
@@ -98,7 +98,7 @@ def mlflow(
     Args:
       experiment: MLflow's name for a set of runs.
       tracking_uri: None is $MLFLOW_TRACKING_URI, else the folder mlruns/ of the working folder,
-        which `mlflow ui --backend-store-uri mlruns` shows.
+        to be shown by `mlflow ui --backend-store-uri mlruns`.
     Raises: ConfigError where the package is missing.
     """
     _installed("mlflow")
@@ -127,8 +127,8 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
     the dashboard.
 
     Args:
-      project: what gathers runs there.
-      space: a Space of Hugging Face that shows them to others, as OWNER/NAME. None keeps everything
+      project: gathers runs there.
+      space: a Space of Hugging Face to show them to others, as OWNER/NAME. None keeps everything
         on this machine, in $TRACKIO_DIR.
     Raises: ConfigError where the package is missing.
     """
@@ -180,10 +180,10 @@ def trackio(run: Path, step: int, /, *, project: str = "rlkit", space: str | Non
 
 
 def known_id(run: Path, name: str) -> str | None:
-    """The name of a run at a logger's service, which `keep_id` wrote; None where there is none.
+    """The name of a run at a logger's service, written by `keep_id`; None without one.
 
-    A file of another run, or a damaged one, goes to aside/: this run must not go on in that one's
-    place.
+    A file of another run, or a damaged one, goes to aside/: this run must not go on in the
+    other's place.
     """
     if not (run / name).exists():
         return None
@@ -205,7 +205,7 @@ def keep_id(run: Path, name: str, known: str) -> None:
 
 
 def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
-    """Raises ConfigError for a logger whose package is missing: it is made when the model is loaded
+    """Raises ConfigError for a logger without its package: it is made when the model is loaded
     already."""
     for make in loggers.values():
         function = plain(make)
@@ -214,7 +214,7 @@ def check_loggers(loggers: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def _installed(package: str) -> None:
-    """Raises ConfigError where an optional package, which has the name of its option, is
+    """Raises ConfigError if an optional package, named as its option, is
     missing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
@@ -237,8 +237,8 @@ CALLS = (
 
 
 def tolerant(logger: Any) -> Any:
-    """The same logger, whose calls report a failure instead of raising it: a full disk, a server
-    that is away, a package's own error."""
+    """The same logger, but its calls report a failure instead of raising it: a full disk, an
+    absent server, a package's own error."""
     for name in CALLS:
         if hasattr(logger, name):
             setattr(logger, name, missed(logger)(getattr(logger, name)))
@@ -250,7 +250,7 @@ def tolerant(logger: Any) -> Any:
 
 
 def _thread_failed(before: Callable[..., Any], args: Any) -> None:
-    """A thread that writes for a logger and could not: its next call reports that, without a
+    """A failed thread of a logger: its next call reports the failure, without a
     traceback."""
     if args.exc_value is None or unwritable(args.exc_value) is None:
         before(args)
@@ -258,7 +258,7 @@ def _thread_failed(before: Callable[..., Any], args: Any) -> None:
 
 @contextmanager
 def missed(logger: Any) -> Iterator[None]:
-    """Run a block in which a logger is given something. A failure is reported once for each logger;
+    """Run a block with calls of a logger. A failure is reported once for each logger;
     metrics.jsonl holds the numbers."""
     try:
         yield
@@ -276,7 +276,7 @@ def missed(logger: Any) -> Iterator[None]:
 
 
 # A logger is known by the methods of its own: `log_table` is W&B's and Trackio's, `histogram` is
-# Trackio's, `log_text` theirs and that of MLflow's client.
+# Trackio's, `log_text` theirs and MLflow's client's.
 
 
 def _is_tensorboard(logger: Any) -> bool:
@@ -298,7 +298,7 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
 def log_table(
     logger: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
 ) -> None:
-    """Rows of a step as a table whose columns sort and filter: W&B and Trackio. Other loggers have
+    """Rows of a step as a table to sort and filter: W&B and Trackio. Other loggers have
     no place for it."""
     if hasattr(logger, "log_table"):
         with missed(logger):
@@ -306,7 +306,7 @@ def log_table(
 
 
 def log_histogram(logger: Any, name: str, values: Sequence[float], step: int) -> None:
-    """How values of a step are spread, where the logger can show it: TensorBoard, W&B and
+    """How values of a step are spread, if the logger can show it: TensorBoard, W&B and
     Trackio."""
     if not values:
         return
@@ -334,7 +334,7 @@ def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
 def log_final(
     logger: Any, settings: Mapping[str, Any], figures: Mapping[str, float], step: int
 ) -> None:
-    """What the run came to, to compare the runs of a sweep by: TensorBoard's hparams, W&B's
+    """The run's final figures, to compare the runs of a sweep: TensorBoard's hparams, W&B's
     summary, MLflow metrics."""
     named: dict[str, Any] = {f"final/{name}": value for name, value in figures.items()}
     with missed(logger):

@@ -1,4 +1,4 @@
-"""RLModule: the learner in Lightning, which gives it devices, ranks, precision, checkpoints and
+"""RLModule: the learner in Lightning, for devices, ranks, precision, checkpoints and
 callbacks."""
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from rlkit.types import Policy, Task
 
 
 class Steps:
-    """Yields the RL steps that are still to do. Sized and stateful, so that Lightning neither
-    prefetches nor repeats; its state is the module's count of steps, which a dropped step does not
-    move."""
+    """Yields the RL steps still to do. Sized and stateful: then Lightning neither prefetches
+    nor repeats; its state is the module's count of steps, unmoved by a dropped step."""
 
     def __init__(self, module: RLModule):
         self.module = module
@@ -65,8 +64,8 @@ class RLModule(L.LightningModule):
     It owns the groups in flight and the position in the prompts (`flight`), the groups to learn
     from again (`kept`), the generators and the length of the run; all else is the learner's.
     `source` samples the groups (`rlkit.training.ahead.modes.group_source`). After each step
-    `metrics` holds the row to log, `rollouts` the scored episodes and `trained` those of them that
-    `batch` was made of. `mismatch_bound` is the bound of the start's check (`Agreement`); in half
+    `metrics` holds the row to log, `rollouts` the scored episodes and `trained` the ones in
+    `batch`. `mismatch_bound` is the bound of the start's check (`Agreement`); in half
     precision each row has it.
     """
 
@@ -95,7 +94,7 @@ class RLModule(L.LightningModule):
         self.policy = policy
         self.tasks = tasks
         self.source = source
-        # where Lightning looks for what it moves and saves
+        # moved and saved by Lightning
         self.model = policy.model
         self.critic = self.learner.critic
         self.constants: dict[str, float] = {}
@@ -103,8 +102,8 @@ class RLModule(L.LightningModule):
             self.constants["mismatch/logp_abs_bound"] = mismatch_bound
         self.flight = Flight()
         self.started = time.perf_counter()
-        self.kept: tuple[Group, ...] = ()  # groups that may be learned from again
-        # whether all that a stop now would lose can be done again: no update has begun
+        self.kept: tuple[Group, ...] = ()  # groups to learn from again
+        # whether a stop now loses nothing for good: no update has begun
         self.droppable = False
         self.before: dict[str, Any] | None = None  # generators at the start of the step under way
         self.generators: list[dict[str, Any]] = []  # of the checkpoint's ranks, to be put back
@@ -127,7 +126,7 @@ class RLModule(L.LightningModule):
         self.clock.end()
 
     def take_groups(self) -> tuple[StepGroups, dict[str, float]]:
-        """The groups of the step to come, and what was measured of them. Until they are there,
+        """The groups of the step to come, and figures of them. Until they are there,
         `drop_step` can take the step back: nothing but the generators has moved."""
         learner = self.learner
         learner.begin()
@@ -149,23 +148,23 @@ class RLModule(L.LightningModule):
     def log(self, name: str, value: Any, *_: Any, **__: Any) -> None:
         """A metric of one's own: `module.log("mine/share", 0.5)` in any hook of a callback.
 
-        The mean of what was logged under a name since the row before, over all ranks, stands in the
-        step's row of metrics.jsonl, in metrics.csv and in every logger. Lightning's further
+        The mean of the values logged under a name since the row before, over all ranks, stands in
+        the step's row of metrics.jsonl, in metrics.csv and in every logger. Lightning's further
         arguments change nothing.
 
-        Raises: PartError where the value is no single number.
+        Raises: PartError if the value is no single number.
         """
         self.logged.setdefault(name, []).append(as_number(name, value))
 
     def drop_step(self) -> None:
-        """Back to where the step under way began. Rollouts and their rewards move nothing but the
+        """Back to the begin of the step under way. Rollouts and their rewards move nothing but the
         generators."""
         if self.before is not None:
             rng.restore(self.before)
             self.before = None
 
     def step_in_lightning(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of one of the learner's optimizers that Lightning sees."""
+        """A step of one of the learner's optimizers, seen by Lightning."""
         known: Any = self.optimizers()
         for own in known if isinstance(known, list) else [known]:
             if own.optimizer is optimizer:
@@ -223,7 +222,7 @@ class RLModule(L.LightningModule):
         self.fill(checkpoint, ranks.gather(rng.state))
 
     def fill(self, checkpoint: dict[str, Any], generators: list[dict[str, Any]]) -> None:
-        """Adds to a checkpoint what Lightning does not know of, and takes the frozen base out.
+        """Adds to a checkpoint everything unknown to Lightning, and takes the frozen base out.
         `generators`: of the ranks, in order."""
         checkpoint["state_dict"] = trained_state(checkpoint["state_dict"], self.model)
         own = {"generators": generators, "kept": [pack_rollouts(group) for group in self.kept]}

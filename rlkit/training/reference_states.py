@@ -1,4 +1,4 @@
-"""The references and the teachers of a run: their weights, and whose they are."""
+"""The references and the teachers of a run: their weights and owners."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlkit.types import Reference
 class ReferenceStates:
     """The state of every reference and teacher (`rlkit.types.Reference`).
 
-    A phase of a schedule that brings a reference owns it from its first step on; all others use the
-    run's, whose owner is "". A teacher belongs to a part of a mixture, or to all prompts ("").
+    A phase of a schedule with a reference of its own owns it from its first step on; all others use
+    the run's, with the owner "". A teacher belongs to a part of a mixture, or to all prompts ("").
 
     Args:
       experiment: of the whole run. model: of the policy.
@@ -36,12 +36,12 @@ class ReferenceStates:
         # name → its whole experiment; one without a name if there are no phases
         self.phases = schedules.phases(experiment)
         self.phase = next(iter(self.phases))
-        # makes shards of a model, where the policy lies in shards
+        # makes shards of a model, if the policy lies in shards
         self.lay_out: Callable[[Any], None] | None = None
         self.references: dict[str, Any] = {}
         if any(x.needs_reference for name, x in self.phases.items() if not self.owner_of(name)):
             self.references[""] = experiment.reference.init(model, step=0)
-        # part of a mixture → its teacher; empty where no phase has one
+        # part of a mixture → its teacher; empty if no phase has one
         self.teacher_functions: Mapping[str, Reference] = (
             experiment.teacher.models if experiment.needs_teacher else {}
         )
@@ -50,7 +50,7 @@ class ReferenceStates:
         }
 
     def owner_of(self, phase: str) -> str:
-        """Whose reference a phase uses: its own, or the run's ("")."""
+        """The owner of a phase's reference: itself, or the run ("")."""
         phases = self.experiment.schedule.phases
         return phase if phase in phases and phases[phase].reference is not None else ""
 
@@ -69,8 +69,8 @@ class ReferenceStates:
         return self.phases[owner].reference if owner else self.experiment.reference
 
     def enter(self, progress: Progress, reference: Reference) -> bool:
-        """The phase that `progress` names begins; whether its reference starts from the policy as
-        it is now. References that no later phase uses are let go."""
+        """The phase named by `progress` begins; whether its reference starts from the policy as
+        it is now. References unused by later phases are let go."""
         names = list(self.phases)
         self.phase = names[progress.phase]
         fresh = bool(self.owner) or "reference" in schedules.resets(self.experiment, progress)
@@ -109,7 +109,7 @@ class ReferenceStates:
 
     def move(self, reference: Reference, *, step: int, kl: float) -> dict[str, float]:
         """After the updates of a step: the reference in use and the teachers follow the policy;
-        what the reference's update measured.
+        the metrics of the reference's update.
 
         Args:
           step: RL steps done, this one included. kl: to the reference, the step's mean.
@@ -157,7 +157,7 @@ class ReferenceStates:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Puts that back into the states of the phase that was entered."""
+        """Puts it back into the states of the entered phase."""
         self.references = {
             owner: self.functions_of(owner).load(
                 state, self.model, saved["references"].get(owner, {})

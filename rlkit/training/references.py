@@ -1,10 +1,10 @@
-"""Reference policies: an (init, update) pair over explicit state, how to score with it, and what a
-checkpoint holds of it.
+"""Reference policies: an (init, update) pair over explicit state, how to score with it, and its
+part of a checkpoint.
 
 `none` and `frozen` never move. `ema`, `periodic` and `on_kl` follow the policy, each by a rule of
-its own and all over the same state, `Moving`. Their numbers are keywords of `update`, where a
-schedule reaches them: `reference.update.decay`. Under LoRA only adapters move, so the reference is
-a second adapter on the one base model; else it is a copy.
+its own and all over the same state, `Moving`. Their numbers are keywords of `update`, and a
+schedule reaches them there: `reference.update.decay`. Under LoRA only adapters move, so the
+reference is a second adapter on the one base model; else it is a copy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ADAPTER = "reference"  # name of the second adapter under LoRA
 def moved(
     reference: Reference, state: Any, policy: nn.Module, *, step: int, kl: float
 ) -> tuple[Any, dict[str, float]]:
-    """A reference's state after an RL step, and what its update measured, as reference/NAME.
-    PartError where it gives no state."""
+    """A reference's state after an RL step, and its update's metrics, as reference/NAME.
+    PartError if it gives no state."""
     given = reference.update(state, policy, step=step, kl=kl)
     after, metrics = given if isinstance(given, Measured) else (given, {})
     if after is None and state is not None:
@@ -65,14 +65,14 @@ def frozen(
 
     At the start of the run: under LoRA the state is empty, since the start is the same model with
     its adapter off; otherwise it is a copy of the weights, without gradient. Both are made again
-    from model.path on resume and not checkpointed. Later than that the state is that of a reference
-    that could move (a second adapter under LoRA) and is checkpointed.
+    from model.path on resume and not checkpointed. Later the state is as of a moving reference (a
+    second adapter under LoRA) and is checkpointed.
 
     Args:
       path: another model with the same tokens, in any order: a folder or a hub id; loaded anew on
         resume. None: the policy itself.
-      revision: of a hub id. key: where the path stands in the config, for messages.
-    Raises: ConfigError, when the reference is made, where the model cannot be loaded or has another
+      revision: of a hub id. key: of the path in the config, for messages.
+    Raises: ConfigError, when the reference is made, if the model cannot be loaded or has another
       vocabulary.
     """
     if path is not None:
@@ -90,7 +90,7 @@ def is_policy(reference: Reference, state: Any, policy: nn.Module) -> bool:
     """Whether a reference is known to be the policy as it is now: weights are compared, bit for
     bit.
 
-    True for a shipped reference that began as the policy and whose weights are equal. Under LoRA
+    True for a shipped reference with the policy's start and equal weights. Under LoRA
     the base is one and the same, and a reference without an adapter is the policy while every
     second
     factor is 0. False for everything else: another model, a reference of the user's own, a policy
@@ -139,15 +139,15 @@ def ema(*, decay: float) -> Reference:
 
     Under LoRA the factors of the adapter are averaged, each by itself. The effective weights W +
     s·BA are then not the average of the policy's: with averaging weights w, B̄ Ā = Σ w B A - Σ w (B
-    - B̄)(A - Ā), and what is left out is the covariance of the factors over the average's memory.
+    - B̄)(A - Ā), and the difference is the covariance of the factors over the average's memory.
     Measured on the embedded model (rank 2, twenty steps of AdamW), as a share of the norm of the
     averaged change: 5 % at a learning rate of 0.001 and 13 % at 0.01 with decay 0.9; 54 % at 0.01
-    with decay 0.99 and gradients of pure noise. It vanishes where the policy stands still. The
+    with decay 0.99 and gradients of pure noise. It vanishes while the policy stands still. The
     average of the products has a higher rank, so no adapter of this rank can hold it.
 
     Args:
       decay: in [0, 1). 0 is the policy of one step ago; 0.99 looks back about 100 steps.
-    Raises: ValueError where decay is outside its range.
+    Raises: ValueError if decay is outside its range.
     """
     if not 0 <= decay < 1:
         raise ValueError(
@@ -164,7 +164,7 @@ def periodic(*, every: int) -> Reference:
 
     Args:
       every: RL steps, at least 1.
-    Raises: ValueError where every is less than 1.
+    Raises: ValueError if every is less than 1.
     """
     if every < 1:
         raise ValueError(f"every={every}: must be at least 1 RL step")
@@ -184,16 +184,16 @@ def on_kl(
     accumulated: Σ of the steps' KL since the last copy > threshold; then the sum starts at 0 again
     distance:    the last step's KL > threshold
 
-    A step's KL is the mean per token of the estimator that `kl` names, at the policy before each
+    A step's KL is the mean per token of `kl`'s estimator, at the policy before each
     update of the step. It is a level, the distance from the reference, and not the distance moved
-    in that step. So the accumulated measure adds levels: a policy that stays 0.05 nats away passes
+    in that step. So the accumulated measure adds levels: a policy always 0.05 nats away passes
     a threshold of 0.5 after 11 steps, and by distance never. A step without a finite KL adds
     nothing and copies nothing.
 
     Args:
       threshold: nats per token, greater than 0.
       measure: accumulated or distance, as above.
-    Raises: ValueError where threshold is not positive, or the measure is neither.
+    Raises: ValueError if threshold is not positive, or the measure is neither.
     """
     if not threshold > 0:
         raise ValueError(
@@ -220,7 +220,7 @@ def _copy_beyond(
 
 
 class Moving(NamedTuple):
-    """The state of a reference that moves. Every mapping goes by the policy's own names; `update`
+    """The state of a moving reference. Every mapping goes by the policy's own names; `update`
     writes the tensors in place."""
 
     # averaged in float32 or wider: in bfloat16 a decay of 0.999 moves nothing
@@ -237,7 +237,7 @@ def shard_state(
     state: nn.Module | Moving | None, policy: nn.Module, shard: Callable[[Any], None]
 ) -> nn.Module | Moving | None:
     """The state of a reference as shards (rlkit.distributed.ranks.shard): of a model of its own, or
-    of the second adapter of a policy that has been sharded by now. Unchanged where it is that
+    of the second adapter of a policy sharded by now. Unchanged if it is so
     already.
     """
     if isinstance(state, Moving) and state.model is None:
@@ -261,8 +261,8 @@ def _start(policy: nn.Module, **_: Any) -> Moving:
 
 
 def track(model: nn.Module) -> Moving:
-    """The state of a reference that is this very model: `follow` writes into it. Only what is
-    narrower than float32 is copied."""
+    """The state of a reference in this very model: `follow` writes into it. Only tensors
+    narrower than float32 are copied."""
     return _tracked(dict(model.named_parameters()), dict(model.named_buffers()), model)
 
 
@@ -280,7 +280,9 @@ def _tracked(
 def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) -> Moving:
     """Moves the reference to decay · reference + (1 - decay) · policy; buffers are copied. With
     decay 0 all is copied, bit for bit."""
-    ranks.reshard(policy, state.model)  # what scoring has left gathered would keep the old weights
+    ranks.reshard(
+        policy, state.model
+    )  # tensors left gathered by scoring would keep the old weights
     parameters = dict(policy.named_parameters())
     buffers = dict(policy.named_buffers())
     for name, weight in state.weights.items():
@@ -292,7 +294,7 @@ def follow(state: Moving, policy: nn.Module, *, decay: float = 0.0, **_: Any) ->
 
 
 def _show(state: Moving) -> None:
-    """What is averaged becomes what is scored with; most often they are the same tensors."""
+    """The averaged tensors become the scored ones; most often they are the same."""
     for name, weight in state.weights.items():
         if weight.data_ptr() != state.scored[name].data_ptr():
             state.scored[name].copy_(weight)
@@ -301,7 +303,7 @@ def _show(state: Moving) -> None:
 @contextmanager
 def _model(state: nn.Module | Moving | None, policy: nn.Module) -> Iterator[nn.Module]:
     """The reference's own model; under LoRA the policy with the second adapter, or without any
-    where the state is None."""
+    if the state is None."""
     own = state.model if isinstance(state, Moving) else state
     with torch.no_grad():
         if own is not None:
@@ -329,7 +331,7 @@ def _save_moving(state: Moving) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_moving(state: Moving, policy: nn.Module, saved: Mapping[str, Any]) -> Moving:
-    """The saved state. Where nothing was saved (the run had a frozen reference so far), the start
+    """The saved state. If nothing was saved (the run had a frozen reference so far), the start
     stays: it is the same."""
     if not saved:
         return state
@@ -369,8 +371,8 @@ def _second_adapter(policy: Any) -> dict[str, Tensor]:
 
 
 def _twins(policy: Any) -> dict[str, Tensor]:
-    """The tensors of the reference's adapter, without gradient, by the names of those of the active
-    one."""
+    """The tensors of the reference's adapter, without gradient, by the names of the active
+    one's."""
     parameters = dict(policy.named_parameters())
     twins = {}
     for name in parameters:
@@ -382,8 +384,8 @@ def _twins(policy: Any) -> dict[str, Tensor]:
 
 
 def _activate(policy: Any, adapter: str) -> None:
-    """Switches adapters. PEFT's own switch also decides what is trained, which here stays as it
-    is."""
+    """Switches adapters. PEFT's own switch also decides on training; this stays as it is
+    here."""
     with _gradients_kept(policy):
         policy.set_adapter(adapter)
 
@@ -404,7 +406,7 @@ def _keep(state: Any, policy: nn.Module, **progress: Any) -> Any:
 
 
 def _made_again(name: str, init: Callable[..., Any], model: Callable[..., Any]) -> Reference:
-    """One that never moves, and that `init` makes again on resume."""
+    """One without moves, made again by `init` on resume."""
     return Reference(
         name, init, _keep, model, save=lambda state: {}, load=lambda state, policy, saved: state
     )

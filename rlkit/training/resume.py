@@ -1,4 +1,4 @@
-"""What a resumed run keeps although no weights hold it: threads, kernels, the size of the engine's
+"""The choices kept by a resumed run beside its weights: threads, kernels, the size of the engine's
 cache, checkpointing of activations, the correction."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlkit.types import CachingEngine, Policy
 
 
 def computed_with(x: Experiment, model: nn.Module) -> dict[str, Any]:
-    """What decides the last bits of a run's numbers: the threads of the CPU, the kernels that
+    """The causes of the last bits of a run's numbers: the threads of the CPU, the kernels that
     decode and update, the size of the engine's cache, and whether updates recompute their
     activations."""
     engine = x.generation.engine
@@ -43,11 +43,11 @@ def go_on_as_before(
     exact: bool,
 ) -> None:
     """Go on with the threads, the kernels, the size of the cache and the checkpointing of
-    activations that a checkpoint names, if the config leaves them open. Print what differs from a
-    run that begins: these, the correction, trainer.steps.
+    activations named by a checkpoint, if the config leaves them open. Print all differences from
+    a new run: these, the correction, trainer.steps.
 
     Args:
-      x: as configured. exact: what this process found of its engine.
+      x: as configured. exact: found by this process of its engine.
     """
     state = checkpoint["rlkit"]
     said = []
@@ -73,8 +73,8 @@ def go_on_as_before(
 
 
 def trained_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict of model and critic without a frozen base, which comes from model.path: under
-    LoRA the adapters that are trained, and the critic."""
+    """A state dict of model and critic without a frozen base (it comes from model.path): under
+    LoRA the trained adapters, and the critic."""
     trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     frozen = any(not p.requires_grad for p in model.parameters())
     return {

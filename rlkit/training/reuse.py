@@ -1,4 +1,4 @@
-"""Groups that are learned from again (task.reuse): kept with the versions that sampled them,
+"""Groups to learn from again (task.reuse): kept with the versions of their sampling weights,
 bounded in number and in age."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Group = tuple[Rollout, ...]
 
 
 class Reused(NamedTuple):
-    """What a step learns from, and what is kept behind it."""
+    """The data of a step, and the groups kept behind it."""
 
     trained: list[Rollout]
     kept: tuple[Group, ...]
@@ -34,15 +34,15 @@ def with_reused(
 
     A kept group is drawn in proportion to its score, Σ|r - mean| · std of its rewards, at most once
     a step, if its oldest token was sampled by weights at most `reuse.staleness` RL steps old and it
-    has as many rollouts. It takes the number of the group that it replaces, and keeps its tokens'
-    log-probs and versions. Then those of highest score are kept, new ones before old ones.
+    has as many rollouts. It takes the number of the replaced group, and keeps its tokens'
+    log-probs and versions. Then the groups of highest score are kept, new ones before old ones.
 
     Args:
       trained: scored rollouts of the step, group by group. step: RL steps done before this one.
         seed: the run's.
-    Returns: with metrics reuse/groups: groups that were learned from again; reuse/staleness: their
-      mean age in RL steps, nan without any; reuse/kept: groups that are kept. Nothing is changed
-      where `reuse` is not active.
+    Returns: with metrics reuse/groups: groups learned from again; reuse/staleness: their
+      mean age in RL steps, nan without any; reuse/kept: groups kept. Nothing is changed if
+      `reuse` is not active.
     """
     if not reuse.active:
         return Reused(list(trained), (), {})
@@ -74,7 +74,7 @@ def with_reused(
 
 
 def score_of(group: Sequence[Rollout]) -> float:
-    """Σ|r - mean| · std of the rewards of a group; 0 where they are all equal, or there are fewer
+    """Σ|r - mean| · std of the rewards of a group; 0 if they are all equal, or there are fewer
     than two."""
     rewards = [r.total_reward for r in group if r.total_reward is not None]
     if len(rewards) < 2 or min(rewards) == max(rewards):
@@ -84,7 +84,7 @@ def score_of(group: Sequence[Rollout]) -> float:
 
 
 def age(group: Sequence[Rollout], step: int) -> int:
-    """RL steps between the oldest weights that sampled a token of the group, and a step. A reply
+    """RL steps between the oldest sampling weights of the group's tokens, and a step. A reply
     without versions has no age."""
     return max(
         [0, *(step - version for r in group for reply in r.steps for _, version in reply.versions)]
@@ -92,7 +92,7 @@ def age(group: Sequence[Rollout], step: int) -> int:
 
 
 def unpack_kept(saved: Sequence[Tensor], tasks: Sequence[Task]) -> tuple[Group, ...]:
-    """Kept groups of a checkpoint, where `pack_rollouts` gave each of them. Raises DataError where
+    """Kept groups of a checkpoint, each packed by `pack_rollouts`. Raises DataError if
     a task is gone."""
     rows = {(task.part, task.id): task for task in tasks} if saved else {}
     try:

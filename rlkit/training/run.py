@@ -42,20 +42,20 @@ def train_in(
 ) -> tuple[dict[str, Any], RLModule]:
     """Train to the end.
 
-    Returns: the summary, which is also written to the folder; its `before` and `after` are of test
+    Returns: the summary, also written to the folder; its `before` and `after` are of test
       problems, and `validation` is the last evaluation on the way. And the module, which holds the
       policy.
 
     Args:
       x: the experiment. tasks: the problems of its splits (see
         `rlkit.config.problems.rows.load_tasks`).
-      folder: where everything goes; of the run to continue where there is a `resume`.
+      folder: of all files; of the run to continue if there is a `resume`.
       provenance: config, versions and git state of this process, for checkpoints and loggers.
-      resume: a checkpoint, or a folder whose newest one is taken; None starts anew.
+      resume: a checkpoint, or a folder to take the newest one of; None starts anew.
       started: time.perf_counter() of the command's start.
       again: builds the experiment again in a second process (`rlkit.config.compose.builder`), for
         asynchrony=overlap.
-    Raises: ConfigError where that is needed and None.
+    Raises: ConfigError if it is needed and None.
     """
     from rlkit.training.ahead.modes import group_source
 
@@ -68,7 +68,7 @@ def train_in(
         group_source(x, tasks.train, again, folder=folder) as source,
     ):
         policy, device, agreement = prepare(x, tasks)
-        # brings Lightning, which takes as long as all else: after the first lines
+        # brings Lightning, and this takes as long as all else: after the first lines
         from rlkit.episodes.record import failed_rollout_kept
         from rlkit.training.callbacks.faults import Watchdog
         from rlkit.training.module import RLModule
@@ -89,7 +89,7 @@ def train_in(
         dogs += [callback for callback in trainer.callbacks if isinstance(callback, Watchdog)]
         summary = {"ended": "failed", "seed": x.seed, "name": x.name}
         processor = time.process_time()
-        # what there is now stays: full collections pass over half a million objects of the
+        # all present objects stay: full collections pass over half a million objects of the
         # libraries, a tenth of a small step
         gc.freeze()
         try:
@@ -98,7 +98,7 @@ def train_in(
                 summary["ended"], summary["why"] = how_it_ended(module, results)
         finally:
             gc.unfreeze()
-            if resume is None:  # else what the processes before this one took is not known
+            if resume is None:  # else the time of the processes before is unknown
                 summary["processor_seconds"] = round(time.process_time() - processor, 2)
             seconds = time.perf_counter() - started
             conclude(summary, module, folder, results, seconds=seconds, device=device)
@@ -106,8 +106,8 @@ def train_in(
 
 
 def begin_folder(folder: Path, prompts: str) -> None:
-    """Writes what the policy reads first, and puts the rollout aside on which the process failed
-    that this one continues."""
+    """Writes the policy's first prompts, and puts the rollout aside that made the process before
+    this one fail."""
     from rlkit.episodes.record import FAILED
 
     with lenient(PROMPTS):
@@ -119,9 +119,9 @@ def begin_folder(folder: Path, prompts: str) -> None:
 
 @contextmanager
 def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterator[None]:
-    """A block whose error or signal is noted as the end of the run; a signal ends the block alone.
+    """A block with its error or signal noted as the end of the run; a signal ends the block alone.
 
-    Raises: RLKitError where an environment or a reward ended the process.
+    Raises: RLKitError if an environment or a reward ended the process.
     """
     from rlkit.training.callbacks.stopping import StopOnSignal
 
@@ -131,7 +131,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
         summary |= {"ended": "interrupted", "signal": str(signal), "status": signal.status}
     except (KeyboardInterrupt, SystemExit) as error:
         summary["ended"] = "interrupted"
-        # a StopOnSignal takes Ctrl-C, which is then no KeyboardInterrupt
+        # a StopOnSignal takes Ctrl-C, then no KeyboardInterrupt
         if any(isinstance(c, StopOnSignal) and c.module is not None for c in trainer.callbacks):
             what = raised_at(error)
             summary["ended"] = f"failed: {what}"
@@ -145,7 +145,7 @@ def note_end(summary: dict[str, Any], module: RLModule, trainer: Any) -> Iterato
 
 
 def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
-    """Seed, load and check the policy of a run, and print what runs.
+    """Seed, load and check the policy of a run, and print a header.
 
     Returns: the policy; its device; whether the engine gives the trainer's log-probs exactly, on
     all ranks.
@@ -156,7 +156,7 @@ def ready(x: Experiment, tasks: Splits) -> tuple[Policy, Any, bool]:
 
 
 def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
-    """As `ready`, with all that the check found; `exact` holds for all ranks."""
+    """As `ready`, with everything found by the check; `exact` holds for all ranks."""
     print(first_line(x), flush=True)
     import rich.style  # noqa: F401  # its import draws from Python's generator: it must not come after the seed
 
@@ -167,7 +167,7 @@ def prepare(x: Experiment, tasks: Splits) -> tuple[Policy, Any, Agreement]:
     from rlkit.training.windows import window_line
 
     quiet()
-    # initial adapters, and what a reward or an environment draws; sampling has its own randomness
+    # initial adapters, and the draws of a reward or an environment; sampling has its own randomness
     rng.seed(x.seed)
     check_teacher(x)
     policy, device = on_device(x)
@@ -219,7 +219,7 @@ def conclude(
     seconds: float,
     device: Any,
 ) -> None:
-    """Adds a run's figures, and what of it could not be written, to its summary; writes
+    """Adds a run's figures, and its unwritten files, to its summary; writes
     summary.json and metrics.csv."""
     from rlkit.sandbox import seen
     from rlkit.system.rows import export_csv
@@ -257,8 +257,8 @@ def conclude(
 
 
 def missing() -> dict[str, Any]:
-    """unsaved: why the run's result is not whole, as a sentence or None. lost: the other files that
-    were not written, each with why."""
+    """unsaved: why the run's result is not whole, as a sentence or None. lost: the other unwritten
+    files, each with the reason."""
     from rlkit.training.callbacks.checkpoints import RESULT
 
     lost = dict(LOST)
@@ -337,7 +337,7 @@ def make_trainer(
 def callbacks_of(
     x: Experiment, tasks: Splits, folder: Path, results: dict[Split, Any]
 ) -> list[Any]:
-    """rlkit's own callbacks and those of the experiment, in their order."""
+    """rlkit's own callbacks and the experiment's, in their order."""
     from rlkit.training.callbacks.checkpoints import RLCheckpoint
     from rlkit.training.callbacks.evaluation import HeldOut
     from rlkit.training.callbacks.faults import DebugBundle, Watchdog
@@ -355,12 +355,12 @@ def callbacks_of(
 
 
 def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, int]:
-    """The checkpoint that a run is continued from, and its RL step; what came after it, and what is
-    not of this run, is set aside.
+    """The checkpoint to continue a run from, and its RL step; everything after it, or of another
+    run, is set aside.
 
     Args:
       identity: of the run in the folder.
-    Raises: DataError where there is no checkpoint that can be read, or where it is another run's.
+    Raises: DataError if there is no readable checkpoint, or if it is another run's.
     """
     from rlkit.episodes.completions import cut_completions
     from rlkit.system import shards
@@ -394,7 +394,7 @@ def taken_up(resume: Path, folder: Path, identity: str) -> tuple[Path | None, in
 
 
 def first_line(x: Experiment) -> str:
-    """What runs, as the experiment says it: known before a model is loaded."""
+    """The experiment in a line, known before a model is loaded."""
     from rlkit.training.schedules import phases
 
     x = next(iter(phases(x).values()))  # what the run begins with

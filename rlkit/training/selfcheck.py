@@ -41,14 +41,14 @@ FEW = 64  # the mean of so many tokens is known to about an eighth of itself
 # rounded to multiples of 1/16, so the mean is this if one token in 16 is rounded up in one path and
 # down in the other.
 ROUNDOFF = 2**-8
-FORWARD_ROWS = 4  # rows that the model's own forward reads for the comparison
+FORWARD_ROWS = 4  # rows read by the model's own forward for the comparison
 FORWARD_TOKENS = 32  # of such a row, read token by token
-ROWS = 32  # of the data that are tried with the verifier
-LONGEST = 4  # rows by characters whose prompts are measured in tokens
+ROWS = 32  # of the data, tried with the verifier
+LONGEST = 4  # longest rows by characters; their prompts are measured in tokens
 
 
 def check_teacher(x: Experiment) -> None:
-    """A reference that is another model, here or served, has the policy's vocabulary; before
+    """Another model as reference, here or served, has the policy's vocabulary; before
     weights are loaded. Raises: ConfigError."""
     path = x.model.path
     if path is None:
@@ -68,8 +68,8 @@ def check_teacher(x: Experiment) -> None:
 
 
 def first_rows(tasks: Sequence[Task], n: int) -> list[Task]:
-    """The first n tasks of every part of a mixture, and of every environment that its rows
-    name."""
+    """The first n tasks of every part of a mixture, and of every environment named by its
+    rows."""
     seen: Counter[tuple[str, str]] = Counter()
     out = []
     for task in tasks:
@@ -85,8 +85,8 @@ def check_contexts(
 ) -> tuple[str, str]:
     """The template carries the rows' tools, and the longest rows leave room for a reply.
 
-    Returns: lines, with their ends, that name the tools of these rows and what lists them; empty
-      where there are none. And a first prompt of each part and environment as the policy reads it,
+    Returns: lines, with their ends, on the tools of these rows and the form of their list; empty
+      without tools. And a first prompt of each part and environment as the policy reads it,
       template and tools included.
     Raises: TemplateError, DataError naming the row.
     """
@@ -113,25 +113,25 @@ def check_contexts(
 
 
 class Agreement(NamedTuple):
-    """How well sampler, trainer and the model's own forward agree, where they agree well enough to
+    """How well sampler, trainer and the model's own forward agree, if they agree well enough to
     train."""
 
     warnings: list[str]
     exact: bool  # in float32, within FP32_TOLERANCE
     tools: str  # the lines of `check_contexts`
     prompts: str  # its first prompts
-    bound: float | None  # mean |Δ log-prob| above which half precision warns; None in float32
+    bound: float | None  # half precision warns above this mean |Δ log-prob|; None in float32
 
 
 def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreement:
     """Token exactness on real rollouts: the template carries tools, and three computations agree on
     every sampled token.
 
-    They are the engine that sampled, the trainer's `forward_logprobs`, and the model's own forward,
-    whichever engine it is: an engine that shares a mistake with the trainer would agree with it.
+    They are the sampling engine, the trainer's `forward_logprobs`, and the model's own forward,
+    whichever engine it is: an engine with the trainer's own mistake would agree with it.
     Float32 allows FP32_TOLERANCE on every token. Half precision warns above MARGIN times the mean
     difference between the model's own two paths, and refuses above BF16_LIMIT.
-    Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed where the environment
+    Raises: TemplateError, DataError, SelfCheckError, and EnvironmentFailed if the environment
     gave the policy nothing to say.
     """
     few = [*tasks[:2], *first_rows(tasks, 1)[2:]]
@@ -188,10 +188,10 @@ def check_policy(policy: Policy, tasks: Sequence[Task], x: Experiment) -> Agreem
 
 
 def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Log-probs [M] of the tokens that `mask` marks, at least one a row, by the model's own
+    """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own
     forward, row by row, without padding.
 
-    Logits are asked for from the first of these tokens on, where the model can leave the others
+    Logits are asked for from the first of these tokens on, if the model can leave the others
     out.
     """
     options = inspect.signature(base_model(model).forward).parameters
@@ -208,11 +208,11 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> 
 
 
 def log_probs_by_token(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor | None:
-    """Log-probs [M] of the tokens that `mask` marks, at least one a row, by the model's own forward
+    """Log-probs [M] of the tokens marked by `mask`, at least one a row, by the model's own forward
     with its own cache: the tokens before a row's first marked one at once, then one after the
     other.
 
-    Returns: None where the forward takes or gives no `past_key_values`.
+    Returns: None if the forward takes or gives no `past_key_values`.
     """
     causal = base_model(model)
     options = inspect.signature(causal.forward).parameters
@@ -220,7 +220,7 @@ def log_probs_by_token(model: Any, ids: Tensor, mask: Tensor, temperature: float
         return None
     settings = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in options else {})
     parts = []
-    with sampling_mode(causal):  # in training mode a model that recomputes gives no cache
+    with sampling_mode(causal):  # in training mode a recomputing model gives no cache
         for row, marks in zip(ids, mask, strict=True):
             positions = marks.nonzero()[:, 0].tolist()
             out = model(input_ids=row[None, : positions[0]], **settings)
@@ -237,10 +237,10 @@ def log_probs_by_token(model: Any, ids: Tensor, mask: Tensor, temperature: float
 
 
 class Rounding(NamedTuple):
-    """What half precision does to a model's log-probs.
+    """The effect of half precision on a model's log-probs.
 
     own: mean |Δ log-prob| in nats between the model's own two paths, the whole sequence at once and
-    token by token. tokens: that it was measured on; 0 for a model without a cache.
+    token by token. tokens: the measured ones; 0 for a model without a cache.
     """
 
     own: float
@@ -248,7 +248,7 @@ class Rounding(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """MARGIN times `own`, which counts as ROUNDOFF at least, and as TYPICAL at least if it was
+        """MARGIN times `own`, counted as ROUNDOFF at least, and as TYPICAL at least if it was
         measured on few tokens."""
         return MARGIN * max(self.own, TYPICAL if self.tokens < FEW else ROUNDOFF)
 
@@ -280,7 +280,7 @@ def measure_rounding(
 
 def _compare(gap: Tensor, rounding: Rounding | None, who: str, why: str) -> list[str]:
     """Warnings where two computations of the same log-probs differ by `gap`; `rounding` is None in
-    float32. Raises: SelfCheckError where they differ too much."""
+    float32. Raises: SelfCheckError if they differ too much."""
     mean = float(gap.abs().mean())
     most = float(gap.abs().max())
     if rounding is None:

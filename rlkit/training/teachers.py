@@ -1,9 +1,9 @@
-"""Teachers: whose next-token distributions the teacher stream compares the policy with, and what
-they are shown that the policy is not.
+"""Teachers: models whose next-token distributions the teacher stream compares with the policy's,
+and their extra prompts.
 
 A teacher's model is a `Reference`: another model, the start, a moving average, or the policy
-itself. With `show` its prompt also holds something that helps, and the policy's reply follows it
-token by token: so the policy learns to answer as if it had been shown that.
+itself. With `show` its prompt also holds a hint, and the policy's reply follows it
+token by token: so the policy learns to answer as if it had seen the hint.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Show = Callable[[Rollout, Sequence[Rollout]], "str | None"]
 
 
 class Teacher(NamedTuple):
-    """Models that the policy is compared with.
+    """Models to compare the policy with.
 
     A class derived from it may refuse configs (`rlkit.types.ChecksConfig`).
     """
 
     name: str = "none"
     models: Mapping[str, Reference] = {}  # part of a mixture → model; "" is for all
-    show: Show | None = None  # what is added to the teacher's prompt; None adds nothing
-    word: str = "+teacher.paths.PART=FOLDER"  # the override that names the model of one part
+    show: Show | None = None  # text added to the teacher's prompt; None adds nothing
+    word: str = "+teacher.paths.PART=FOLDER"  # the override with the model of one part
 
 
 def no_teacher() -> Teacher:
@@ -49,7 +49,7 @@ def path_teacher(
     Args:
       path: a local folder or a hub id. revision: of a hub id. paths: part of the mixture → folder
         or hub id; then `path` is None.
-    Raises: ValueError where neither or both are given.
+    Raises: ValueError if neither or both are given.
     """
     if (path is None) == (not paths):
         raise ValueError(
@@ -84,13 +84,13 @@ def context_teacher(
     weights: Literal["live", "start", "ema"] = "live",
     decay: float = 0.95,
 ) -> Teacher:
-    """The policy itself, with something in its prompt that the policy does not see.
+    """The policy itself, with a text in its prompt hidden from the policy.
 
     Args:
       show: demonstration, the last reply of the row's conversation; answer, the row's gold answer;
-        sibling, the first reply of its group that scored 1 or more, other than itself, and the
+        sibling, the first other reply of its group with a score of 1 or more, and the
         `feedback` in the rollout's metadata. A rollout with nothing to show is left out.
-      weights: the policy's own at every moment, those of the start, or a moving average.
+      weights: the policy's own at every moment, the start's, or a moving average.
       decay: of the average, in [0, 1).
     Source: SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734.
     """
@@ -125,8 +125,8 @@ def answer(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
 
 
 def sibling(rollout: Rollout, group: Sequence[Rollout]) -> str | None:
-    """Another reply to the same prompt that scored 1 or more, and feedback on the rollout's own,
-    where there is some."""
+    """Another reply to the same prompt with a score of 1 or more, and feedback on the rollout's
+    own, if there is some."""
     good = [
         r for r in group if r is not rollout and r.total_reward is not None and r.total_reward >= 1
     ]

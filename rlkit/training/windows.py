@@ -1,4 +1,4 @@
-"""What a run is told of a model some of whose layers see a window of the context."""
+"""The line on a model with layers that see a window of the context."""
 
 from __future__ import annotations
 

@@ -30,24 +30,24 @@ from rlkit.types import Rollout, Task, is_record
 class StepGroups(NamedTuple):
     """The groups of an RL step, sampled and scored."""
 
-    step: int  # RL steps done before the one that learns from them
-    version: int  # RL steps that the weights had done which sampled them
+    step: int  # RL steps done before their learning step
+    version: int  # RL steps done by the sampling weights
     sampled: list[Rollout]  # all scored episodes
-    trained: list[Rollout]  # those of them to train on
-    before: StreamState  # the prompts that they were drawn from
+    trained: list[Rollout]  # the ones to train on
+    before: StreamState  # the prompts before the draws
     after: StreamState  # the prompts behind them
-    settings: str  # what else decided them (`settings_of`)
+    settings: str  # digest of all else with an effect on them (`settings_of`)
 
 
 class Request(NamedTuple):
-    """What decides the groups of an RL step that are not sampled yet."""
+    """The causes of an RL step's groups, not sampled yet."""
 
     step: int
     version: int
     progress: Progress  # at the time of the request: the step's experiment follows from it
     before: StreamState | None  # None: the prompts behind the request before this one
     settings: str
-    weights: str = ""  # fingerprint of the weights due to sample them, where a journal needs it
+    weights: str = ""  # fingerprint of the weights due to sample them, if a journal needs it
 
     @property
     def after(self) -> None:
@@ -60,20 +60,20 @@ InFlight = StepGroups | Request
 class Flight(NamedTuple):
     """The groups in flight, in the order of their steps: sampled ones first, then requests."""
 
-    consumed: StreamState = StreamState()  # the prompts behind the last step that is done
+    consumed: StreamState = StreamState()  # the prompts behind the last done step
     ahead: tuple[InFlight, ...] = ()
 
     @property
     def after(self) -> StreamState | None:
-        """The prompts that the next groups are drawn from; None while they are unknown."""
+        """The prompts for the next groups; None while they are unknown."""
         return self.ahead[-1].after if self.ahead else self.consumed
 
 
 def version_of(step: int, staleness: int) -> int:
-    """Which weights sample the groups of an RL step, as the steps that they have done: the only
-    place that decides it.
+    """The weights to sample the groups of an RL step, as the number of their steps: decided
+    here alone.
 
-    If a resumed run no longer has those weights (its staleness is lower, or it has more steps), the
+    If a resumed run no longer has these weights (its staleness is lower, or it has more steps), the
     current weights sample; they are newer.
 
     >>> [version_of(step, 2) for step in range(5)]
@@ -83,7 +83,7 @@ def version_of(step: int, staleness: int) -> int:
 
 
 def due_steps(x: Experiment, flight: Flight, now: int) -> list[int]:
-    """The steps behind the flight whose groups the weights of version `now` have to sample."""
+    """The steps behind the flight with groups due from the weights of version `now`."""
     first = flight.ahead[-1].step + 1 if flight.ahead else now
     steps = range(first, max(x.trainer.steps, now + 1))
     return [*takewhile(lambda step: version_of(step, x.asynchrony.staleness) <= now, steps)]
@@ -123,8 +123,8 @@ def _plain(part: Any) -> Any:
 
 
 def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str, Any]:
-    """The flight as plain values and tensors. Tasks are left out: the prompts that groups were
-    drawn from give them again. `weights`: version → bytes of those due to answer the requests."""
+    """The flight as plain values and tensors. Tasks are left out: the prompts before the draws
+    give them again. `weights`: version → bytes of the ones due to answer the requests."""
     return {
         "stream": list(flight.consumed),
         "flight": [pack_groups(own) for own in flight.ahead if isinstance(own, StepGroups)],
@@ -140,9 +140,8 @@ def pack_flight(flight: Flight, weights: Mapping[int, Tensor] = {}) -> dict[str,
 def unpack_flight(
     saved: Mapping[str, Any], tasks: Sequence[Task], x: Experiment, progress: Progress, kinds: Any
 ) -> Flight:
-    """The inverse of `pack_flight`, cut before the first groups that the config would now sample
-    otherwise, and before the first that are not of these `kinds`. A line names the steps that are
-    cut.
+    """The inverse of `pack_flight`, cut before the first groups the config would now sample
+    otherwise, and before the first not of these `kinds`. A line names the steps cut off.
 
     Raises: DataError where the tasks have changed.
     """
@@ -181,7 +180,7 @@ def pack_groups(groups: StepGroups) -> dict[str, Any]:
 
 
 def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int) -> StepGroups:
-    """The inverse of `pack_groups`. Raises DataError where the tasks have changed."""
+    """The inverse of `pack_groups`. Raises DataError if the tasks have changed."""
     rollouts = unpack_rollouts(saved["sampled"])
     before = StreamState(*saved["before"])
     after = StreamState(*saved["after"])
@@ -196,7 +195,7 @@ def unpack_groups(saved: Mapping[str, Any], tasks: Sequence[Task], *, seed: int)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> Tensor:
-    """Rollouts as bytes in a tensor, of which a save knows the size. Of their tasks only id and
+    """Rollouts as bytes in a tensor: a save knows its size. Of their tasks only id and
     part are kept."""
     plain = [r._replace(task=Task(r.task.id, (), part=r.task.part)) for r in rollouts]
     return torch.frombuffer(bytearray(to_bytes(plain)), dtype=torch.uint8)

@@ -34,7 +34,7 @@ class Here:
         self.tasks = tasks
 
     def publish(self, policy: Policy, version: int) -> None:
-        """Keep the policy, whose weights the engine uses in place."""
+        """Keep the policy; the engine uses its weights in place."""
         self.policy = policy
 
     def request(self, request: Request, clock: Clock) -> InFlight:

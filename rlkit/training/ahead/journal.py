@@ -1,12 +1,12 @@
-"""Groups on disk before the trainer learns from them, for engines that would not sample the same
+"""Groups on disk before the trainer learns from them, for engines unable to sample the same
 ones again (`rlkit.types.SharedEngine`).
 
     groups of step s ── journal/00000s.pt, synced ──▶ learner.step ── killed ──▶ requested again ──
     read from the journal
 
-A record counts only for the same step, version, settings, prompts and bits of the weights that
-sampled it, so a run that is continued with other settings samples again. A checkpoint holds the
-groups that were in flight then, so records older than the checkpoint before it are deleted.
+A record counts only for the same step, version, settings, prompts and bits of the sampling
+weights, so a run continued with other settings samples again. A checkpoint holds the groups in
+flight at its time, so records older than the checkpoint before it are deleted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Journal:
         return None
 
     def checkpoint(self, step: int) -> None:
-        """Delete what no checkpoint needs. `step`: the oldest in flight at the checkpoint that is
+        """Delete everything no checkpoint needs. `step`: the oldest in flight at the checkpoint
         being written."""
         self._forget(lambda own: own < self.saved)
         self.saved = step

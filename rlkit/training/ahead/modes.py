@@ -1,5 +1,5 @@
-"""Which implementation of `GroupSource` a run has: the one place that chooses it, by
-asynchrony.mode."""
+"""The choice of a run's `GroupSource`, by asynchrony.mode, in one
+place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def group_source(
     again: Callable[[], Experiment] | None = None,
     folder: Path | None = None,
 ) -> AbstractContextManager[GroupSource]:
-    """What samples the groups of a run. A process that it starts ends with the context.
+    """The sampler of a run's groups. A process started by it ends with the context.
 
     Args:
       x: the whole run. tasks: its prompts.
       again: builds the experiment in a second process (`rlkit.config.compose.builder`); None if
         parts of it are Python objects.
       folder: of the run, for the second process's log and journal.
-    Raises: ConfigError where a second process cannot be made.
+    Raises: ConfigError if a second process cannot be made.
     """
     if x.asynchrony.mode == "overlap":
         return closing(SamplingProcess(x, tasks, again, folder))

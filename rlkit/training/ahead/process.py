@@ -39,7 +39,7 @@ from rlkit.training.metrics import Clock
 from rlkit.training.schedules.progress import Progress
 from rlkit.types import CachingEngine, KernelEngine, Policy, SharedEngine, Task
 
-GRACE = 5.0  # seconds in which a process that was told to end may close its sessions
+GRACE = 5.0  # seconds for a process told to end to close its sessions
 
 
 class SamplingProcess:
@@ -47,11 +47,11 @@ class SamplingProcess:
 
     Args:
       x: the whole run. tasks: its prompts.
-      again: builds the experiment in the other process; a function that pickle can name, with its
+      again: builds the experiment in the other process; a function with a name for pickle, with its
         arguments.
-      folder: of the run, for what the process prints and for the journal; None: it prints where the
-        trainer does, and nothing is kept.
-    Raises: ConfigError where the process cannot be made.
+      folder: of the run, for the output of the process and for the journal; None: it prints to the
+        trainer's output, and nothing is kept.
+    Raises: ConfigError if the process cannot be made.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class SamplingProcess:
             engine.lent = self.idle
             self.journal = Journal(folder / "journal", tasks, x.seed) if folder else None
         self.requests: dict[int, Request] = {}  # step → a request without an answer
-        self.here: dict[int, Answer] = {}  # step → an answer that a checkpoint may need
+        self.here: dict[int, Answer] = {}  # step → an answer a checkpoint may need
         self.failure: BaseException | None = None  # why no more answers come
         self.slots: WeightSlots | None = None
         self.weights = ""  # fingerprint of the published ones, for the journal
-        self.publish_s = 0.0  # that publishing took since groups were last received
+        self.publish_s = 0.0  # of publishing since groups were last received
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
             data = pickle.dumps((again, tasks))
@@ -147,7 +147,7 @@ class SamplingProcess:
                         raise self.failure
                     self._take()
             answer = self.here[groups.step]
-            self.here.pop(groups.step - 1, None)  # the step that has received it is done
+            self.here.pop(groups.step - 1, None)  # its receiving step is done
             groups = answer.groups
             clock.sessions += answer.sessions
             clock.engine = answer.engine
@@ -172,7 +172,7 @@ class SamplingProcess:
         return pack_flight(flight, weights)
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """The groups in flight. Requests are made again, of the weights that were due to answer
+        """The groups in flight. Requests are made again, of the weights due to answer
         them."""
         kept = unpack_flight(saved, self.tasks, self.x, progress, InFlight)
         flight = kept._replace(ahead=())
@@ -185,7 +185,7 @@ class SamplingProcess:
         return flight
 
     def arrived(self, ahead: Sequence[InFlight]) -> tuple[InFlight, ...]:
-        """What is in flight, with answers in place of their requests."""
+        """The groups in flight, with answers in place of their requests."""
         while not self.answers.empty() and not self.failure:
             self._take()
         return tuple(self.here[own.step].groups if own.step in self.here else own for own in ahead)
@@ -197,7 +197,7 @@ class SamplingProcess:
 
     def slots_of(self, model: Any) -> WeightSlots:
         """The slots for this model's weights. Before anything else the process is told of them, of
-        the kernel that the trainer has settled on, and of the size of its cache."""
+        the trainer's settled kernel, and of the size of its cache."""
         if self.slots is None:
             self.slots = WeightSlots(self.memory, self.x.asynchrony.staleness + 1, model)
             engine = self.x.generation.engine
@@ -207,8 +207,8 @@ class SamplingProcess:
         return self.slots
 
     def send(self, message: Any) -> None:
-        """To the process. Raises EngineError where it is gone."""
-        # `Connection.send` would share the memory of tensors, which needs a common key
+        """To the process. Raises EngineError if it is gone."""
+        # `Connection.send` would share the memory of tensors, and needs a common key
         data = pickle.dumps(message)
         try:
             self.connection.send_bytes(data)
@@ -216,7 +216,7 @@ class SamplingProcess:
             raise self.gone() from None
 
     def _listen(self) -> None:
-        """Takes answers as they come, so that the process never waits for the trainer to look."""
+        """Takes answers as they come: the process never waits for the trainer to look."""
         with self.connection, suppress(EOFError, OSError):
             while True:
                 data = self.connection.recv_bytes()

@@ -5,9 +5,9 @@ updates.
             staleness ──▶ trainer ── request (step, version, progress) ────▶
 
 The process builds the experiment, the model, the engine and the environments again, and takes each
-version's trainable weights from memory that both map. It answers requests one by one, in their
-order, with the function that asynchrony=lag calls in the trainer (`sample_groups`), so its groups
-are the same, bit for bit, whoever is faster. It ends with the trainer, however that ends: the
+version's trainable weights from memory mapped by both. It answers requests one by one, in their
+order, with the function of asynchrony=lag in the trainer (`sample_groups`), so its groups
+are the same, bit for bit, whoever is faster. It ends with the trainer, in any case: the
 connection between them is closed then.
 """
 
@@ -51,7 +51,7 @@ START = (
 
 
 class Handshake(NamedTuple):
-    """The trainer's message before all requests: what both processes have alike."""
+    """The trainer's message before all requests: the common settings of both processes."""
 
     slots: int  # how many versions of the weights there is room for
     layout: Sequence[Any]  # of the weights in a slot (`WeightSlots.layout`)
@@ -64,19 +64,19 @@ class Answer(NamedTuple):
     """A request is done."""
 
     groups: StepGroups
-    # idle_s: that the process waited for the request; handover_s: that it took to get its weights;
-    # sampling_s: that it worked on the groups
+    # idle_s: waiting for the request; handover_s: getting the weights; sampling_s: working on the
+    # groups
     seconds: dict[str, float]
-    sessions: list[float]  # that each episode spent in its session
+    sessions: list[float]  # of each episode in its session
     engine: dict[str, float]  # figures of the engine, for the step's row
-    kernel: Any  # that drew the tokens
-    cached_tokens: int | None  # size of the cache that they were drawn with
-    # what functions have changed of that process (rlkit.system.shared_state)
+    kernel: Any  # of the draws
+    cached_tokens: int | None  # size of the cache in these draws
+    # changes of functions to the process (rlkit.system.shared_state)
     named: Mapping[tuple[str, ...], str]
 
 
 def sampling_main() -> None:
-    """The sampling process, with a connection and weights that it has inherited."""
+    """The sampling process, with an inherited connection and weights."""
     connection, memory = map(int, sys.argv[2:])
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
@@ -107,7 +107,7 @@ def _listen(link: Connection, messages: queue.SimpleQueue[Any], parent: int) -> 
             while os.getppid() == parent:
                 if link.poll(1.0):
                     messages.put(pickle.loads(link.recv_bytes()))
-    except Exception:  # of a message that cannot be read: the log says which
+    except Exception:  # of an unreadable message: the log says which
         traceback.print_exc()
     finally:
         end_process(0)
@@ -123,8 +123,8 @@ def serve(
     raises it.
 
     Args:
-      begin: gives what builds the experiment, and the tasks. receive: gives the next message. send:
-        takes an answer, pickled.
+      begin: gives a builder of the experiment, and the tasks. receive: gives the next message.
+        send: takes an answer, pickled.
       memory: the file of the weight slots.
     """
     try:

@@ -1,4 +1,4 @@
-"""What samples the groups of every step, and how a step gets its groups from it."""
+"""The sampler of every step's groups, and its use by a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Received = tuple[StepGroups, dict[str, float]]  # groups, and seconds of the han
 
 
 class GroupSource(Protocol):
-    """Samples the groups of the steps that it is asked for.
+    """Samples the groups of the requested steps.
 
     Calls come in this order, and requests in the order of their steps:
 
@@ -32,8 +32,8 @@ class GroupSource(Protocol):
         state                                   between steps
         restore                                 at most once, before all others
 
-    The flight says what has been consumed, never the source: after a step that was interrupted
-    while it sampled, `state` of the flight from before that step is still what to go on from.
+    The flight says how much has been consumed, never the source: after a step interrupted in
+    its sampling, `state` of the flight from before the step is still the one to go on from.
     """
 
     def publish(self, policy: Policy, version: int) -> None:
@@ -42,22 +42,22 @@ class GroupSource(Protocol):
 
     def request(self, request: Request, clock: Clock) -> InFlight:
         """Ask for the groups of a step. Returns the groups if they are there already, else the
-        request, completed by what a later process needs to make it again."""
+        request, completed by everything a later process needs to make it again."""
 
     def receive(self, groups: InFlight, clock: Clock) -> Received:
-        """Wait for the groups that `request` answered with this.
+        """Wait for the groups `request` answered with this.
 
-        Raises: what sampling them raised.
+        Raises: the errors of sampling them.
         """
 
     def state(self, flight: Flight) -> dict[str, Any]:
-        """All that a later process needs to go on, as plain values and tensors."""
+        """Everything for a later process to go on, as plain values and tensors."""
 
     def restore(self, saved: Mapping[str, Any], policy: Policy, progress: Progress) -> Flight:
-        """Go on from a `state`. Groups that the config would now sample otherwise, and those behind
+        """Go on from a `state`. Groups the config would now sample otherwise, and the ones behind
         them, are left out of the flight.
 
-        Raises: DataError where the tasks have changed.
+        Raises: DataError if the tasks have changed.
         """
 
 
@@ -70,18 +70,18 @@ def next_groups(
     progress: Progress,
     clock: Clock,
 ) -> tuple[StepGroups, Flight, dict[str, float]]:
-    """The groups that the step to come learns from, the flight behind them, and figures for the
+    """The groups for the step to come, the flight behind them, and figures for the
     step's row.
 
-    First it requests all groups that the current weights are due to sample, each with the settings
-    of its own step. If it is interrupted, the flight that it was given still holds.
+    First it requests all groups due from the current weights, each with the settings
+    of its own step. If it is interrupted, the given flight still holds.
 
     staleness/in_flight_groups     groups sampled, or being sampled, for later steps
-    staleness/wait_s               asynchrony=overlap, seconds: that the trainer waited for its
-                                   groups; idle_s: that the sampling process waited to be asked for
-                                   them; sampling_s: that it worked on them; handover_s: that
-                                   weights and groups took between the processes. Left out, like
-                                   perf/*, where runs are compared for identity
+    staleness/wait_s               asynchrony=overlap, seconds: the trainer waited for its
+                                   groups; idle_s: the sampling process waited to be asked for them;
+                                   sampling_s: it worked on them; handover_s: weights and groups
+                                     were between the processes. Left out, like perf/*, if runs are
+                                     compared for identity
 
     Args:
       x: the whole run. progress: of the run, after `Learner.begin`. The experiment of each step
@@ -118,7 +118,7 @@ def sample_groups(
     clock: Clock,
 ) -> StepGroups:
     """Sample and score the groups of a request with the current weights and the settings of its
-    step. `before`: the prompts that they are drawn from, which must be known by now."""
+    step. `before`: the prompts to draw from, known by now."""
     assert before is not None
     step = request.step
     version = request.version

@@ -1,4 +1,4 @@
-"""Versions of the trainable weights in memory that the trainer and the sampling process share."""
+"""Versions of the trainable weights in memory shared by the trainer and the sampling process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rlkit.errors import EngineError
 
-# Bytes that are copied at a time; the system takes a little less than twice as many.
+# Bytes copied at a time; the system takes a little less than twice as many.
 PIECE = 1 << 30
 
 
 class WeightSlots:
-    """Trainable weights of the last versions in a file that is memory: slot v mod n holds version
+    """Trainable weights of the last versions in a file in memory: slot v mod n holds version
     v, its number in front.
 
     n = staleness + 1 are enough: when version v is written, the groups of version v - staleness - 1
@@ -36,16 +36,16 @@ class WeightSlots:
         return [(name, str(p.dtype), tuple(p.shape)) for name, p in self.named]
 
     def place(self, version: int) -> int:
-        """Where a version's number is; its weights stand behind."""
+        """The place of a version's number; its weights stand behind."""
         return version % self.count * (8 + self.size)
 
     def write(self, version: int) -> None:
-        """The current weights, as this version. Raises OSError where there is no memory for
+        """The current weights, as this version. Raises OSError without memory for
         them."""
         self._fill(version, (p.detach().cpu() for _, p in self.named))
 
     def read(self, version: int) -> None:
-        """That version's weights into the model. Raises EngineError where it is not there."""
+        """The version's weights into the model. Raises EngineError if it is not there."""
         at = self._found(version)
         for _, p in self.named:
             own = torch.empty(p.shape, dtype=p.dtype)
@@ -53,7 +53,7 @@ class WeightSlots:
             p.data.copy_(own)
 
     def saved(self, version: int) -> Tensor:
-        """That version's weights as bytes, for a checkpoint. Raises EngineError where it is not
+        """The version's weights as bytes, for a checkpoint. Raises EngineError if it is not
         there."""
         out = torch.empty(self.size, dtype=torch.uint8)
         _copy(_read, self.file, out, self._found(version))
@@ -76,7 +76,7 @@ class WeightSlots:
         os.pwrite(self.file, version.to_bytes(8, "little"), self.place(version))
 
     def _found(self, version: int) -> int:
-        """Where the weights of a version are. Raises EngineError where its slot holds another."""
+        """The place of a version's weights. Raises EngineError if its slot holds another."""
         found = int.from_bytes(os.pread(self.file, 8, self.place(version)), "little")
         if found != version:
             raise EngineError(
@@ -100,7 +100,7 @@ def _copy(move: Callable[[int, memoryview, int], int], file: int, tensor: Tensor
 
 
 def shared_memory() -> int:
-    """A file in memory without a name, which is gone with the last process that holds it; on other
+    """A file in memory without a name, gone with its last process; on other
     systems than Linux a temporary one."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rlkit-weights")

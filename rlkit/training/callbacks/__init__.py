@@ -1,7 +1,7 @@
-"""What a run does besides learning. Each part is a function of the run folder that gives a
+"""The work of a run besides learning. Each part is a function from the run folder to a
 Lightning callback.
 
-Lightning is imported only when a part is made, so that a config is checked without it.
+Lightning is imported only when a part is made, so a config is checked without it.
 
 Files in the order of their imports: conversations, metrics, pathologies, stopping, terminal,
 _health, checkpoints, evaluation, faults.

@@ -1,5 +1,5 @@
-"""Checkpoints at RL-step boundaries. Lightning's own are driven by optimiser steps, which are not
-RL steps."""
+"""Checkpoints at RL-step boundaries. Lightning's own are driven by optimiser steps, not RL
+steps."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ SUPERSEDED = ".superseded"
 DAMAGED = ".damaged"
 BEST = "best.ckpt"  # a link to the checkpoint with the best metric
 ADAPTER = ".adapter"  # folder beside a checkpoint: its adapters in PEFT's format
-# what is lost where a save failed and none has succeeded since
+# lost if a save failed and none has succeeded since
 CHECKPOINT = "the newest checkpoint"
 # without these a run is not whole; all else is to look at
 RESULT = (CHECKPOINT, "model/", "model_best/", "metrics.jsonl")
 # raised by `torch.load` for a damaged file
 UNREADABLE = (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
-SPARE = 1 << 20  # bytes that a save leaves free for metrics and the summary
+SPARE = 1 << 20  # bytes left free by a save for metrics and the summary
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -92,10 +92,10 @@ class RLCheckpoint(L.Callback):
     """Saves after every `every` RL steps, after the last one and on a signal; the newest `keep` and
     the best by a metric stay.
 
-    It runs after every other callback, so that what a step writes is there before the checkpoint
-    says that the step is done. A save that fails is said, and the run goes on: checkpoints are
-    removed only after a newer one is whole. Of several ranks the first one writes; all of them know
-    whether it could.
+    It runs after every other callback, so everything written by a step is there before the
+    checkpoint says the step is done. A failed save is reported, and the run goes on: checkpoints
+    are removed only after a newer one is whole. Of several ranks the first one writes; all of them
+    know whether it could.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RLCheckpoint(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Lists what the run has written so far, so that a resume knows its own files. Every other
+        """Lists the files written by the run so far: a resume knows its own files. Every other
         callback has written by now."""
         if trainer.is_global_zero:
             self.measured = measure_files(self.run, self.measured)
@@ -188,7 +188,7 @@ class RLCheckpoint(L.Callback):
         still_owned(self.run)
 
         def write() -> None:
-            # a checkpoint says that all rows up to its step are there
+            # a checkpoint says all rows up to its step are there
             if ranks.any_rank(self.run / "metrics.jsonl" in WAITING):
                 raise OSError(errno.ENOSPC, "rows of metrics.jsonl are still unwritten")
             ranks.broadcast(before)
@@ -225,14 +225,14 @@ class RLCheckpoint(L.Callback):
             write_json(self.folder / "best.json", self.best)
 
     def saved(self, what: str, write: Any, kind: str = CHECKPOINT) -> bool:
-        """Whether a write succeeded. A failure is reported, and what was written before stays; see
+        """Whether a write succeeded. A failure is reported, and earlier files stay; see
         `lenient`."""
         with lenient(what, kind):
             write()
         return kind not in LOST
 
     def prune(self) -> None:
-        """Removes what a newer whole checkpoint makes superfluous; never the best one."""
+        """Removes everything made superfluous by a newer whole checkpoint; never the best one."""
         held = (self.folder / BEST).resolve()
         old = [path for path in checkpoints(self.folder)[: -self.keep] if path.resolve() != held]
         for path in (*old, *self.folder.glob(f"*{SUPERSEDED}")):
@@ -243,8 +243,8 @@ class RLCheckpoint(L.Callback):
 
 
 def gathered(model: Any) -> dict[str, Any] | None:
-    """What `save_policy` writes of a model that lies in shards: all weights, or under LoRA the
-    adapters; None where it is whole."""
+    """The tensors for `save_policy` of a model in shards: all weights, or under LoRA the
+    adapters; None if it is whole."""
     if not sharded(model):
         return None
     ranks.reshard(model)
@@ -263,7 +263,7 @@ def link(name: Path, target: Path) -> None:
 
 
 def weights_of(path: Path, folder: Path, identity: str) -> dict[str, Any]:
-    """The policy's weights in a checkpoint, as its model names them. Raises OSError where it is
+    """The policy's weights in a checkpoint, as its model names them. Raises OSError if it is
     damaged, or of another run."""
     try:
         checkpoint = read_checkpoint(path)
@@ -290,10 +290,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint on the CPU: the file that is named, or the newest whole one of a folder.
+    """A checkpoint on the CPU: the named file, or the newest whole one of a folder.
 
-    Damaged ones of a folder are named on standard error, with the one that is used in their place.
-    A damaged file that was named is refused, since an older one is not what was asked for; the
+    Damaged ones of a folder are named on standard error, with the one used in their place. A
+    damaged named file is refused, since an older one was not asked for; the
     message names it. Raises DataError if none can be read.
     """
     damaged = []
@@ -319,7 +319,7 @@ def load_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A file that AtomicCheckpointIO wrote, on the CPU. Its whole content is verified before any of
+    """A file of AtomicCheckpointIO, on the CPU. Its whole content is verified before any of
     it is loaded. Raises DataError."""
     why = damage(path)
     if not why:
@@ -331,11 +331,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: str) -> None:
-    """Raises DataError where a checkpoint is not one that the run in `folder` saved under this
+    """Raises DataError unless a checkpoint was saved by the run in `folder` under this
     name.
 
     Args:
-      state: what `path` holds. identity: of the run.
+      state: the content of `path`. identity: of the run.
     """
     own = state["run"].get("identity", "")
     if own != identity:
@@ -356,8 +356,8 @@ def refuse_foreign(path: Path, state: dict[str, Any], folder: Path, identity: st
 
 
 def set_foreign_aside(run: Path, identity: str) -> None:
-    """Moves checkpoints of other runs out of checkpoints/, where they would be removed as old ones
-    of this run."""
+    """Moves checkpoints of other runs out of checkpoints/, to keep them from being removed as old
+    ones of this run."""
     folder = run / "checkpoints"
     for path in (*checkpoints(folder), *sorted(folder.glob(f"*{SUPERSEDED}"))):
         with suppress(*UNREADABLE, AttributeError, TypeError):
@@ -378,8 +378,8 @@ def supersede(folder: Path, step: int) -> None:
     """Sets the checkpoints after `step` aside under other names, since the run goes on from `step`.
 
     Left in place they would be taken for its newest after a kill, though the rows between belong to
-    another past. The next save removes those that are whole. Damaged ones are kept, as evidence of
-    what damaged them.
+    another past. The next save removes the whole ones. Damaged ones are kept, as evidence of the
+    damage.
     """
     for path in checkpoints(folder):
         if step_of(path) <= step:

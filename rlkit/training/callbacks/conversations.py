@@ -19,7 +19,7 @@ from rlkit.training.loggers import log_table, log_text
 from rlkit.types import Rollout, Weighted
 
 TEXTS = 3  # conversations of a step in a logger
-WAITING = 20_000  # rows of the completions table that wait for a checkpoint
+WAITING = 20_000  # rows of the completions table waiting for a checkpoint
 
 
 class Samples(L.Callback):
@@ -68,7 +68,7 @@ class Completions(L.Callback):
     """Writes rollouts as rows of Parquet files, and shows loggers the table of a step.
 
     Rows wait for the next checkpoint, so a file is written once and ends where a resumed run goes
-    on; a run that is killed writes the others again. Their steps are in rollouts/ in any case.
+    on; a killed run writes the others again. Their steps are in rollouts/ in any case.
     """
 
     def __init__(self, folder: Path, *, every: int, tables: int):
@@ -118,7 +118,7 @@ class Completions(L.Callback):
         return bool(self.tables) and (step == 1 or step % self.tables == 0 or trainer.should_stop)
 
     def flush(self) -> None:
-        """Writes the rows that wait."""
+        """Writes the waiting rows."""
         rows = self.rows
         self.rows = []
         with lenient(
@@ -141,8 +141,8 @@ class Completions(L.Callback):
 
 
 def mean_advantages(batch: Weighted, trained: Sequence[Rollout]) -> dict[tuple[int, int], float]:
-    """(group, sample) → mean advantage over a rollout's trained tokens, for the rollouts that have
-    such tokens."""
+    """(group, sample) → mean advantage over a rollout's trained tokens, for the rollouts with
+    any."""
     mask = batch.response_mask
     owners = batch.rollout_ids[:, None].expand_as(mask)[mask]
     values = batch.advantages[mask].double()

@@ -1,6 +1,6 @@
 """Evaluations of a run. Validation problems on the way, for the curve, `stop_at` and the best
-checkpoint; test problems before the first step and after the last, for the figures that a run is
-reported with. Nothing that a run does depends on a test problem."""
+checkpoint; test problems before the first step and after the last, for the reported figures of a
+run. Nothing in a run depends on a test problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlkit.training.callbacks.terminal import held_out, how_sampled
 from rlkit.training.experiment import Evaluation
 from rlkit.types import Split, Splits
 
-KEPT = 16  # rollouts that an evaluation writes, of the same tasks each time: how an answer changes
+KEPT = 16  # rollouts written by an evaluation, of the same tasks each time: how an answer changes
 # split → the start of its figures' names in a row of metrics.jsonl
 PREFIXES: dict[Split, str] = {"validation": "eval/", "test": "test/"}
 Results = dict[Split, dict[int, dict[str, Any]]]  # split → RL step → result
@@ -37,7 +37,7 @@ class HeldOut(L.Callback):
 
     With `evaluation.every` n > 0 validation problems are played before the first step, after every
     n-th and after the last; with 0 never. Test problems are played before the first step and after
-    the last. `results` takes what was measured; a resumed run has it from its checkpoint.
+    the last. `results` takes the figures; a resumed run has it from its checkpoint.
     """
 
     def __init__(self, tasks: Splits, metrics: Path, results: Results):
@@ -85,7 +85,7 @@ class HeldOut(L.Callback):
                 module.metrics |= row | {"perf/eval_s": spent + row["perf/eval_s"]}
 
     def evaluate(self, trainer: L.Trainer, module: Any, split: Split) -> dict[str, float]:
-        """One pass over the tasks of a split; nothing where there are none."""
+        """One pass over the tasks of a split; nothing without tasks."""
         started = time.perf_counter()
         tasks = self.tasks._asdict()[split]
         x = module.experiment
@@ -113,7 +113,7 @@ class HeldOut(L.Callback):
 
 
 def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
-    """The block in which an evaluation, or a part of one, is played and scored: at its deadline the
+    """The block of playing and scoring an evaluation, or a part of one: at its deadline the
     process ends and says so."""
     return limit_waiting(
         settings.max_time, "evaluation.max_time", lambda: f"{name} hangs", whole=True
@@ -121,8 +121,8 @@ def in_time(settings: Evaluation, name: str) -> AbstractContextManager[None]:
 
 
 def result_row(result: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """A result as metrics with a prefix such as `eval/`, and that of each part of a mixture as
-    `eval/part/NAME/*`. What the reward's functions measured themselves is `eval/reward/TERM/METRIC`
+    """A result as metrics with a prefix, for example `eval/`, and each part's of a mixture as
+    `eval/part/NAME/*`. The own figures of the reward's functions are `eval/reward/TERM/METRIC`
     and `eval/aggregator/METRIC`."""
     parts = result.get("parts", {})
     rows = {prefix: result, **{f"{prefix}part/{part}/": own for part, own in parts.items()}}

@@ -1,4 +1,4 @@
-"""What a run leaves behind when it fails: enough to look at the fault, and to make it happen
+"""The remains of a failed run: enough to look at the fault, and to make it happen
 again."""
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ STATE = "state.ckpt"
 
 
 class DebugBundle(L.Callback):
-    """debug/step_000007/: traceback.txt, config.yaml and rollouts.jsonl.gz; where an update failed
-    also its minibatch and the state before it, with which `rlkit replay bundle=FOLDER` does the
+    """debug/step_000007/: traceback.txt, config.yaml and rollouts.jsonl.gz; after a failed update
+    also its minibatch and the state before it: `rlkit replay bundle=FOLDER` then does the
     update again.
 
-    Of several ranks the first one writes; one that fails by itself writes debug/step_000007_rank1/.
-    With trainer=ddp each of them holds the state; shards can be gathered only where all ranks fail
-    together, which they do where numbers are not finite.
+    Of several ranks the first one writes; one failing by itself writes debug/step_000007_rank1/.
+    With trainer=ddp each of them holds the state; shards can be gathered only if all ranks fail
+    together, as they do when numbers are not finite.
     """
 
     def __init__(self, run: Path):
@@ -42,7 +42,7 @@ class DebugBundle(L.Callback):
         announce(exception)
         said = not isinstance(exception, Exception) or isinstance(exception, Refusal)
         if said or owner.lost(self.run):
-            # a signal, a sentence that says it all, or a folder that is another process's now
+            # a signal, a sentence to say it all, or another process's folder by now
             return
         together = ranks.size() == 1 or isinstance(exception, NonFinite)
         echo = isinstance(exception, ranks.RankError)
@@ -73,8 +73,8 @@ class DebugBundle(L.Callback):
 
 
 def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    """Weights, optimizers and all that RLModule adds to a checkpoint, with this rank's generators;
-    of shards a collective."""
+    """Weights, optimizers and everything RLModule adds to a checkpoint, with this rank's
+    generators; of shards a collective."""
     strategy = trainer.strategy
     state = {
         "state_dict": strategy.lightning_module_state_dict(),
@@ -87,7 +87,7 @@ def state_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
 
 
 class Watchdog(L.Callback):
-    """Says in which step and in which part of it a run is, for the limit `trainer.max_step_time`
+    """Tells the step of a run and the part of the step, for the limit `trainer.max_step_time`
     (`rlkit.system.waiting.limited`).
 
     The parts of a step are generate, reward and update. Between steps only what is waited for

@@ -10,7 +10,7 @@ Row = dict[str, Any]
 INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 
 
-MISMATCH = 0.05  # nats a token that sampler and trainer may differ by in float32
+MISMATCH = 0.05  # nats a token between sampler and trainer in float32, at most
 
 
 LEAST_BAD = "group/least_bad"  # the least group/frac_all_bad of the run so far
@@ -37,7 +37,7 @@ def broken_policy(row: Row) -> str | None:
 
 
 def all_rewards_equal(row: Row) -> str | None:
-    """No group has rewards that differ, and nothing else makes an advantage of them: nothing
+    """No group has different rewards, and nothing else makes an advantage of them: nothing
     learned from rewards."""
     # with a critic or the batch; groups of one are always equal
     compared = row["reward/std"] > 0 and row["adv/abs_mean"] > 0
@@ -59,7 +59,7 @@ def all_rewards_equal(row: Row) -> str | None:
     )
 
 
-REMEDIES = {  # what cut most episodes → the key to turn
+REMEDIES = {  # the cut of most episodes → the key to turn
     "length": "raise generation.max_new_tokens, or shorten thinking (model.enable_thinking=false,"
     " generation.max_thinking_tokens)",
     "context": (
@@ -107,7 +107,7 @@ def length_inflation(row: Row) -> str | None:
 
 
 def parse_failures(row: Row) -> str | None:
-    """More than a fifth of the episodes have a tool call that cannot be read."""
+    """More than a fifth of the episodes have an unreadable tool call."""
     share = row["parse_fail_frac"]
     remedy = (
         "look at samples/, and choose the format that the model writes with environment/parse_calls"
@@ -165,7 +165,7 @@ def sampler_off(row: Row) -> str | None:
 
 
 def environment_failures(row: Row) -> str | None:
-    """Episodes that their environment failed in; without a score they teach nothing."""
+    """Episodes with a failed environment; without a score they teach nothing."""
     share = row["stop_reason/error"]
     return (
         f"the environment failed in {share:.0%} of the episodes, which are not scored"
@@ -175,7 +175,7 @@ def environment_failures(row: Row) -> str | None:
 
 
 def no_gradient(row: Row) -> str | None:
-    """Updates were made and moved nothing, for a reason that the rewards do not tell."""
+    """Updates were made and moved nothing, for a reason beyond the rewards."""
     known = all_rewards_equal(row) or broken_policy(row)
     if row["optim/grad_norm"] != 0 or not row["optim/updates"] or known:
         return None

@@ -25,11 +25,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopOnSignal(L.Callback):
-    """Rollouts are dropped at once; an update, an evaluation or a save that has begun is finished
+    """Rollouts are dropped at once; an update, an evaluation or a save under way is finished
     first.
 
     Lightning's own handlers end the process with status 0, and under SLURM save in the middle of a
-    step; these take their place. It is the first callback, so that a step's callbacks are whole.
+    step; these take their place. It is the first callback: a step's callbacks are whole.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class StopOnSignal(L.Callback):
             for signum in SIGNALS:
                 # nohup ignores SIGHUP, and means it
                 if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                    # Lightning puts back what was there before it
+                    # Lightning puts the former handlers back
                     signal.signal(signum, self.handle)
 
     def handle(self, signum: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the terminal shows while a run trains: one line per RL step, and on a terminal a bar that
+"""The terminal's lines while a run trains: one per RL step, and on a terminal a bar that
 moves below them."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import lightning as L
 from rlkit.system.output import clock
 
 COLUMNS = 80  # of a step's line
-RECENT = 8  # steps that the time left is worked out from
+RECENT = 8  # steps to work the time left out from
 
 
 class ProgressLines(L.Callback):
-    """One line per RL step with the time left; on a terminal a bar below it that counts the time
+    """One line per RL step with the time left; on a terminal a bar below it to count the time
     down."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class ProgressLines(L.Callback):
 
 
 class TimeLeft:
-    """The time left as a text that is a second less a second later; '' where it is not known."""
+    """The time left as a text, a second less a second later; '' if it is not known."""
 
     def __init__(self) -> None:
         self.end: float | None = None
@@ -111,7 +111,7 @@ class TimeLeft:
 
 
 def time_left(steps: int, taken: Sequence[float], evaluations: float) -> float:
-    """Seconds of so many steps, each as long as the median of those that were `taken`, and of the
+    """Seconds of so many steps, each as long as the median of the `taken` ones, and of the
     evaluations still to come.
 
     The median: a first step that compiles, or one that wrote a checkpoint to a slow disk, says
@@ -142,10 +142,10 @@ def step_line(
     """`step 12/25 reward 0.43 (+0.02) kl 0.0041 len 27 trunc 3% | 0.8 + 0.9 s, 0:24 left`: seconds
     of sampling and of the update.
 
-    At most 80 columns: where there is no room, the change of the reward goes first, and the seconds
-    are summed up next. What does not apply, such as a KL without a reference, is left out; without
-    a reward, where nothing was scored, the loss stands in its place. Scoring has seconds of its own
-    from half a second on.
+    At most 80 columns: if there is no room, the change of the reward goes first, and the seconds
+    are summed up next. Anything without a meaning, for example a KL without a reference, is left
+    out; without a reward, if nothing was scored, the loss stands in its place. Scoring has seconds
+    of its own from half a second on.
     """
     reward = row["reward/mean"]
     kl = row["kl/ref_k3"]

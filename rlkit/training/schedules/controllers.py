@@ -1,5 +1,5 @@
-"""Numbers that follow what a run measures: functions that make a Controller, whose state is
-explicit; and conditions on what a step measures: `reward/mean > 0.8 for 5`."""
+"""Numbers led by a run's metrics: functions making a Controller, its state explicit; and
+conditions on a step's metrics: `reward/mean > 0.8 for 5`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Condition(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def condition(text: str) -> Condition:
     """Reads a condition: METRIC, one of > >= < <=, NUMBER, and perhaps `for N`, the steps in a row
-    on which it has to hold.
+    for it to hold.
 
     Raises: ValueError with the grammar.
     >>> condition("reward/mean > 0.8 for 5")
@@ -52,9 +52,9 @@ def condition(text: str) -> Condition:
 
 
 def streak(condition: Condition, before: float, metrics: Mapping[str, float]) -> int:
-    """Steps in a row on which a condition has held, after one more step. nan does not hold.
+    """Steps in a row with a condition true, after one more step. nan does not hold.
 
-    A step without the metric is passed over, so that `eval/accuracy > 0.9 for 2` asks for two
+    A step without the metric is passed over: `eval/accuracy > 0.9 for 2` asks for two
     evaluations in a row.
     """
     if condition.metric not in metrics:
@@ -76,11 +76,11 @@ def adaptive(
     metric: str = "kl/ref_k3",
     steps: int | None = None,
 ) -> Controller:
-    """A coefficient that keeps a divergence near a target.
+    """A coefficient to keep a divergence near a target.
 
     After each RL step it is multiplied by 1 + clip(KL / target - 1, ±limit) · min(1, 1 / (horizon ·
-    steps)). Ziegler et al. 2019, arXiv:1909.08593, section 2.2, who count the horizon in rollouts:
-    H of them, n in a step, are
+    steps)). Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with the horizon counted in
+    rollouts: H of them, n in a step, are
     horizon = H / (n · steps). As a share of the run the coefficient can move as far in a short run
     as in a long one: at the
     defaults by a factor of about e² either way. A step without a finite KL changes nothing.
@@ -89,9 +89,9 @@ def adaptive(
       start: coefficient of the first step, greater than 0: it is only ever multiplied.
       target: nats, greater than 0, in the unit of `metric`.
       horizon: share of `steps` over which it may change by the share `limit`, in (0, 1].
-      limit: largest relative error that counts, in (0, 1).
-      metric: what is held at the target. kl/ref_k3 is nats per token.
-      steps: RL steps that the horizon is a share of; None: those that the controller spans, the
+      limit: largest relative error counted, in (0, 1).
+      metric: held at the target. kl/ref_k3 is nats per token.
+      steps: RL steps to take the horizon's share of; None: the steps the controller spans, the
         run's or its phase's.
     Raises: ValueError where a number is outside its range.
     """
@@ -142,7 +142,7 @@ def adaptive_entropy(
     high: float = 1.0,
     metric: str = "policy/entropy",
 ) -> Controller:
-    """A coefficient that keeps the entropy near a target: + step after a step below it, - step
+    """A coefficient to keep the entropy near a target: + step after a step below it, - step
     above it, within [low, high].
 
     After He et al. 2025, arXiv:2505.22312, as TRL has it. In the paper the bonus counts only while

@@ -1,7 +1,7 @@
-"""Numbers as functions of the step, which is counted from 0.
+"""Numbers as functions of the step, counted from 0.
 
-The length `steps` may be left out in a schedule: there the function is given the steps that it
-spans, those of the run or, inside a phase, those of the phase (`rlkit.training.schedules.at`).
+The length `steps` may be left out in a schedule: there the function is given the steps it
+spans, the run's or, inside a phase, the phase's (`rlkit.training.schedules.at`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlkit.types import ranges
 
 
 def constant(step: int, *, value: float) -> float:
-    """The same at every step: in a phase, a number that differs from that of the whole run.
+    """The same at every step: in a phase, a number other than the whole run's.
 
     >>> constant(7, value=0.5)
     0.5

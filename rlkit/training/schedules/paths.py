@@ -24,7 +24,7 @@ def flat(numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def fields(node: Any) -> Mapping[str, Any]:
-    """What a nested NamedTuple, mapping or partial function holds."""
+    """The fields of a nested NamedTuple, mapping or partial function."""
     if isinstance(node, functools.partial):
         return node.keywords
     if is_record(node):
@@ -33,7 +33,7 @@ def fields(node: Any) -> Mapping[str, Any]:
 
 
 def settable(node: Any) -> Mapping[str, Any]:
-    """The same, and the defaults of a partial function that nobody has set."""
+    """The same, and the unset defaults of a partial function."""
     if not isinstance(node, functools.partial):
         return fields(node)
     defaults = {
@@ -77,7 +77,7 @@ def replace(node: Any, keys: list[str], change: Callable[[Any], float], path: st
 
 
 def _whole(node: Any, key: str) -> bool:
-    """Whether a field that a Controller fills is declared a whole number."""
+    """Whether a Controller's field is declared a whole number."""
     if isinstance(node, Mapping):
         return False
     parameters = inspect.signature(

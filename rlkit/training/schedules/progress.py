@@ -16,12 +16,12 @@ from rlkit.training.schedules.controllers import condition, streak
 from rlkit.training.schedules.paths import fields, flat, replace, settable
 from rlkit.types import Controller, bound, safe
 
-PHASED = ("algorithm", "kl", "reference", "reward")  # the groups that a phase may replace
+PHASED = ("algorithm", "kl", "reference", "reward")  # groups replaceable by a phase
 
 
 @safe("algorithm", "kl", "reference", "reward", "until", "numbers", "reset")
 class Phase(NamedTuple):
-    """A part of the run with groups of its own. A group that is None is that of the whole run.
+    """A part of the run with groups of its own. A group of None is the whole run's.
 
     until      the phase ends
     20         after 20 RL steps of its own
@@ -31,8 +31,8 @@ class Phase(NamedTuple):
     function   once it gives True: (metrics) or (metrics, steps in the phase) → bool
     None       never: for the last phase alone
 
-    Steps of its `numbers` count from its start. They stand before the schedule's own, whose steps
-    count over the whole run.
+    Steps of its `numbers` count from its start. They stand before the schedule's own, and its
+    steps count over the whole run.
     """
 
     algorithm: Any
@@ -41,12 +41,12 @@ class Phase(NamedTuple):
     reward: Any = None
     until: int | float | str | Callable[..., bool] | None = None
     numbers: Mapping[str, Any] = {}
-    # what starts anew when the phase begins, beside what it replaces
+    # to start anew when the phase begins, beside the replaced groups
     reset: Sequence[Literal["optimizer", "reference"]] = ()
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The groups that the phase replaces."""
+        """The groups replaced by the phase."""
         own = self._asdict()
         return {name: own[name] for name in PHASED if own[name] is not None}
 
@@ -56,12 +56,11 @@ class Schedule(NamedTuple):
     """`numbers` maps a path (kl.coef, optimizer.lr, algorithm.policy_loss.clip_high) to a function
     or a Controller.
 
-    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, which a command
-    line can override. A function takes the step, counted from 0; where its second positional
-    parameter is `value`, also the configured number. One whose keyword `steps` is None is given the
-    steps that it spans: those of the run (trainer.steps), or of the phase that brings it. `phases`
-    maps names to phases, in order. `name` is that of a run with phases, which no algorithm alone
-    describes.
+    A path is a dotted key, {"kl.coef": f}, or nested mappings, {"kl": {"coef": f}}, open to
+    overrides of a command line. A function takes the step, counted from 0; if its second positional
+    parameter is `value`, also the configured number. With a keyword `steps` of None it is given the
+    steps it spans: the run's (trainer.steps), or its phase's. `phases` maps names to phases, in
+      order. `name` is for a run with phases, as no algorithm alone describes.
     """
 
     numbers: Mapping[str, Any] = {}
@@ -70,23 +69,23 @@ class Schedule(NamedTuple):
 
     @property
     def paths(self) -> dict[str, Callable[..., float] | Controller]:
-        """Dotted path → function or Controller, of the whole run; those of a phase are in
+        """Dotted path → function or Controller, of the whole run; a phase's are in
         `phases(experiment)[name].schedule`."""
         return flat(self.numbers)
 
 
 class Progress(NamedTuple):
-    """How far a run is: plain numbers, which go into the checkpoint as `_asdict()`."""
+    """How far a run is: plain numbers, in the checkpoint as `_asdict()`."""
 
     step: int = 0  # RL steps done
     phase: int = 0  # position among the phases
-    since: int = 0  # RL step at which it began
-    streak: int = 0  # steps in a row on which its end condition has held
+    since: int = 0  # RL step of its begin
+    streak: int = 0  # steps in a row with its end condition true
     controllers: Mapping[str, Mapping[str, float]] = {}  # path → state
 
 
 def start(experiment: Any) -> Progress:
-    """The progress of a run that has not begun."""
+    """The progress of a run before its begin."""
     first = next(iter(phases(experiment).values()))
     return Progress(controllers={path: dict(c.init()) for path, c in controllers_of(first).items()})
 
@@ -116,8 +115,8 @@ def _current(experiment: Any, progress: Progress) -> tuple[Phase | None, Any]:
 
 
 def controllers_of(experiment: Any) -> dict[str, Controller]:
-    """Path → Controller, of the experiment of one phase: those that stand in place of a number, and
-    those of its schedule."""
+    """Path → Controller, of the experiment of one phase: the ones in place of a number, and its
+    schedule's."""
     scheduled = {
         path: f for path, f in experiment.schedule.paths.items() if isinstance(f, Controller)
     }
@@ -125,7 +124,7 @@ def controllers_of(experiment: Any) -> dict[str, Controller]:
 
 
 def inline_controllers(node: Any, prefix: str = "") -> Iterator[tuple[str, Controller]]:
-    """(path, Controller) of those that stand in place of a number."""
+    """(path, Controller) of each in place of a number."""
     for key, value in fields(node).items():
         if isinstance(value, Controller):
             yield f"{prefix}{key}", value
@@ -137,7 +136,7 @@ def at(experiment: Any, progress: Progress) -> Any:
     """The experiment of the step to come: the phase's groups in place, and every scheduled number a
     plain number.
 
-    Raises: KeyError naming the path that binds nothing.
+    Raises: KeyError naming the path without a target.
     """
     phase, x = _current(experiment, progress)
     own = flat(phase.numbers) if phase else {}
@@ -153,7 +152,7 @@ def at(experiment: Any, progress: Progress) -> Any:
 
 
 def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
-    """The experiment of a step to come, as far as it is known now: phases that end after a number
+    """The experiment of a step to come, as far as it is known now: phases ending after a number
     of steps have ended until then, and controllers stay as they are."""
     given = list(experiment.schedule.phases.values())
     while progress.step < step:
@@ -166,17 +165,17 @@ def foreseen(experiment: Any, progress: Progress, step: int) -> Any:
 
 
 def phase_steps(until: Any, steps: int) -> int | None:
-    """The RL steps after which a phase of a run of `steps` ends; None where no number says so."""
+    """The RL steps of a phase in a run of `steps`; None if no number says so."""
     if isinstance(until, float):
         return max(1, round(until * steps))
     return until if isinstance(until, int) else None
 
 
 def _span(experiment: Any, progress: Progress, *, own: bool) -> int:
-    """RL steps that a number without a length of its own spans: the run's, or those of the phase in
-    force where that brings it.
+    """RL steps spanned by a number without a length of its own: the run's, or the phase's in force
+    if the phase brings it.
 
-    A phase whose end is not known beforehand is taken to last until the end of the run.
+    A phase with an end unknown beforehand is taken to last until the end of the run.
     """
     steps = experiment.trainer.steps
     if not own:
@@ -197,8 +196,8 @@ def _spanning(
 
 
 def _brought(phase: Phase | None, path: str) -> bool:
-    """Whether the phase brings the number at a path: by its own numbers, or by a group that it
-    replaces."""
+    """Whether the phase brings the number at a path: by its own numbers, or by a replaced
+    group."""
     return phase is not None and (
         path in flat(phase.numbers) or path.partition(".")[0] in phase.groups
     )
@@ -223,7 +222,7 @@ def values(experiment: Any, progress: Progress) -> dict[str, float]:
 
 
 def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
-    """What another trainer.steps changes in a run that goes on, as a sentence; "" where it is the
+    """The effect of another trainer.steps on a run going on, as a sentence; "" if it is the
     same."""
     steps = experiment.trainer.steps
     if before == steps:
@@ -242,10 +241,10 @@ def lengthened(experiment: Any, progress: Progress, *, before: int) -> str:
 
 
 def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> Progress:
-    """The progress after an RL step that measured `metrics`.
+    """The progress after an RL step with these `metrics`.
 
-    Controllers move; where the phase's end condition holds the next phase begins. Then controllers
-    that it brings start anew, and those that both phases share go on.
+    Controllers move; if the phase's end condition holds the next phase begins. Then its own
+    controllers start anew, and shared ones go on.
     """
     phase, x = _current(experiment, progress)
     now = controllers_of(x)
@@ -269,13 +268,13 @@ def advance(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -
 
 
 def resets(experiment: Any, progress: Progress) -> Sequence[str]:
-    """What a phase has reset as it begins, of "reference" and "optimizer"."""
+    """The resets at the begin of a phase, of "reference" and "optimizer"."""
     phase, _ = _current(experiment, progress)
     return () if phase is None else phase.reset
 
 
 def transition(experiment: Any, before: Progress, now: Progress, reset: Sequence[str]) -> str:
-    """A line on a phase that began; `reset`: of "reference" and "optimizer moments"."""
+    """A line on the begin of a phase; `reset`: of "reference" and "optimizer moments"."""
     named = phases(experiment)
     names = list(named)
     name = names[now.phase]
@@ -289,15 +288,15 @@ def transition(experiment: Any, before: Progress, now: Progress, reset: Sequence
 
 
 def metrics(experiment: Any, progress: Progress) -> dict[str, float]:
-    """schedule/PATH: every scheduled number as it was in the step; schedule/phase: which phase,
+    """schedule/PATH: every scheduled number as it was in the step; schedule/phase: its number,
     from 0."""
     own = {f"schedule/{path}": value for path, value in values(experiment, progress).items()}
     return own | ({"schedule/phase": progress.phase} if len(phases(experiment)) > 1 else {})
 
 
 def watched(experiment: Any, progress: Progress) -> dict[str, str]:
-    """Path → the metric that it follows, in the phase in force: controllers, and the condition that
-    ends the phase."""
+    """Path → its metric, in the phase in force: controllers, and the condition at the phase's
+    end."""
     phase, x = _current(experiment, progress)
     out = {}
     for path, controller in controllers_of(x).items():
@@ -311,8 +310,8 @@ def watched(experiment: Any, progress: Progress) -> dict[str, str]:
 
 
 def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> list[str]:
-    """Sentences on what waits for a metric that a step has not measured. Those of validation
-    problems (eval/…) are not of every step."""
+    """Sentences on everything waiting for a metric not measured in a step. Metrics of
+    validation problems (eval/…) are not of every step."""
     return [
         f"{path}: waits for '{metric}', which is not measured.{nearest(metric, metrics)} Every step"
         f" measures: {', '.join(sorted(metrics))}"
@@ -322,14 +321,14 @@ def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]
 
 
 def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> None:
-    """Raises: ConfigError where something waits for a metric that a step has not measured."""
+    """Raises: ConfigError if something waits for a metric not measured in a step."""
     problems = unmeasured(experiment, progress, metrics)
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def _ended(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:
-    """Whether the phase is over, and the steps in a row on which its condition has held."""
+    """Whether the phase is over, and the steps in a row with its condition true."""
     steps = progress.step - progress.since
     if isinstance(until, str):
         held = streak(condition(until), progress.streak, metrics)

@@ -1,20 +1,20 @@
 """How far the policy moves, measured on few rollouts after a step's last update, without a copy of
 any weights.
 
-A KL from an earlier policy to the policy now needs only the log-probs that the earlier one gave to
-tokens of its own: so those of a few rollouts are kept, and scored again: a sixteenth of a step's,
+A KL from an earlier policy to the policy now needs only the earlier one's log-probs of its own
+tokens: so a few rollouts' are kept, and scored again: a sixteenth of a step's,
 for both figures in one forward pass after the last update. Of a step with fewer than 64 rollouts
-four are measured. The log-probs from before the updates are those of the trainer's pass for its
-updates or, with one update a step, of that update itself; where neither exists (`algorithm.old` is
-another), the same rollouts are passed once more.
+four are measured. The log-probs from before the updates are from the trainer's pass for its
+updates or, with one update a step, from this update itself; where neither exists (`algorithm.old`
+is another), the same rollouts are passed once more.
 
     figure     mean of k3, in nats per token     on
-    kl/step    KL(before the step‖now)           rollouts of the step that have a trained token
+    kl/step    KL(before the step‖now)           rollouts of the step with a trained token
     kl/start   KL(the start of the run‖now)      rollouts of the first step, whatever has been
                sampled since
 
-kl/start is nan where kl/ref says how far the policy is from its start, with an active KL to a
-reference that is frozen there. Neither figure exists where the episodes were not sampled by the
+kl/start is nan if kl/ref says how far the policy is from its start, with an active KL to a
+reference frozen there. Neither figure exists if the episodes were not sampled by the
 policy (algorithm=sft).
 """
 
@@ -39,12 +39,12 @@ from rlkit.types import Batch, Rollout, Weighted
 # of so many rollouts one is measured, and at least so many
 EVERY = 16
 LEAST = 4
-# the tensors that every batch has
+# the tensors of every batch
 TENSORS = [f.name for f in fields(Batch) if f.default is f.default_factory is MISSING]
 
 
 class Few(NamedTuple):
-    """A few rollouts, and the log-probs that an earlier policy gave to their tokens [B, T]; None
+    """A few rollouts, and an earlier policy's log-probs of their tokens [B, T]; None
     until they are found."""
 
     batch: Batch
@@ -52,8 +52,8 @@ class Few(NamedTuple):
 
 
 def few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
-    """All rows of every 16th rollout that has a trained token, of small batches of four, as tensors
-    alone; None where there is none."""
+    """All rows of every 16th rollout with a trained token, of small batches of four, as tensors
+    alone; None if there is none."""
     owners = batch.rollout_ids[batch.response_mask.any(1)].unique()
     if not len(owners):
         return None
@@ -64,14 +64,14 @@ def few(batch: Batch, logprobs: Tensor | None = None) -> Few | None:
 
 
 def passed(u: Update, own: Few | None) -> Few | None:
-    """With the log-probs of the policy as it is now, where there are none yet."""
+    """With the log-probs of the policy as it is now, if there are none yet."""
     if own is None or own.logprobs is not None:
         return own
     return own._replace(logprobs=batch_logprobs(u, u.model, own.batch).logprobs)
 
 
 def found(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
-    """With the log-probs that the only update of a step found: per-token terms by name, each
+    """With the log-probs found by the only update of a step: per-token terms by name, each
     rollout's tokens in their order."""
     if own is None or own.logprobs is not None:
         return own
@@ -88,13 +88,13 @@ def found(own: Few | None, terms: Mapping[str, Sequence[Tensor]]) -> Few | None:
 def before_updates(
     u: Update, batch: Weighted, start: Few | None, rollouts: Sequence[Rollout]
 ) -> tuple[Few | None, Few | None]:
-    """What the drift of a step is measured on: rollouts of the step, and of the first step.
+    """The rollouts to measure a step's drift on: rollouts of the step, and of the first step.
 
     Args:
-      start: those of the first step; None in the first step, or where nothing asks for them.
+      start: of the first step; None in the first step, or if nothing asks for them.
       rollouts: all of the step.
-    Returns: each with the log-probs from before the updates; those of the step are found later
-      (`found`) where its only update finds them.
+    Returns: each with the log-probs from before the updates; the step's are found later
+      (`found`) if its only update finds them.
     """
     if u.x.algorithm.episodes is not None:  # the policy has not sampled them
         return None, start
@@ -128,7 +128,7 @@ def measured(u: Update, own: Few | None, start: Few | None) -> dict[str, float]:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Batches as one, for a pass over all of them; what a batch need not have is left out."""
+    """Batches as one, for a pass over all of them; optional parts of a batch are left out."""
     width = max(batch.ids.shape[1] for batch in batches)
     first = 0
     parts = list[dict[str, Tensor]]()

@@ -40,11 +40,11 @@ def surrogate(
     Sums over rows, never means.
 
     Args:
-      batch: with advantages, weights, old log-probs and, where `kl` stands in the loss, reference
+      batch: with advantages, weights, old log-probs and, if `kl` stands in the loss, reference
         log-probs.
       scores: of the policy being trained.
-    Returns: the loss, and the terms that the metrics are made of, detached: [B, T] per token, and
-      what parts measure as PART/NAME.
+    Returns: the loss, and the terms for the metrics, detached: [B, T] per token, and the parts'
+      own figures as PART/NAME.
     """
     mask = batch.response_mask
     given = batch.quantities | {
@@ -111,8 +111,8 @@ def value_surrogate(
 
 
 def clipped_tokens(loss: Callable[..., Any], quantities: Mapping[str, Any]) -> dict[str, Tensor]:
-    """clip_held and clip_capped [B, T] bool, by the rule that a policy loss declares
-    (`policy_losses.Clip`); nothing where it has none."""
+    """clip_held and clip_capped [B, T] bool, by the rule declared by a policy loss
+    (`policy_losses.Clip`); nothing without one."""
     clip = getattr(plain(loss), "clip", None)
     if clip is None:
         return {}

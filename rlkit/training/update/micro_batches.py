@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class OutOfMemory(RLKitError, MemoryError):
-    """Memory ran out where a smaller micro-batch does not help; the message names the key to
+    """Memory ran out, and a smaller micro-batch does not help; the message names the key to
     lower."""
 
 
@@ -31,7 +31,7 @@ class MicroBatches:
     def __init__(self, tokens: int):
         self.tokens = tokens
         self.halvings = 0
-        self.minibatch: Minibatch | None = None  # whose update is under way, or failed
+        self.minibatch: Minibatch | None = None  # its update is under way, or failed
 
     @property
     def limit(self) -> int:
@@ -51,11 +51,11 @@ class MicroBatches:
         )
 
     def retried(self, batch: Batch, work: Callable[[], T], terms: UpdateTerms | None = None) -> T:
-        """What `work` gives; where memory runs out, done again with micro-batches of half as many
-        tokens, as often as that splits `batch`.
+        """The value of `work`; if memory runs out, done again with micro-batches of half as many
+        tokens, as often as this splits `batch`.
 
         The smaller micro-batches stay, in the checkpoint too: they change no gradient but in its
-        last bits. `work` must start from scratch each time; what it has added to `terms` is taken
+        last bits. `work` must start from scratch each time; its additions to `terms` are taken
         out again. Several ranks do not retry: they would no longer do the same work.
         Raises: OutOfMemory.
         """
@@ -78,7 +78,7 @@ class MicroBatches:
         return done
 
     def halve(self, batch: Batch, message: str) -> None:
-        """Goes on with half as many tokens. Raises: OutOfMemory, where that does not split the
+        """Goes on with half as many tokens. Raises: OutOfMemory, if this does not split the
         batch."""
         splits = any(
             len(set(batch.rollout_ids[rows].tolist())) > 1
@@ -106,7 +106,7 @@ class MicroBatches:
 
 @contextmanager
 def named(what: str, remedy: str) -> Iterator[None]:
-    """A block in which running out of memory names the key to lower. Raises OutOfMemory."""
+    """A block with a message on running out of memory: the key to lower. Raises OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""The optimizers of policy and critic, and one whose moments take a byte each."""
+"""The optimizers of policy and critic, and one with moments of a byte each."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Optimizers:
 
 
 def critic_of(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
-    """The critic of the first phase that has one, or None; it is built at the start of the run,
+    """The critic of the first phase with one, or None; it is built at the start of the run,
     whenever it begins to learn."""
     active = first_critic(x)
     if active is None:
@@ -89,7 +89,7 @@ def critic_of(x: Experiment, model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def first_critic(x: Experiment) -> Critic | None:
-    """The settings of the first phase that has a critic."""
+    """The settings of the first phase with a critic."""
     every = (phase.algorithm.critic for phase in phases(x).values())
     return next((critic for critic in every if critic.active), None)
 
@@ -132,7 +132,7 @@ def adamw_8bit(
     """AdamW with moments of 8 bits in blocks: 2 bytes a parameter instead of 8. Tensors below 4,096
     entries keep float32.
 
-    Raises: ConfigError without the package bitsandbytes, which does not know sharded weights
+    Raises: ConfigError without the package bitsandbytes; it does not know sharded weights
     either.
     Source: Dettmers et al. 2022, arXiv:2110.02861.
     """

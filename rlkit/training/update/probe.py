@@ -19,7 +19,7 @@ def probe_memory(u: Update, tasks: Sequence[Task]) -> None:
     """One forward and backward pass of a micro-batch of the longest rollouts there can be, with
     room for the optimizer's moments.
 
-    It is done before the first step on a GPU, so that memory runs out in the first minute and not
+    It is done before the first step on a GPU, so memory runs out in the first minute and not
     in the first hour.
     Raises: OutOfMemory.
     """

@@ -1,4 +1,4 @@
-"""What the passes and the updates of one RL step compute with."""
+"""The record of one RL step for its passes and updates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlkit.types import Batch, Policy, Rollout
 
 
 class Host(NamedTuple):
-    """What a learner leaves to the process that it lives in. The defaults are plain torch, and the
+    """The work a learner leaves to its process. The defaults are plain torch, and the
     collectives of a process group."""
 
     # (model, function, *arguments, **settings) → function(model, …), as its forward pass
@@ -30,7 +30,7 @@ class Host(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One RL step: its experiment, the models that it reads, and who computes.
+    """One RL step: its experiment, the models it reads, and the host of its computations.
 
     The record stays the same from the first pass to the last update. The weights move in its
     models, and `micro` may halve its micro-batches.
@@ -44,10 +44,10 @@ class Update(NamedTuple):
     host: Host
     clock: Clock
     step: int  # RL steps done
-    # of the order of rollouts, alike on all ranks, and of all else that is random in the step
+    # of the order of rollouts, alike on all ranks, and of all other draws in the step
     seed: int
     warming_up: bool  # whether the critic learns alone
-    trained: Sequence[Rollout]  # which the rows of the batch are of
+    trained: Sequence[Rollout]  # the rows of the batch are of them
 
     @property
     def model(self) -> nn.Module:
@@ -56,7 +56,7 @@ class Update(NamedTuple):
 
     @property
     def temperature(self) -> float:
-        """What the trained log-probs are divided by: the sampler's temperature, 1 for a greedy
+        """The divisor of the trained log-probs: the sampler's temperature, 1 for a greedy
         sampler."""
         return self.x.generation.temperature or 1.0
 

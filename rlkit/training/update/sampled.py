@@ -1,4 +1,4 @@
-"""Rollouts as the batch of a step: which of them are trained on, and what was observed."""
+"""Rollouts as the batch of a step: the ones trained on, and the observed tokens."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def sampled(u: Update) -> Batch:
 
 
 def filter_rollouts(batch: Rows, algorithm: Algorithm) -> Rows:
-    """The batch with the rollouts that are trained on, and the rewards that the advantage sees.
+    """The batch with the trained rollouts, and the rewards seen by the advantage.
 
     The group filter reads the raw rewards; then the overlong rule may change rewards (and with them
-    the token rewards, at the last sampled token) and take rollouts out. What is taken out leaves
+    the token rewards, at the last sampled token) and take rollouts out. A rollout taken out leaves
     `response_mask` and stays in `sampled_mask`; its reward still counts in baselines.
     """
     with torch.no_grad():
@@ -57,12 +57,12 @@ def last_tokens(batch: Batch) -> Tensor:
 
 
 def of_reward(batch: Batch, rollouts: Sequence[Rollout], stream: Stream | None) -> Batch:
-    """The batch without the rollouts of parts that the reward's stream leaves to others."""
+    """The batch without the rollouts of parts the reward's stream leaves to others."""
     return batch if stream is None else of_parts(batch, rollouts, stream)
 
 
 def of_parts(batch: Rows, rollouts: Sequence[Rollout], stream: Stream) -> Rows:
-    """The batch with the rollouts alone whose part of the mixture the stream sees."""
+    """The batch with the rollouts alone from the stream's parts of the mixture."""
     if stream.parts is None:
         return batch
     parts = [rollouts[i].task.part for i in batch.rollout_ids.tolist()]
@@ -76,8 +76,8 @@ def among(batch: Rows, rows: Sequence[bool]) -> Rows:
 
 
 def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> Batch:
-    """The batch with `observed_mask`: the tokens of what tools answered, without the template
-    around them, each in the row where it was first read."""
+    """The batch with `observed_mask`: the tokens of tools' answers, without the template
+    around them, each in the row that read it first."""
     mask = torch.zeros_like(batch.response_mask)
     row = 0
     for rollout in rollouts:
@@ -91,7 +91,7 @@ def observed(batch: Batch, rollouts: Sequence[Rollout], renderer: Renderer) -> B
 
 
 def tool_bodies(step: Any, renderer: Renderer) -> list[tuple[int, int]]:
-    """Where in a step's prompt_ids the contents of its new tool messages stand: the last occurrence
+    """The places of a step's new tool contents in its prompt_ids: the last occurrence
     of each, from the back."""
     ids = list(step.prompt_ids)
     spans = list[tuple[int, int]]()

@@ -1,5 +1,5 @@
-"""Passes over a batch in micro-batches, without gradient: what models say of its tokens before the
-updates."""
+"""Passes over a batch in micro-batches, without gradient: the models' figures of its tokens before
+the updates."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def score(u: Update, batch: Batch) -> Scored:
     """The batch with old log-probs, entropies and values, and reference log-probs, if anything
     before or in the update needs them.
 
-    They are computed in the minibatches and micro-batches of the first epoch. So a policy that
-    equals the reference gives the same bits in its update, where the gradient of the KL is then 0
-    and not rounding, of which an optimizer makes steps of full size. With one epoch of one
+    They are computed in the minibatches and micro-batches of the first epoch. So a policy
+    equal to the reference gives the same bits in its update: there the gradient of the KL is then 0
+      and not rounding, enlarged by an optimizer to steps of full size. With one epoch of one
     minibatch the old policy is the current one, so "old" is its detached value and costs nothing.
-    Nor does it where algorithm.old takes no pass of the trainer; then there is one only for what
+    Nor does it if algorithm.old takes no pass of the trainer; then there is one only for what
     else is asked for.
     """
     splits = minibatch_rows(batch, u.x.algorithm, u.seed)[0]
@@ -48,12 +48,12 @@ def score(u: Update, batch: Batch) -> Scored:
 
 
 def old_share(batch: Batch, algorithm: Algorithm, *, step: int) -> Tensor | None:
-    """Where the ratio's old policy lies between the sampler (0) and the policy (1) [B, T], where it
+    """The place of the ratio's old policy between the sampler (0) and the policy (1) [B, T], if it
     needs no pass before the update (`algorithm.old`).
 
     trainer      the policy before the update, by a pass of the trainer: None
-    sampler      what sampled, in its own log-probs: share 0. The ratio is π / μ, and a clip sees
-                 how old a sample is
+    sampler      the sampling policy, in its own log-probs: share 0. The ratio is π / μ, and a clip
+                 sees how old a sample is
     loglinear    between both, by versions (`rlkit.functional.interpolated_old`): share (d - 1) / d,
                  where the policy in training makes version step + 1, d versions behind which a
                  token was sampled
@@ -95,8 +95,8 @@ def with_reference(u: Update, batch: Known, splits: Sequence[Tensor]) -> Known:
 
 
 def read_batch(u: Update, batch: Rows) -> Rows:
-    """The batch with all tokens that log-probs are needed of: for a KL in the baseline, and for a
-    teacher, those of rollouts that are not trained on too."""
+    """The batch with all tokens in need of log-probs: for a KL in the baseline, and for a
+    teacher, also of untrained rollouts."""
     every = u.x.kl.in_baseline or "teacher" in u.x.algorithm.active_streams
     return batch.whole() if every else batch
 
@@ -113,7 +113,7 @@ def batch_logprobs(
     """Log-probs, entropies and values [B, T] of a batch, one micro-batch at a time.
 
     Args:
-      splits: row numbers of the minibatches that are cut into micro-batches, each on its own; None
+      splits: row numbers of the minibatches, cut into micro-batches each on its own; None
         is one of all rows.
     """
     out: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Whether an update has a gradient: one that is known to have none is skipped."""
+"""Whether an update has a gradient: one known to have none is skipped."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def has_signal(u: Update, batch: Weighted) -> bool:
     It is known of a batch without a trained token. Otherwise it is known if each of these terms has
     none:
 
-    policy loss     every advantage is 0, and the loss declares by `@vanishes` that this is enough
+    policy loss     every advantage is 0, and the loss declares this as enough by `@vanishes`
     KL in the loss  the reference is the policy (`references.is_policy`), and the estimator declares
                     it
     entropy bonus   its coefficient is 0
     value loss      it has no gradient into the policy's trunk
 
     A skipped update steps no optimizer. So weights, moments and their count of steps stay as they
-    are. A step with a gradient of 0 would decay the weights and repeat old momentum. An update that
-    is skipped is not measured for algorithm.target_kl. The batch, and so the answer, is the same on
+    are. A step with a gradient of 0 would decay the weights and repeat old momentum. A skipped
+    update is not measured for algorithm.target_kl. The batch, and so the answer, is the same on
     all ranks.
     """
     a = u.x.algorithm
@@ -50,7 +50,7 @@ def _at_reference(u: Update) -> bool:
 
 
 def updates_once(u: Update, batch: Weighted) -> bool:
-    """Whether one update passes the whole batch before anything moves: then its log-probs are those
-    of the old policy."""
+    """Whether one update passes the whole batch before anything moves: then its log-probs are the
+    old policy's."""
     a = u.x.algorithm
     return a.epochs * a.minibatches == 1 and not u.warming_up and has_signal(u, batch)

@@ -14,7 +14,7 @@ from rlkit.types import Batch
 
 Rows = TypeVar("Rows", bound=Batch)
 
-# Quantities of the N rollouts, which a selection of rows leaves whole; all others have a row
+# Quantities of the N rollouts, left whole by a selection of rows; all others have a row
 # dimension.
 PER_ROLLOUT = (
     "rewards",
@@ -57,7 +57,7 @@ def minibatch_rows(batch: Batch, algorithm: Algorithm, seed: int) -> list[list[T
         ]
         for order in orders
     ]
-    # A part has no rows where each of its rollouts ended before its first reply.
+    # A part has no rows if each of its rollouts ended before its first reply.
     return [[rows.to(batch.ids.device) for rows in epoch if len(rows)] for epoch in parts]
 
 
@@ -97,7 +97,7 @@ def micro_batches(batch: Batch, max_tokens: int) -> Iterator[Tensor]:
 
 
 def on_device(batch: Rows, device: torch.device | str) -> Rows:
-    """The batch on a device, with what is in its mappings."""
+    """The batch on a device, with its mappings' tensors."""
 
     def there(value: Any) -> Any:
         if isinstance(value, dict):

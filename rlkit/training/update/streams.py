@@ -35,7 +35,8 @@ Prompts = dict[int, tuple[int, list[int]]]
 
 
 class Imitation(NamedTuple):
-    """What a stream learns to say in an update: the tokens that its batch's response_mask marks."""
+    """The tokens a stream learns to say in an update: the ones marked by its batch's
+    response_mask."""
 
     name: str
     stream: Stream
@@ -44,20 +45,20 @@ class Imitation(NamedTuple):
 
 
 class Taught(NamedTuple):
-    """What a teacher is asked about in an update: the tokens that its batch's response_mask
+    """A teacher's question in an update: the tokens its batch's response_mask
     marks."""
 
     name: str
     stream: Stream
-    batch: Minibatch  # its own weights are those of the reward
-    weights: Tensor  # [B, T] share of each token; those of all teachers together sum to 1
+    batch: Minibatch  # its own weights are the reward's
+    weights: Tensor  # [B, T] share of each token; all teachers' together sum to 1
     factor: Tensor | None  # [B, T] off-policy correction of the sampled tokens; None is 1
     teacher: str  # key of the teacher's model
-    shown: Prompts | None  # the prompts of a teacher that is shown something; None: the policy's
+    shown: Prompts | None  # the prompts of a teacher with a hint; None: the policy's
 
 
 def stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taught]:
-    """Every pass of an update, with weights that are fixed before it is split; streams without a
+    """Every pass of an update, with weights fixed before it is split; streams without a
     token are left out.
 
     Raises: DataError where a part of the mixture has no teacher.
@@ -72,7 +73,7 @@ def stream_passes(u: Update, minibatch: Minibatch) -> Iterator[Imitation | Taugh
 
 
 def _imitated(u: Update, stream: Stream, minibatch: Minibatch) -> Batch | None:
-    """The tokens that a stream imitates: what tools answered, or the conversations in the rows of
+    """The tokens imitated by a stream: tools' answers, or the conversations in the rows of
     the minibatch's prompts. None without a prompt."""
     if stream.mask == "observations":
         assert minibatch.observed_mask is not None
@@ -94,7 +95,7 @@ def _taught(u: Update, stream: Stream, minibatch: Minibatch) -> Iterator[Taught]
     rows = batch.rollout_ids.tolist()
     if teacher.show is not None:
         shown = shown_prompts(u.policy, u.trained, teacher.show, u.x.environment)
-        # a row whose context was rewritten has no first prompt to show anything in
+        # a row with a rewritten context has no first prompt to show anything in
         first = (batch.step_ids[:, 0] == 0).tolist()
         batch = among(batch, [own and i in shown for own, i in zip(first, rows, strict=True)])
     if not batch.response_mask.any():
@@ -122,7 +123,7 @@ def _weights(stream: Stream, batch: Batch) -> Tensor:
 
 
 def _correction(u: Update, batch: Minibatch) -> Tensor | None:
-    """The off-policy correction of the sampled tokens of a teacher's pass; None where it is 1."""
+    """The off-policy correction of the sampled tokens of a teacher's pass; None if it is 1."""
     function = u.x.algorithm.correction
     nothing = plain(function) is no_correction
     if nothing or batch.logprobs_old is None or batch.old_share is not None:

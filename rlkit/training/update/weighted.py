@@ -1,4 +1,4 @@
-"""What the loss of each token is multiplied by: advantages, corrections, filters."""
+"""The factors on each token's loss: advantages, corrections, filters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rlkit.types import Batch, Estimate, Scored, Weighted
 
 
 def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:  # noqa: B008  (immutable)
-    """The batch with advantages [B, T], returns where there is a critic, and the factor on each
+    """The batch with advantages [B, T], returns if there is a critic, and the factor on each
     token's policy loss; zero outside the response mask.
 
-    advantage → normalisation → minus the KL to come, where the KL stands in the reward. An
-    advantage that asks for `token_rewards` gets the KL in them instead, and with `kl.in_baseline`
-    every advantage gets it in its rewards: in those of all rollouts, since also the ones that are
+    advantage → normalisation → minus the KL to come, if the KL stands in the reward. An
+    advantage asking for `token_rewards` gets the KL in them instead, and with `kl.in_baseline`
+    every advantage gets it in its rewards: in all rollouts' rewards, since also the ones that are
     not trained on count in the baseline. Then the factor: off-policy correction × token filter,
-    which may ask for advantages. Computed once over the whole update batch, without gradient.
-    Raises: PartError where the advantage has neither shape [N] nor [B, T], or a critic gets no
+    and these may ask for advantages. Computed once over the whole update batch, without gradient.
+    Raises: PartError if the advantage has neither shape [N] nor [B, T], or a critic gets no
     returns.
     """
     with torch.no_grad():
@@ -43,7 +43,7 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
         given = batch.quantities
         advantages, returns, measured = _estimate(batch, algorithm, given)
         if kl.in_reward and not kl.in_baseline and not asks(algorithm.advantage, "token_rewards"):
-            # what cannot be scored has no advantage, whatever its KL
+            # an unscored rollout has no advantage, whatever its KL
             later = F.fill_masked(_reward_to_go(penalty, batch), _scored(batch), 0.0)
             advantages = advantages - later
         given |= {"advantages": advantages}
@@ -65,7 +65,7 @@ def weigh(batch: Scored, algorithm: Algorithm, kl: KL = KL("none")) -> Weighted:
 def _estimate(
     batch: Scored, algorithm: Algorithm, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """Normalised advantages [B, T], returns [B, T] or None, and what the two parts measured."""
+    """Normalised advantages [B, T], returns [B, T] or None, and the metrics of the two parts."""
     estimate, measured = part("advantage", algorithm.advantage, given)
     advantages, returns = estimate if isinstance(estimate, Estimate) else (estimate, None)
     if algorithm.critic.active and returns is None:
@@ -76,7 +76,7 @@ def _estimate(
         )
     if advantages.dim() == 1:
         advantages = advantages[batch.rollout_ids][:, None].expand_as(batch.ids)
-    # what cannot be scored teaches neither policy nor critic
+    # an unscored rollout teaches neither policy nor critic
     scored = _scored(batch)
     of_advantages = {"advantages": F.fill_masked(advantages, scored, 0.0)}
     advantages, normalized = part("normalization", algorithm.normalization, given | of_advantages)
@@ -87,15 +87,15 @@ def _estimate(
 
 
 def _scored(batch: Batch) -> Tensor:
-    """[B, T] True on trained tokens of rollouts that have a reward."""
+    """[B, T] True on trained tokens of rollouts with a reward."""
     return batch.response_mask & ~batch.rewards.isnan()[batch.rollout_ids][:, None]
 
 
 def _scale(
     batch: Scored, algorithm: Algorithm, given: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Off-policy correction × token filter [B, T], and what both measured. A correction to an old
-    policy that moves with the current one is left to `surrogate`."""
+    """Off-policy correction × token filter [B, T], and the metrics of both. A correction to an
+    old policy moving with the current one is left to `surrogate`."""
     factor: Any = 1.0
     corrected: dict[str, Tensor] = {}
     if batch.old_share is None:
@@ -105,8 +105,8 @@ def _scale(
 
 
 def penalize(batch: Scored, kl: KL) -> Tensor:
-    """What the KL takes off the reward of each token [B, T], at the policy before the update; zeros
-    where it is not in the reward."""
+    """The KL's deduction from the reward of each token [B, T], at the policy before the update;
+    zeros if it is not in the reward."""
     if not kl.in_reward:
         return torch.zeros_like(batch.token_rewards)
     mask = batch.response_mask
@@ -135,7 +135,7 @@ def known_old(u: Update, batch: Weighted) -> Weighted:
     """The batch with the reference's log-probs as the old policy's, if no update follows to find
     these.
 
-    A batch whose KL stands in the loss has no update only while the reference is the policy.
+    A batch with its KL in the loss has no update only while the reference is the policy.
     """
     open_ = u.x.kl.in_loss and batch.logprobs_old is None and batch.old_share is None
     if not open_ or u.x.algorithm.active_streams or has_signal(u, batch):
