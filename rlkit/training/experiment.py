@@ -146,8 +146,8 @@ class Asynchrony(NamedTuple):
 
     none    every RL step samples with its own weights before training
     lag     step s samples with the weights after step s - staleness, the first ones with those of
-            the start; in one process, repeatable overlap the same, bit for bit; a second process
-            samples while this one updates
+            the start; in one process, repeatable
+    overlap the same, bit for bit; a second process samples while this one updates
     """
 
     mode: Literal["none", "lag", "overlap"] = "none"
