@@ -8,7 +8,7 @@ quite the old one. The factor is computed once over the whole update batch, with
 
     weights                ρ                                                  truncate       mask
                                                       keep token_correction       π_old / μ of each
-                           token                            min(ρ, cap)    ρ where floor ≤ ρ ≤ cap,
+                           token                            min(ρ, cap)    ρ if floor ≤ ρ ≤ cap,
                            else 0    1, else 0 sequence_correction    their product over all tokens
                            of the rollout       the same, with one ρ for all tokens of the rollout
 
@@ -103,7 +103,7 @@ def token_correction(
     """Each token's own importance weight, bounded.
 
     ρ_t = exp(clamp(log π_old_t - log μ_t, -20, 20)); w_t = min(max(ρ_t, floor), cap), or with
-    mode=mask ρ_t where
+    mode=mask ρ_t if
     floor ≤ ρ_t ≤ cap, else 0: with a floor this is IcePop; with mode=keep 1 there, else 0
     normalise: w_t / mean of w over the trained tokens of the batch
 
@@ -113,9 +113,9 @@ def token_correction(
       logprobs_sampler: [B, T] in nats, by the engine that sampled (μ).
       response_mask: [B, T] bool.
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: truncate bounds a weight that lies outside, mask takes its token out of the policy loss,
+      mode: truncate bounds a weight outside, mask takes its token out of the policy loss,
         keep does so and weighs no other.
-      normalise: divides by the mean afterwards, where that is not 0; verl's
+      normalise: divides by the mean afterwards, if it is not 0; verl's
         rollout_is_batch_normalize, off there and on in slime.
     Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant; under the mask
       1, and where both agree, if 1 is within bounds.
@@ -172,7 +172,7 @@ def sequence_correction(
       response_mask: [B, T] bool.
       rollout_ids: [B] int64; all rows of a rollout must be there.
       cap: > 0; inf bounds nothing. floor: in 0 … cap; 0 bounds nothing.
-      mode: truncate bounds a weight that lies outside, mask takes its rollout out of the policy
+      mode: truncate bounds a weight outside, mask takes its rollout out of the policy
         loss.
       normalise: divides by the mean over the rollouts with a trained token.
     Returns: [B, T] in 0 … cap (not if normalised), float32 or float64, a constant, equal at all

@@ -1,4 +1,4 @@
-"""Figures that say whether an update is healthy. Scalars without gradient; nan if a figure is
+"""Figures on the health of an update. Scalars without gradient; nan if a figure is
 not defined.
 
 Entries under the mask are ignored.
@@ -59,7 +59,7 @@ def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tens
 def clip_fractions(
     ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Shares of trained tokens that `policy_losses.clipped` leaves without gradient, below and
+    """Shares of trained tokens left without gradient by `policy_losses.clipped`, below and
     above.
 
     low = mean_t [r_t < 1 - clip_low and A_t < 0], high = mean_t [r_t > 1 + clip_high and A_t > 0]
@@ -67,7 +67,7 @@ def clip_fractions(
     Args:
       ratio, advantages: [B, T].
       response_mask: [B, T] bool.
-      clip_low, clip_high: the half-widths that the loss uses.
+      clip_low, clip_high: the half-widths of the loss.
     Returns: two scalars in 0 … 1; 0 if nothing is trained.
     Source: as TRL's clip_ratio/low and /high; tokens outside the interval whose advantage pulls
       them back are not counted.
@@ -105,7 +105,7 @@ def effective_sample_size(
 
     Args:
       logprobs: [B, T] in nats, by the trainer.
-      logprobs_sampler: [B, T] in nats, by the engine that sampled.
+      logprobs_sampler: [B, T] in nats, by the sampling engine.
       response_mask: [B, T] bool, n trained tokens.
       rollout_ids: [B] or [B, T] int64; all tokens of a rollout must be there. None: the samples are
         tokens.
@@ -146,7 +146,7 @@ def effective_sample_size(
 
 @torch.no_grad()
 def correlation(values: Tensor, others: Tensor, response_mask: Tensor) -> Tensor:
-    """Pearson correlation over trained tokens, such as trainer against sampler probabilities.
+    """Pearson correlation over trained tokens, for example trainer against sampler probabilities.
 
     ρ = Σ (x - x̄)(y - ȳ) / √(Σ (x - x̄)² Σ (y - ȳ)²)
 
@@ -169,14 +169,14 @@ def correlation(values: Tensor, others: Tensor, response_mask: Tensor) -> Tensor
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
-    """Share of the variance of the returns that the value function predicts.
+    """Share of the variance of the returns predicted by the value function.
 
     EV = 1 - Var(returns - values) / Var(returns)
 
     Args:
       values, returns: [B, T] in units of reward.
       response_mask: [B, T] bool.
-    Returns: scalar ≤ 1; 1 is perfect, 0 no better than a constant, below 0 worse than that; nan
+    Returns: scalar ≤ 1; 1 is perfect, 0 no better than a constant, below 0 worse; nan
       where the returns are constant.
     Source: Huang et al. 2022, "The 37 implementation details of PPO", debug variables.
 

@@ -1,4 +1,4 @@
-"""Filters: the rollouts that take part in the update, (rewards, group_ids) → [N] bool; which
+"""Filters: the rollouts with a part in the update, (rewards, group_ids) → [N] bool; which
 tokens, (…) → [B, T] bool."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def keep_all(rewards: Tensor) -> Tensor:
 
 
 def mixed_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Keep the groups with different rewards; a group that all succeeds or all fails has no signal.
+    """Keep the groups with different rewards; a group of successes or failures alone has no signal.
 
     keep_i = max_{j in group of i} R_j > min_{j in group of i} R_j
 
@@ -66,7 +66,7 @@ def mixed_component(
     *,
     component: str | None = None,
 ) -> Tensor:
-    """Keep the groups in which one component of the reward differs: accuracy, whatever format or
+    """Keep the groups with differences in one component of the reward: accuracy, whatever format or
     length add to it.
 
     keep_i = max_{j in group of i} r_j > min_{j in group of i} r_j, r the component
@@ -76,7 +76,7 @@ def mixed_component(
         scored. group_ids: [N].
       component: its name; None: the first term of the reward.
     Returns: [N] bool, as `mixed_groups` of that component.
-    Raises: ValueError naming `component` where there is no such one.
+    Raises: ValueError naming `component` if it does not exist.
     Source: dynamic sampling, DAPO, Yu et al. 2025, section 3.2, eq. 11, arXiv:2503.14476: 0 <
       number correct < G.
 
@@ -111,19 +111,19 @@ def every_token(response_mask: Tensor) -> Tensor:
 
 
 def top_entropy(entropy_old: Tensor, response_mask: Tensor, *, fraction: float = 0.2) -> Tensor:
-    """The tokens at which the policy was least certain: only they train.
+    """The tokens of the least certain policy: only they train.
 
     keep_t = H_t ≥ the (1 - fraction) quantile of H over all trained tokens of the update batch
 
     The quantile is interpolated between two neighbours. So the ⌊fraction · (n - 1)⌋ + 1 highest of
-    n tokens are kept, and all that tie with the last of them. The loss is still a mean over all n
+    n tokens are kept, and all ties with the last of them. The loss is still a mean over all n
     tokens: the others add 0 to it, and keep their KL.
 
     Args:
       entropy_old: [B, T] in nats, before the update. Anything, nan and inf included, under the
         mask. response_mask: [B, T] bool.
       fraction: in (0, 1]; 1 keeps every token.
-    Returns: [B, T] bool, False under the mask; at least one True where anything is trained.
+    Returns: [B, T] bool, False under the mask; at least one True if anything is trained.
     Raises: ValueError naming the fraction.
     Source: Wang et al. 2025, "Beyond the 80/20 rule", section 5, arXiv:2506.01939; the quantile as
       in TRL, ≥ kept.
@@ -152,8 +152,8 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """All tokens but a few random ones of high covariance, which would take most of the policy's
-    entropy.
+    """All tokens but a few random ones of high covariance, else they would take most of the
+    policy's entropy.
 
     cov_t = (A_t - mean(A)) (log π_old_t - mean(log π_old)) over the N trained tokens of the step;
     of those with low < cov_t < high, max(1, ⌊share · N⌋) have no policy loss in this step. They are

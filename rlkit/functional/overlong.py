@@ -1,4 +1,4 @@
-"""Rules for rollouts that are too long: (rewards [N], …) → (rewards [N] for the advantage, [N]
+"""Rules for overlong rollouts: (rewards [N], …) → (rewards [N] for the advantage, [N]
 bool: trained on)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlkit.types import assumes, keeps
 
 @keeps("binary", "non_negative", "raw")
 def keep_overlong(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Length changes nothing: every rollout is trained on, with the reward that it got.
+    """Length changes nothing: every rollout is trained on, with its own reward.
 
     Args:
       rewards: [N], nan if it cannot be scored.
@@ -44,8 +44,8 @@ def soft_penalty(
     Args:
       rewards: [N], nan if it cannot be scored. reply_lengths: [N] sampled tokens of a rollout's
         longest reply.
-      limit: > 0, in tokens of a reply, from which the whole penalty is taken off.
-      buffer: in (0, 1], the share of the limit over which it grows; the paper: 4096 of 20480.
+      limit: > 0, in tokens of a reply, the whole penalty is taken off from there.
+      buffer: in (0, 1], the share of the limit for its growth; the paper: 4096 of 20480.
     Returns: rewards [N], lower by 0 … 1, nan if they were; and all True [N].
     Raises: ValueError naming the limit or the buffer.
     Source: soft overlong punishment, DAPO, Yu et al. 2025, section 3.4, eq. 13, arXiv:2503.14476,

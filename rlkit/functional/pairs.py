@@ -1,9 +1,8 @@
-"""Learning from pairs of one prompt's rollouts: which pairs, their loss, and the advantage that has
-its gradient.
+"""Learning from pairs of one prompt's rollouts: the pairs, their loss, and the advantage
+with its gradient.
 
 A selector is (rewards [N], group_ids [N]) → [P, 2] int64, the preferred rollout first. The reward
-alone orders a pair:
-ties and rewards of nan are in none.
+alone orders a pair: ties and rewards of nan are in none.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rlkit.types import safe
 
 
 def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Every two rollouts of a prompt whose rewards differ.
+    """Every two rollouts of a prompt with different rewards.
 
     {(i, j): R_i > R_j, i and j of one group}
 
@@ -40,9 +39,9 @@ def all_pairs(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def best_worst(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The best rollout of a prompt against its worst; the first of several that are equal.
+    """The best rollout of a prompt against its worst; the first of several equal ones.
 
-    {(argmax_g R, argmin_g R)}, groups whose rewards differ
+    {(argmax_g R, argmin_g R)}, groups with different rewards
 
     Args:
       rewards: [N], nan if it cannot be scored. group_ids: [N] any integers; members need not be
@@ -120,7 +119,7 @@ def pairwise(
     length_normalise: bool = False,
     pair_selector: Callable[[Tensor, Tensor], Tensor] = all_pairs,
 ) -> Tensor:
-    """The advantage with which a policy gradient is the gradient of the mean `pairwise_loss` at the
+    """The advantage to make a policy gradient the gradient of the mean `pairwise_loss` at the
     old policy.
 
     A_i = N/P · β (Σ_{(i,j)} σ(-β (s_i - s_j)) - Σ_{(j,i)} σ(-β (s_j - s_i))), s as in

@@ -16,7 +16,6 @@ LIMITS = {
     "rlkit/commands": 5.4,
     "rlkit/config": 6.6,
     "rlkit/distributed": 3.2,
-    "rlkit/engines": 5.6,
     "rlkit/environments": 4.6,
     "rlkit/episodes": 5.3,
     "rlkit/extras": 5.6,
@@ -28,14 +27,11 @@ LIMITS = {
     "rlkit/extras/programs": 5.4,
     "rlkit/extras/report": 5.1,
     "rlkit/extras/vllm": 4.4,
-    "rlkit/functional": 2.6,
     "rlkit/models": 4.8,
-    "rlkit/rewards": 5.4,
     "rlkit/runs": 5.6,
     "rlkit/sandbox": 4.1,
     "rlkit/system": 6.8,
     "rlkit/tasks": 3.9,
-    "rlkit/training": 4.8,
 }
 
 

@@ -1,4 +1,4 @@
-"""A score by what the row itself lists, for generated problems whose optimum is computed."""
+"""A score by the row's own list, for generated problems with a computed optimum."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from rlkit.types import Rollout, gives
 @gives("binary", "non_negative", "raw")
 @no_gold
 def listed(rollout: Rollout) -> float | None:
-    """1 where the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored,
-    where the row has no such list.
+    """1 if the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored, if
+    the row has no list.
 
-    With `metadata["among"]` it is enough that the reply has a listed one in it, and with
-    `metadata["any"]` every reply is right. A row with `metadata["flip"]` has a verifier that errs:
-    with that chance, drawn for each rollout on its own, the score is 1 - score. The draw is a hash
-    of row, group and sample, so that arms of one seed share it. With a chance of one half the score
+    With `metadata["among"]` it is enough for the reply to have a listed one in it, and with
+    `metadata["any"]` every reply is right. A row with `metadata["flip"]` has a verifier with
+    errors: with this chance, drawn for each rollout on its own, the score is 1 - score. The draw is
+      a hash
+    of row, group and sample, so arms of one seed share it. With a chance of one half the score
     is a coin.
     """
     row = rollout.task.metadata
@@ -34,7 +35,7 @@ def listed(rollout: Rollout) -> float | None:
 @gives("non_negative", "raw")
 @no_gold
 def paid(rollout: Rollout) -> float | None:
-    """`listed`, times the number >= 0 `task.metadata["pay"]` where there is one."""
+    """`listed`, times the number >= 0 `task.metadata["pay"]` if there is one."""
     score = listed(rollout)
     return None if score is None else score * rollout.task.metadata.get("pay", 1.0)
 
@@ -42,8 +43,8 @@ def paid(rollout: Rollout) -> float | None:
 @gives("raw")
 @no_gold
 def priced(rollout: Rollout) -> float | None:
-    """`listed` - `task.metadata["price"]` · (characters of the last reply beyond those of the
-    shortest right one)."""
+    """`listed` - `task.metadata["price"]` · (characters of the last reply beyond the shortest
+    right one's)."""
     score = listed(rollout)
     row = rollout.task.metadata
     if score is None:
