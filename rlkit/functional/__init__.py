@@ -40,7 +40,6 @@ from rlkit.functional.corrections import (
 )
 from rlkit.functional.diagnostics import (
     approximate_kl,
-    clip_fractions,
     correlation,
     effective_sample_size,
     explained_variance,

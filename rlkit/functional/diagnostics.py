@@ -56,37 +56,6 @@ def ratio_statistics(ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def clip_fractions(
-    ratio: Tensor, advantages: Tensor, response_mask: Tensor, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """Shares of trained tokens left without gradient by `policy_losses.clipped`, below and
-    above.
-
-    low = mean_t [r_t < 1 - clip_low and A_t < 0], high = mean_t [r_t > 1 + clip_high and A_t > 0]
-
-    Args:
-      ratio, advantages: [B, T].
-      response_mask: [B, T] bool.
-      clip_low, clip_high: the half-widths of the loss.
-    Returns: two scalars in 0 … 1; 0 if nothing is trained.
-    Source: as TRL's clip_ratio/low and /high; tokens outside the interval whose advantage pulls
-      them back are not counted.
-
-    >>> ratio, advantages = (
-    ...     torch.tensor([[0.5, 0.5, 1.5, 1.0]]),
-    ...     torch.tensor([[-1.0, 1.0, 1.0, 1.0]]),
-    ... )
-    >>> clip_fractions(
-    ...     ratio, advantages, torch.ones(1, 4, dtype=torch.bool), clip_low=0.2, clip_high=0.2
-    ... )
-    (tensor(0.2500), tensor(0.2500))
-    """
-    low = (ratio < 1 - clip_low) & (advantages < 0)
-    high = (ratio > 1 + clip_high) & (advantages > 0)
-    return masked_mean(low, response_mask), masked_mean(high, response_mask)
-
-
-@torch.no_grad()
 def effective_sample_size(
     logprobs: Tensor,
     logprobs_sampler: Tensor,

@@ -9,8 +9,6 @@ import torch
 from parametrise import each
 from rlkit.functional import (
     approximate_kl,
-    clip_fractions,
-    clipped,
     correlation,
     diagnostics,
     effective_sample_size,
@@ -51,19 +49,6 @@ def test_ratio_statistics_by_hand() -> None:
         torch.tensor([[0.5, 1.5, 99.0], [1.0, 3.0, math.nan]]), MASK
     )
     assert (mean.item(), variance.item(), largest.item()) == (1.5, 0.875, 3.0)
-
-
-def test_clip_fractions_count_the_tokens_that_the_loss_leaves_without_gradient() -> None:
-    """Against the gradient of `clipped` itself, at every combination of side and sign."""
-    ratio = torch.tensor([[0.5, 0.5, 1.5, 1.5, 1.6, 0.75, 1.25, 5.0]], requires_grad=True)
-    advantages = torch.tensor([[-1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
-    mask = torch.tensor([[True] * 7 + [False]])
-    clipped(ratio, advantages, clip_low=0.3, clip_high=0.2).sum().backward()
-    dead = (ratio.grad == 0) & mask
-    low, high = clip_fractions(ratio, advantages, mask, clip_low=0.3, clip_high=0.2)
-    assert low.item() == pytest.approx((dead & (ratio < 1)).sum().item() / 7)  # 1 of 7
-    assert high.item() == pytest.approx((dead & (ratio > 1)).sum().item() / 7)  # 2 of 7
-    assert (low.item(), high.item()) == pytest.approx((1 / 7, 2 / 7))
 
 
 def test_effective_sample_size_by_hand() -> None:

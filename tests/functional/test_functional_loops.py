@@ -1242,17 +1242,6 @@ def ratio_statistics(ratio, response_mask):
     return (mean(rs), variance(rs), max(rs)) if rs else (NAN, NAN, NAN)
 
 
-def clip_fractions(ratio, advantages, response_mask, *, clip_low, clip_high):
-    pairs = list(
-        zip(trained(ratio, response_mask), trained(advantages, response_mask), strict=True)
-    )
-    low, high = (
-        sum(r < 1 - clip_low and a < 0 for r, a in pairs),
-        sum(r > 1 + clip_high and a > 0 for r, a in pairs),
-    )
-    return low / max(len(pairs), 1), high / max(len(pairs), 1)
-
-
 def effective_sample_size(logprobs, logprobs_sampler, response_mask, rollout_ids=None):
     if rollout_ids is None:
         ws = trained(token_ratio(logprobs, logprobs_sampler, response_mask), response_mask)
@@ -1588,9 +1577,6 @@ CASES = {
     ),
     "diagnostics.approximate_kl": Case(approximate_kl),
     "diagnostics.ratio_statistics": Case(ratio_statistics),
-    "diagnostics.clip_fractions": Case(
-        clip_fractions, {"clip_low": 0.2, "clip_high": 0.3}, close=FLOAT32
-    ),
     "diagnostics.effective_sample_size": Case(
         effective_sample_size, args="logprobs logprobs_sampler response_mask", close=FLOAT32
     ),
