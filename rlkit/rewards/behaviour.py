@@ -23,11 +23,9 @@ def environment(rollout: Rollout) -> float | None:
     >>> environment(Rollout(Task("t", ()), (), status="truncated", truncation="error")) is None
     True
     """
-    return (
-        None
-        if rollout.truncation == "error"
-        else Paid(sum(step.reward or 0.0 for step in rollout.steps))
-    )
+    if rollout.truncation == "error":
+        return None
+    return Paid(sum(step.reward or 0.0 for step in rollout.steps))
 
 
 @gives("non_negative", "raw")
@@ -44,11 +42,9 @@ def few_turns(rollout: Rollout, *, max_turns: int = 50) -> float | None:
     Returns: 0 … 1; None if `numeric` cannot read `task.answer`.
     """
     correct = numeric(rollout)
-    return (
-        None
-        if correct is None
-        else correct * (1 - (min(len(rollout.steps), max_turns) - 1) / max_turns)
-    )
+    if correct is None:
+        return None
+    return correct * (1 - (min(len(rollout.steps), max_turns) - 1) / max_turns)
 
 
 @gives("raw")

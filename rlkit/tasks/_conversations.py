@@ -11,11 +11,9 @@ from typing import Any
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.environments.thinking import split_thinking
 from rlkit.errors import DataError
-from rlkit.tasks.source import read_split
+from rlkit.tasks.source import check_message, read_split
 from rlkit.tasks.splits import in_order
 from rlkit.types import Message, Task, ranges, reaches, safe
-
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @reaches(path="path", validation_path="path", test_path="path")
@@ -104,18 +102,9 @@ def _messages(where: str, messages: Any, field: str) -> list[Message]:
         raise DataError(f"{where}: {field!r} (task.field) must be a list of messages")
     out: list[Message] = []
     for message in messages:
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in ROLES
-            or not isinstance(message.get("content") or "", str)
-        ):
-            raise DataError(
-                f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as"
-                " content"
-            )
-        kept: Any = {key: value for key, value in message.items() if value is not None} | {
-            "content": message.get("content") or ""
-        }
+        check_message(where, message, field, empty=True)
+        kept: Any = {key: value for key, value in message.items() if value is not None}
+        kept["content"] = message.get("content") or ""
         if kept["role"] == "assistant" and not kept.get("reasoning_content"):
             thinking, content, _ = split_thinking(kept["content"])
             kept |= {"content": content} | ({"reasoning_content": thinking} if thinking else {})

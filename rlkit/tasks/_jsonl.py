@@ -9,12 +9,11 @@ from typing import Any
 
 from rlkit.environments.prompts import with_system_prompt
 from rlkit.errors import ConfigError, DataError
-from rlkit.tasks.source import Row, read_split
+from rlkit.tasks.source import Row, check_message, read_split
 from rlkit.tasks.splits import in_order
 from rlkit.types import Message, Task, ranges, reaches, safe
 
 FIELDS = ("prompt", "answer", "id", "reward", "environment")
-ROLES = ("system", "user", "assistant", "tool")
 NO_TASKS = (
     "task: {!r:.100} is no task; give a list of Task or of rows with a prompt and an answer, a"
     " Splits, or a function (split=…) → tasks"
@@ -150,15 +149,7 @@ def _messages(where: str, prompt: Any, field: str) -> tuple[Message, ...]:
             " messages"
         )
     for message in prompt:
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in ROLES
-            or not isinstance(message.get("content"), str)
-        ):
-            raise DataError(
-                f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as"
-                " content"
-            )
+        check_message(where, message, field)
     if prompt[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: the last message of {field!r} is the assistant's; end with what is to be"

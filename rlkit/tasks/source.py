@@ -12,6 +12,7 @@ from rlkit.errors import DataError
 from rlkit.tasks.splits import check_split, cut
 
 SUFFIXES = (".jsonl", ".parquet")
+ROLES = ("system", "user", "assistant", "tool")
 Row = dict[str, Any]
 Place = tuple[int, str, Row]  # index in the source, where for messages, the row
 Readers = dict[str, Callable[[], Iterator[tuple[str, Row]]]]  # split → what reads its rows
@@ -34,6 +35,18 @@ def read_rows(path: str, *, split: str, name: str | None = None) -> Iterator[tup
     found = _sources(path, name)
     one_file = path.endswith(SUFFIXES) and not Path(path).expanduser().is_dir()  # for all splits
     yield from _of(found, "train" if one_file else split, path)
+
+
+def check_message(where: str, message: Any, field: str, *, empty: bool = False) -> None:
+    """Raises: DataError for a chat message without a role or a text; with `empty` it may have no
+    text."""
+    if isinstance(message, dict) and message.get("role") in ROLES:
+        content = message.get("content")
+        if isinstance(content, str) or (empty and not content):
+            return
+    raise DataError(
+        f"{where}: each message of {field!r} needs a role ({', '.join(ROLES)}) and text as content"
+    )
 
 
 def read_split(

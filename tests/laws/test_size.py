@@ -17,7 +17,7 @@ spec.loader.exec_module(size)
 # Tokens of the core and of each extra. A limit is raised only by a commit that says what was bought
 # with it.
 TOKENS = {
-    "core": 269_000,
+    "core": 268_000,
     "adapters": 8_000,
     "bench": 16_000,
     "forecast": 8_400,
@@ -28,7 +28,7 @@ TOKENS = {
     "vllm": 9_000,
 }
 FILE_TOKENS = 4_500
-LARGER_FILES = {"sandbox/_child.py": 5_000, "types.py": 4_720}
+LARGER_FILES = {"types.py": 4_720}
 FUNCTION_LINES = 60
 # How often per 1,000 lines several steps may be packed into one expression (`dense_places`).
 DENSE = {"packed": 3.0, "walrus": 1.0, "nested": 0.0}

@@ -135,12 +135,13 @@ class Kernel:
     def _add_adapters(self, layers: list[Any]) -> None:
         groups = [groups_of(layer) for layer in layers]
         for i, name in enumerate(PRODUCTS):
-            rank = _padded(max(own[name].rank for own in groups))
+            most = max(own[name].rank for own in groups)
+            rank = most + -most % TILE  # whole tiles
             self.step.ranks[i] = rank
             for layer, own in enumerate(groups if rank else ()):
                 place = len(PRODUCTS) * layer + i
-                for end, make in (("low", down_of), ("high", up_of)):
-                    made = self.trunk.derive(partial(make, own[name], rank))
+                for end in ("low", "high"):
+                    made = self.trunk.derive(partial(adapters_of, own[name], rank, end))
                     self.arrays[end][place] = made.data_ptr()
 
     def _enter(self, pages: Pages, sampler: Sampler) -> None:
@@ -289,10 +290,6 @@ def _inputs(layer: Any) -> list[nn.Linear]:
     return [part.base for part in groups_of(layer)["project"].parts]
 
 
-def _padded(size: int) -> int:
-    return size + -size % TILE
-
-
 def tiled(weight: Tensor) -> Tensor:
     """A matrix [N, H] as the C file reads it, filled up with zeros to whole tiles: [N / TILE, H,
     TILE], in bfloat16 [N / TILE, H / 2, TILE, 2]."""
@@ -311,17 +308,13 @@ def weights_of(group: Group, half: bool) -> Tensor:
     return tiled(weight if group.norm is None else weight * group.norm.weight)
 
 
-def down_of(group: Group, rank: int) -> Tensor:
-    """The down factors of a group's adapters as one matrix, of so many rows."""
-    down, _ = factors_of(lambda make: make(), group.parts, torch.bfloat16)
-    return tiled(nn_functional.pad(down, (0, 0, 0, rank - len(down))))
-
-
-def up_of(group: Group, rank: int) -> Tensor:
-    """The up factors of a group's adapters, times their scaling, as one matrix of so many
-    columns."""
-    _, up = factors_of(lambda make: make(), group.parts, torch.bfloat16)
-    return tiled(nn_functional.pad(up, (0, 0, 0, rank - len(up))).T)
+def adapters_of(group: Group, rank: int, end: str) -> Tensor:
+    """The factors of a group's adapters as one matrix: the down ones ("low") of so many rows, or
+    the up ones ("high"), times their scaling, of so many columns."""
+    down, up = factors_of(lambda make: make(), group.parts, torch.bfloat16)
+    factor = down if end == "low" else up
+    padded = nn_functional.pad(factor, (0, 0, 0, rank - len(factor)))
+    return tiled(padded if end == "low" else padded.T)
 
 
 def norm_of(trunk: Trunk, norm: Any, half: bool) -> int | None:

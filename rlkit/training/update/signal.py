@@ -32,21 +32,18 @@ def has_signal(u: Update, batch: Weighted) -> bool:
         return False
     if a.entropy_coef or (isinstance(u.critic, HeadCritic) and u.critic.trunk_gradient):
         return True
-    if a.reward_coef and not _without_advantages(a.policy_loss, batch):
+    vanishes = _declared(a.policy_loss, "without_advantages") and not batch.advantages.any()
+    if a.reward_coef and not vanishes:
         return True
-    return u.x.kl.in_loss and not _at_reference(u)
+    if not u.x.kl.in_loss:
+        return False
+    known = _declared(u.x.kl.estimator, "at_reference") and u.kept.is_policy(u.x.reference)
+    return not known
 
 
-def _without_advantages(loss: Any, batch: Weighted) -> bool:
-    """Whether a policy loss is known to be constant on a batch."""
-    declared = "without_advantages" in (declarations(loss, "vanishes") or ())
-    return declared and not batch.advantages.any()
-
-
-def _at_reference(u: Update) -> bool:
-    """Whether a KL in the loss is known to have no gradient: the reference is the policy."""
-    declared = "at_reference" in (declarations(u.x.kl.estimator, "vanishes") or ())
-    return declared and u.kept.is_policy(u.x.reference)
+def _declared(part: Any, when: str) -> bool:
+    """Whether a part declares by `@vanishes` to have no gradient then."""
+    return when in (declarations(part, "vanishes") or ())
 
 
 def updates_once(u: Update, batch: Weighted) -> bool:
