@@ -226,4 +226,3 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     update_skipped,
     waits_for_cores,
 )
-
