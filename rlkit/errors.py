@@ -16,7 +16,7 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,14 @@ def written(function: Callable[..., Any]) -> str:
     return f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function; none of a builtin that tells no signature, such as `int`."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        return {}
+
+
 def defined_at(function: Any) -> str:
     """The name of a function, method or class and where it is defined: "my_tools.Shelf.put
     (/home/me/my_tools.py:7)"."""
@@ -202,8 +210,10 @@ def place(error: BaseException) -> str:
 
 
 def name_error(error: BaseException) -> str:
-    """ "ValueError: what it says" in one line, of at most 400 characters. Its own text may be empty,
-    and may raise."""
+    """ "ValueError: what it says" in one line, of at most 400 characters.
+
+    Its own text may be empty, and may raise.
+    """
     try:
         text = " ".join(str(error).split())
     except Exception:
@@ -222,6 +232,11 @@ def describe_error(error: BaseException) -> str:
             " trainer.micro_batch_tokens), or allow the process more"
         )
     return f"{name_error(error)} at {place(error)}"
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """What an error says, as the lines that the terminal shows."""
+    return [f"rlkit: {line}" for line in describe_error(error).splitlines()]
 
 
 def not_yaml(error: Any, file: str) -> str:
@@ -256,15 +271,15 @@ def announce(error: BaseException) -> None:
     same lines again."""
     if not isinstance(error, Exception) or hasattr(error, "announced"):
         return
-    lines = [f"rlkit: {line}" for line in describe_error(error).splitlines()]
+    lines = lines_of(error)
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.announced = lines  # type: ignore[attr-defined]
     print(visible("\n".join(lines), kept="\n"), file=sys.stderr, flush=True)
 
 
 def notes_of(error: BaseException) -> Sequence[str]:
-    """What `add_note` has added to an error."""
-    return getattr(error, "__notes__", ())
+    """What `add_note` has added to an error, but for the traceback of another process."""
+    return [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
 
 
 def say(error: BaseException, lines: Iterable[str]) -> None:
@@ -278,15 +293,15 @@ def say(error: BaseException, lines: Iterable[str]) -> None:
 
 
 def report(error: BaseException, *lines: str) -> int:
-    """Print what ended a command, and its notes or else these lines; its exit status: 2 for a
-    Refusal, else 1."""
+    """Print what ended a command, then its notes or else these lines; its exit status.
+
+    A Refusal has status 2 and stands alone; all others have 1.
+    """
     if isinstance(error, Refusal):
-        lines = ()
-    elif not lines and not isinstance(error, RLKitError):
-        lines = ("debug=true prints the traceback",)
-    said = [f"rlkit: {line}" for line in describe_error(error).splitlines()]
-    say(error, [*said, *(notes_of(error) or lines)])
-    return 2 if isinstance(error, Refusal) else 1
+        say(error, lines_of(error))
+        return 2
+    say(error, [*lines_of(error), *(notes_of(error) or lines)])
+    return 1
 
 
 def visible(text: str, kept: str = "") -> str:

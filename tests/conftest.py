@@ -12,9 +12,7 @@ import json
 import os
 import pickle
 import random
-import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import pytest

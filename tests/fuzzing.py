@@ -10,13 +10,11 @@ without a word. A case is a fork of this process, which has torch and Lightning 
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -208,32 +206,45 @@ SLOTS = {
     "async reward": ("async def mine(rollout):\n    return late(1.0)\n", ["reward=mine.mine"]),
     "batched reward": (
         "def mine(rollouts):\n    return late([1.0] * len(rollouts))\n",
-        ["reward=numeric", "reward.terms.numeric.fn._target_=mine.mine"]
-        + ["+reward.terms.numeric.batched=true"],
+        [
+            "reward=numeric",
+            "reward.terms.numeric.fn._target_=mine.mine",
+            "+reward.terms.numeric.batched=true",
+        ],
     ),
     "reward of steps": (
         "def mine(rollout):\n    return late([1.0] * len(rollout.steps))\n",
-        ["reward=numeric", "reward.terms.numeric.fn._target_=mine.mine"]
-        + ["+reward.terms.numeric.per_step=true"],
+        [
+            "reward=numeric",
+            "reward.terms.numeric.fn._target_=mine.mine",
+            "+reward.terms.numeric.per_step=true",
+        ],
     ),
     "aggregator": (
         "def mine(scores, weights):\n    return late(1.0)\n",
         ["reward=numeric", "reward.aggregator._target_=mine.mine"],
     ),
     "tool": (
-        'def mine(value: int) -> str:\n    """Looks.\n\n    Args:\n        value: A number.\n    """\n'
+        "def mine(value: int) -> str:\n"
+        '    """Looks.\n\n    Args:\n        value: A number.\n    """\n'
         "    return late('1')\n\n\ndef parse(content):\n"
         "    return content, [ToolCall('', 'mine', {'value': 1})]\n",
-        ["environment=tool_use", "environment.tools=mine.mine"]
-        + ["environment.parse_calls._target_=mine.parse"],
+        [
+            "environment=tool_use",
+            "environment.tools=mine.mine",
+            "environment.parse_calls._target_=mine.parse",
+        ],
     ),
     "async tool": (
         "async def mine(value: int) -> str:\n"
         '    """Looks.\n\n    Args:\n        value: A number.\n    """\n'
         "    return late('1')\n\n\ndef parse(content):\n"
         "    return content, [ToolCall('', 'mine', {'value': 1})]\n",
-        ["environment=tool_use", "environment.tools=mine.mine"]
-        + ["environment.parse_calls._target_=mine.parse"],
+        [
+            "environment=tool_use",
+            "environment.tools=mine.mine",
+            "environment.parse_calls._target_=mine.parse",
+        ],
     ),
     "parser": (
         "def mine(content):\n    return late((content, []))\n",
@@ -241,13 +252,19 @@ SLOTS = {
     ),
     "prompt_fn": (
         "def mine(rollout, step):\n    return late('Go on.')\n",
-        ["environment=dialogue", "environment.prompt_fn._target_=mine.mine"]
-        + ["environment.max_turns=2"],
+        [
+            "environment=dialogue",
+            "environment.prompt_fn._target_=mine.mine",
+            "environment.max_turns=2",
+        ],
     ),
     "async termination_fn": (
         "async def mine(rollout, step):\n    return late(False)\n",
-        ["environment=dialogue", "environment.termination_fn._target_=mine.mine"]
-        + ["environment.max_turns=2"],
+        [
+            "environment=dialogue",
+            "environment.termination_fn._target_=mine.mine",
+            "environment.max_turns=2",
+        ],
     ),
     "reset": (
         "class mine:\n    def reset(self, *, seed):\n        return late(('Go.', {}))\n\n"
@@ -263,34 +280,36 @@ SLOTS = {
         "class game:\n    def reset(self, *, seed):\n        return 'Go.', {}\n\n"
         "    def step(self, action):\n        return 'On.', 1.0, True, False, {}\n\n\n"
         "def mine(content):\n    return late('a')\n",
-        ["task=episodes", "environment=gymnasium", "environment.make._target_=mine.game"]
-        + ["+environment.parse_action={_target_: mine.mine, _partial_: true}"],
+        [
+            "task=episodes",
+            "environment=gymnasium",
+            "environment.make._target_=mine.game",
+            "+environment.parse_action={_target_: mine.mine, _partial_: true}",
+        ],
     ),
     "advantage": (
         "def mine(rewards, group_ids):\n    return late(rewards)\n",
-        ["~algorithm.advantage"]
-        + ["+algorithm.advantage={_target_: mine.mine, _partial_: true}"],
+        ["~algorithm.advantage", "+algorithm.advantage={_target_: mine.mine, _partial_: true}"],
     ),
     "policy loss": (
         "def mine(ratio, advantages):\n    return late(-ratio * advantages)\n",
-        ["~algorithm.policy_loss"]
-        + ["+algorithm.policy_loss={_target_: mine.mine, _partial_: true}"],
+        ["~algorithm.policy_loss", "+algorithm.policy_loss={_target_: mine.mine, _partial_: true}"],
     ),
     "kl estimator": (
         "def mine(logprobs, logprobs_ref):\n    return late(logprobs - logprobs_ref)\n",
         ["kl=k3", "kl.estimator._target_=mine.mine"],
     ),
     "task": (
-        "def mine(*, split):\n"
+        "def mine(*, split, max_samples=8):\n"
         "    return late([Task(f'{split}/{i}', ({'role': 'user', 'content': '1 + 1?'},), '2')"
         " for i in range(8)])\n",
-        ["~task", "+task={_target_: mine.mine, _partial_: true}"],
+        ["--config-dir", "own", "task=mine"],
     ),
     "metadata": (
-        "def mine(*, split):\n"
+        "def mine(*, split, max_samples=8):\n"
         "    return [Task(f'{split}/{i}', ({'role': 'user', 'content': '1 + 1?'},), '2',"
         " metadata={'a': late(1)}) for i in range(8)]\n",
-        ["~task", "+task={_target_: mine.mine, _partial_: true}"],
+        ["--config-dir", "own", "task=mine"],
     ),
     "callback": (
         "import lightning\n\n\nclass mine(lightning.Callback):\n"
@@ -306,15 +325,21 @@ SLOTS = {
         ["+callbacks.mine={_target_: mine.mine, _partial_: true}"],
     ),
     "optimizer": (
-        "def mine(params, lr):\n    return late(torch.optim.SGD(params, lr=lr))\n",
-        ["~optimizer", "+optimizer={_target_: mine.mine, _partial_: true, lr: 1e-4}"],
+        "def mine(params):\n    return late(torch.optim.SGD(params, lr=1e-4))\n",
+        ["--config-dir", "own", "optimizer=mine"],
     ),
     "schedule": (
         "def mine(progress):\n    return late(1e-4)\n",
-        ["schedule=lr_decay"]
-        + ["schedule.numbers={optimizer.lr: {_target_: mine.mine, _partial_: true}}"],
+        [
+            "schedule=lr_decay",
+            "schedule.numbers={optimizer.lr: {_target_: mine.mine, _partial_: true}}",
+        ],
     ),
     "import": ("late(1)\n\n\ndef mine(rollout):\n    return 1.0\n", ["reward=mine.mine"]),
+}
+OPTIONS = {  # files of own options
+    f"own/{group}/mine.yaml": b"_target_: mine.mine\n_partial_: true\n"
+    for group in ("task", "optimizer")
 }
 # values of EXPRESSIONS at these places of SLOTS cannot be right; elsewhere some of them may be
 STRICT = {"reward", "async reward", "reward of steps", "reset", "advantage", "policy loss"}
@@ -428,7 +453,8 @@ def own_code(draw: random.Random) -> Case:
     prefix = PREFIX.replace("{statement}", f"return {what}" if given else what)
     prefix = prefix.replace("{after}", str(draw.choice((0, 0, 5, 13))))
     wrong = given and slot in STRICT and what not in FINE
-    return Case([*TRAIN, *words], {"mine.py": (prefix + code).encode()}, wrong=wrong)
+    files = {**OPTIONS, "mine.py": (prefix + code).encode()}
+    return Case([*TRAIN, *words], files, wrong=wrong)
 
 
 def builtins(draw: random.Random) -> Case:
@@ -437,7 +463,10 @@ def builtins(draw: random.Random) -> Case:
     name = draw.choice(BUILTINS)
     prefix = PREFIX.replace("{statement}", "pass").replace("{after}", "9999")
     words = [word.replace("mine.mine", name) for word in words]
-    return Case([*TRAIN, *words], {"mine.py": (prefix + code).encode()})
+    files = {
+        file: content.replace(b"mine.mine", name.encode()) for file, content in OPTIONS.items()
+    }
+    return Case([*TRAIN, *words], {**files, "mine.py": (prefix + code).encode()})
 
 
 COMMANDS = (
@@ -672,7 +701,9 @@ def main(count: int, first: int, notes: Path) -> int:
         runs.mkdir()
         warm()
         prepare_folders(runs)
-        known = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+        known = (
+            [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+        )
         done = {row["seed"]: row for row in known}
         for seed in range(first, first + count):
             if seed in done:
@@ -686,7 +717,9 @@ def main(count: int, first: int, notes: Path) -> int:
             if outcome.faults:
                 print(f"{seed} {kind}: {', '.join(outcome.faults)}", flush=True)
     rows = [done[seed] for seed in range(first, first + count)]
-    statuses = ", ".join(f"{n} × {status}" for status, n in Counter(r["status"] for r in rows).items())
+    statuses = ", ".join(
+        f"{n} × {status}" for status, n in Counter(r["status"] for r in rows).items()
+    )
     faulty = sum(bool(row["faults"]) for row in rows)
     print(f"{len(rows)} cases (exit statuses: {statuses}), {faulty} with a fault")
     return int(faulty > 0)

@@ -55,11 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command(argv)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as rlkit.__main__ has set it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        status = run_command(sys.argv[1:])
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        status = 1
+    status = run_command(sys.argv[1:])
     leave_process(status)
     return status
 

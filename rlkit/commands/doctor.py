@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rlkit.commands.arguments import Arguments
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, name_error
 
 READS_NO_CODE = True
 
@@ -56,7 +56,7 @@ def _kept(part: Callable[[], list[Finding]]) -> list[Finding]:
     except (
         Exception
     ) as error:  # whatever a broken installation raises is what this command is there to show
-        return [Finding(part.__name__, f"{type(error).__name__}: {error}", "bad")]
+        return [Finding(part.__name__, name_error(error), "bad")]
 
 
 def _show(findings: list[Finding]) -> str:

@@ -70,8 +70,7 @@ def command(arguments: Arguments) -> int:
     trusted = is_trusted(arguments.overrides)
     overrides = drop(arguments.overrides, "trust")
     named = option(overrides, "resume")
-    place = option(overrides, "hydra.run.dir")
-    folder = Path(place).absolute() if place else None
+    folder = _given_folder(overrides)
     resume: Path | None = None
     ask = None
     if named and named not in ("never", "auto"):
@@ -112,6 +111,16 @@ def command(arguments: Arguments) -> int:
     if status == 0:
         ranks.leave()
     return status
+
+
+def _given_folder(overrides: Sequence[str]) -> Path | None:
+    """The run folder of the command line. Raises ConfigError for a name that none can have."""
+    place = option(overrides, "hydra.run.dir")
+    if not place:
+        return None
+    with refusing(place):
+        Path(place).exists()  # raises where the name is too long
+    return Path(place).absolute()
 
 
 def _train_owned(
@@ -353,10 +362,17 @@ def _exit_status(x: Experiment, summary: Mapping[str, Any], folder: Path) -> int
 
 
 def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The table of the test problems, before and after training."""
+    """The table of the test problems, before and after training; first, whether they got worse by
+    more than chance."""
+    from rlkit.runs.tables import estimate, newcombe
     from rlkit.training.callbacks.terminal import how_sampled
 
-    lines = [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
+    lines = []
+    sides = (estimate(side["accuracy"], side["interval"]) for side in (before, after))
+    if newcombe(*sides).high < 0:
+        said = f"test accuracy {before['accuracy']:.3f} → {after['accuracy']:.3f}"
+        lines.append(f"warning: this run ended below its start: {said}")
+    lines += [f"{'test':<22}{'before':>16}{'after':>16}", "-" * 54]
     named = [("accuracy", "interval")]
     # else the reward is the accuracy
     if any(r["reward"] != r["accuracy"] for r in (before, after)):
@@ -377,25 +393,12 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     return lines
 
 
-def is_worse(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether the test accuracy fell by more than its 95 % interval."""
-    from rlkit.runs.tables import estimate, mark_change, newcombe
-
-    sides = (estimate(side["accuracy"], side["interval"]) for side in (before, after))
-    return mark_change(newcombe(*sides)) == "bad"
-
-
 def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """The before/after table of the test problems, the folder and the commands that come next."""
     where = shlex.quote(runs.shown(folder))
     lines = [""]
     before = summary.get("before")
     after = summary.get("after")
-    if before and after and is_worse(before, after):
-        lines += [
-            "warning: this run ended below its start: test accuracy"
-            f" {before['accuracy']:.3f} → {after['accuracy']:.3f}"
-        ]
     if before and after:
         lines += [*_compare_tests(before, after), ""]
     why = summary.get("why", "")

@@ -491,14 +491,13 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         ) from error
 
 
-def _require_text(node: Any, path: str = "") -> None:
+def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
     """Raises ConfigError for a key that YAML does not read as text, such as `on` or 1.5."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        where = f"{path}.{key}" if path else str(key)
-        if isinstance(node, dict) and not isinstance(key, str):
-            raise ConfigError(f"{where}: YAML reads this key as {key!r}; write it in quotes")
-        if isinstance(value, dict | list):
-            _require_text(value, where)
+    for key, value in node.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}{key}: YAML reads this key as {key!r}; write it in quotes")
+        if isinstance(value, dict):
+            _require_text(value, f"{path}{key}.")
 
 
 def _unresolved(node: Any, path: str = "") -> tuple[str, str]:

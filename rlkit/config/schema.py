@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from rlkit.config.hints import leaves_of, meant
-from rlkit.errors import ConfigError, describe_error, name_error, nearest, place
+from rlkit.errors import ConfigError, describe_error, name_error, nearest, parameters_of, place
 from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import is_record
@@ -92,7 +92,7 @@ def _check_call(
     node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]
 ) -> list[str]:
     """The keys and values of a node against its target's signature, then the nodes within."""
-    parameters = inspect.signature(target).parameters
+    parameters = parameters_of(target)
     partial = node.get("_partial_", False)
     # a partial part's required positional parameters are what it is called with, not what a config
     # sets
@@ -383,7 +383,7 @@ def build(node: Any, path: str = "") -> Any:
     beside = {
         key: values.pop(key)
         for key in BESIDE
-        if path == "task" and key in values and key not in inspect.signature(target).parameters
+        if path == "task" and key in values and key not in parameters_of(target)
     }
     if node.get("_partial_"):
         part: Any = functools.partial(target, *arguments, **values)

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from rlkit.config.schema import resolve, signature_hints
-from rlkit.errors import ConfigError, DataError, visible
+from rlkit.errors import ConfigError, DataError, parameters_of, visible
 from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import FROM_ENVIRONMENT
 from rlkit.types import REACHES, is_record
@@ -155,7 +155,7 @@ def declared_by(name: str) -> Mapping[str, Declared]:
     )
     hints = signature_hints(target)
     found = {}
-    for key, parameter in inspect.signature(target).parameters.items():
+    for key, parameter in parameters_of(target).items():
         plain = safe_by_type(hints.get(key, Any))
         otherwise = "" if plain or OPTIMIZER.fullmatch(name) else UNDECLARED
         default = None if parameter.default is parameter.empty else parameter.default

@@ -243,19 +243,14 @@ async def with_state(rollout: Rollout, session: Session) -> Rollout:
         state = await call_user("the environment's state", tell)
     if type(state) is dict and not state:
         return rollout
-    needed = (
-        "give a mapping of names to text, numbers, true, false, None, and lists and mappings of"
-        " them"
-    )
     try:
         # a copy, which what the session does later does not change
         plain = json.loads(json.dumps(state))
+        if not isinstance(plain, dict):
+            raise TypeError("it is no mapping")
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentFailed(
-            f"{defined_at(tell)}: a session's state is {state!r:.200} ({error}); {needed}"
+            f"{defined_at(tell)}: a session's state is {state!r:.200} ({error}); give a mapping of"
+            " names to text, numbers, true, false, None, and lists and mappings of them"
         ) from None
-    if not isinstance(plain, dict):
-        raise EnvironmentFailed(
-            f"{defined_at(tell)}: a session's state is {state!r:.200}; {needed}"
-        )
     return rollout._replace(state=plain)

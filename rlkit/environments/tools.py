@@ -26,7 +26,7 @@ from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Literal, Union
 
-from rlkit.errors import ConfigError, Hung, defined_at
+from rlkit.errors import ConfigError, Hung, defined_at, name_error
 from rlkit.system.deadline import (
     DeadlinePassed,
     ProcessEndAsked,
@@ -360,11 +360,6 @@ def _type_name(annotation: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """One line on an error. Its own text may be empty, may be long, and may raise."""
-    try:
-        text = " ".join(str(error).split()).rstrip(".")
-    except Exception:
-        text = ""
-    if isinstance(error, ValueError) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """One line on an error; a ValueError's own words."""
+    said = name_error(error).rstrip(".")
+    return said.partition(": ")[2] or said if isinstance(error, ValueError) else said

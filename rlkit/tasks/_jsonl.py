@@ -28,7 +28,7 @@ def jsonl(
     path: str,
     split: str,
     seed: int,
-    fields: Mapping[str, str],
+    fields: Mapping[str, str | None],
     validation_path: str | None = None,
     test_path: str | None = None,
     validation: float = 0.1,
@@ -61,14 +61,13 @@ def jsonl(
     Raises: ConfigError for fields or shares that make no sense; DataError naming the row for one
       that lacks a mapped field or whose prompt is no prompt; see also `read_rows`.
     """
-    named = fields
-    fields = {name: field for name, field in fields.items() if field}
-    _check(fields)
-    prompt = fields["prompt"]
+    named = {name: field for name, field in fields.items() if field}
+    _check(named)
+    prompt = named["prompt"]
     source, rows = read_split(
         path,
         split=split,
-        content=lambda where, row: _messages(where, _value(where, row, "prompt", fields), prompt),
+        content=lambda where, row: _messages(where, _value(where, row, "prompt", named), prompt),
         validation=validation,
         held_out=held_out,
         validation_path=validation_path,
@@ -78,13 +77,13 @@ def jsonl(
         id=f"{Path(source).stem}/{split}", messages=(), reward=reward, environment=environment
     )
     for _, where, row in rows:
-        if "reward" in row and "reward" not in {*named, *fields.values()}:
+        if "reward" in row and "reward" not in {*fields, *named.values()}:
             raise DataError(
                 f"{where}: nothing reads the field 'reward'; set task.fields.reward=reward where it"
                 " names the row's reward function, and task.fields.reward=null to pass over it"
             )
     tasks = [
-        _task(where, row, fields, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt)
+        _task(where, row, named, defaults._replace(id=f"{defaults.id}/{i}"), system_prompt)
         for i, where, row in rows
     ]
     return in_order(tasks, seed=seed, max_samples=max_samples, source=source)
@@ -171,7 +170,6 @@ def tasks_of_rows(rows: Any, split: str) -> list[Task]:
 
 def _as_task(row: Any, where: str, own_id: str) -> Task:
     if isinstance(row, Task):
-        texts = (row.id, row.answer, row.reward, row.environment)
         try:
             json.dumps(dict(row.metadata))
         except (TypeError, ValueError, RecursionError) as error:
@@ -179,11 +177,6 @@ def _as_task(row: Any, where: str, own_id: str) -> Task:
                 f"task: {where}: its metadata is {row.metadata!r:.100} ({error}); give text,"
                 " numbers, true, false, None, and lists and mappings of them"
             ) from None
-        if not all(isinstance(text, str) for text in texts):
-            raise DataError(
-                f"task: {where}: id, answer, reward and environment of a Task are text, not"
-                f" {texts!r:.200}"
-            )
         said = row.messages
         if isinstance(said, tuple | list) and all(
             isinstance(m, dict) and "role" in m for m in said

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlkit.errors import DataError
+from rlkit.errors import DataError, name_error
 from rlkit.tasks.splits import check_split, cut
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -200,7 +200,7 @@ def _hub(path: str, name: str | None) -> Readers:
         found = load_dataset(path, name)
     except Exception as error:
         # whatever the hub client raises, the user has to mend the path or the network
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = name_error(error)
         raise DataError(
             f"task.path={path} is no local path, and cannot be loaded from the hub: {reason:.300}."
             " Correct the id, or set task.path to a local .jsonl or .parquet file or to a folder"

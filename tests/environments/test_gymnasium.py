@@ -12,6 +12,7 @@ from rlkit.config.problems.rows import check_verifier
 from rlkit.engines import Batched
 from rlkit.environments import gymnasium, single_turn
 from rlkit.episodes import collect, failures, summarize
+from rlkit.episodes.episode import opening
 from rlkit.episodes.evaluation import greedy_accuracy, is_correct
 from rlkit.errors import ConfigError, EnvironmentFailed
 from rlkit.models import decode
@@ -296,3 +297,15 @@ def test_every_part_of_an_environment_that_raises_is_named(part, tiny):
             environment=environment,
         )
     assert isinstance(said.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("given", ["Go", "G", ("Go",), ("Go", {}, 1), None])
+def test_a_reset_that_gives_no_pair_is_refused(given):
+    """A text of two letters was unpacked to them, and the policy read its first letter."""
+
+    class Text:
+        def reset(self, *, seed):
+            return given
+
+    with pytest.raises(ConfigError, match=r"it must give \(observation, info\), and it gave"):
+        opening(Task("t/0", ()), gymnasium(make=Text))

@@ -565,3 +565,32 @@ def test_a_session_of_the_users_answers_calls_with_the_shipped_function():
         )
         == "kept x"
     )
+
+
+@pytest.mark.parametrize("said", [7, b"On.", [], ["On."], [{"content": "On."}], {"role": "user"}])
+def test_what_is_no_message_is_refused_as_a_next_prompt(said):
+    """A prompt_fn that gave a number failed in the encoder of messages, in a traceback."""
+    environment = Environment(next_prompt=lambda rollout, step: said)
+
+    async def say(rollout, messages, session):
+        return Step(tuple(messages), (1,), (2,), (-1.0,), "stop")
+
+    task = Task("t/0", ({"role": "user", "content": "Go."},))
+    with pytest.raises(EnvironmentFailed, match="it must be messages, each with a role"):
+        run(play(task, environment, say))
+
+
+def test_code_that_cancels_its_episode_or_stops_the_loop_is_named():
+    """Both ended the command in a traceback of asyncio."""
+
+    async def cancels():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    async def stops():
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+
+    for own, words in ((cancels, "cancelled the task"), (stops, "stopped the event loop")):
+        with pytest.raises(EnvironmentFailed, match=words):
+            run(own())

@@ -4,7 +4,6 @@ a word. The named cases are those that once did otherwise; `.ci/fuzz` draws thou
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import time
 import pytest
 
 import fuzzing
-from fuzzing import PREFIX, SLOTS, SMALL, TRAIN, Case
+from fuzzing import OPTIONS, PREFIX, SLOTS, SMALL, TRAIN, Case
 
 pytestmark = pytest.mark.slow
 FIRST = 20_000  # seeds that .ci/fuzz does not draw by default
@@ -24,7 +23,7 @@ def own(slot: str, statement: str, after: int = 0) -> Case:
     """A user's function that does this from a call on."""
     code, words = SLOTS[slot]
     prefix = PREFIX.replace("{statement}", statement).replace("{after}", str(after))
-    return Case([*TRAIN, *words], {"mine.py": (prefix + code).encode()})
+    return Case([*TRAIN, *words], {**OPTIONS, "mine.py": (prefix + code).encode()})
 
 
 def option(slot: str, *words: str) -> Case:
@@ -58,7 +57,7 @@ SAMPLES = {  # what it is → (the case, its exit status, words that it says)
         2,
         "trainer.True: YAML reads this key as True",
     ),
-    "rewards of 1e308": (own("reward", "return 1e308", 9), 1, "1e+15"),
+    "rewards of 1e308": (own("reward", "return 1e308"), 2, "1e+15"),
     "rewards of steps of 1e308": (own("step", "return 'On.', 1e308, True, False, {}"), 1, "1e+308"),
     "metadata that JSON cannot hold": (own("metadata", "return object()"), 2, "its metadata is"),
     "a folder of 300 letters": (
@@ -69,9 +68,9 @@ SAMPLES = {  # what it is → (the case, its exit status, words that it says)
     "a loop of links": (
         Case(TRAIN, before="outputs is a loop"),
         2,
-        "Too many levels of symbolic links",
+        "cannot be written",
     ),
-    "a prompt_fn that gives a number": (own("prompt_fn", "return 7"), 1, "next prompt raised"),
+    "a prompt_fn that gives a number": (own("prompt_fn", "return 7"), 1, "it must be messages"),
     "a prompt_fn that is a number": (
         Case(
             [*TRAIN, "environment=dialogue", "environment.prompt_fn._target_=mine.mine"],
@@ -122,7 +121,11 @@ SAMPLES = {  # what it is → (the case, its exit status, words that it says)
         0,
         "no run with this config is unfinished",
     ),
-    "a rate of 100": (Case([*TRAIN, "optimizer.lr=100"]), 0, "optimizer.lr=100: AdamW moves"),
+    "a rate of 100": (
+        Case([*TRAIN, "optimizer.lr=100", "batch.prompts=4", "batch.group_size=4"]),
+        0,
+        "the updates broke the policy; lower optimizer.lr",
+    ),
     "a tool that always fails": (
         own("tool", "raise ValueError('broken')"),
         0,
@@ -130,8 +133,17 @@ SAMPLES = {  # what it is → (the case, its exit status, words that it says)
     ),
     "fewer rows than n": (
         rows({}, {})._replace(
-            words=["rollout", *SMALL[1:2], "task=jsonl", "task.path=rows.jsonl", "n=5"]
-            + ["task.held_out=0", "split=train", "generation.max_new_tokens=4"]
+            words=[
+                "rollout",
+                *SMALL[1:2],
+                "task=jsonl",
+                "task.path=rows.jsonl",
+                "n=5",
+                "task.held_out=0",
+                "task.validation=0",
+                "split=train",
+                "generation.max_new_tokens=4",
+            ]
         ),
         0,
         "n=5: the task has 2 rows",
@@ -184,9 +196,10 @@ def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path, seconds):
     time.sleep(seconds)  # no event tells how far the imports are
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode in (-signal.SIGINT, 130) and "rlkit/" not in errors.partition(
-        "interrupted"
-    )[0]
+    assert (
+        process.returncode in (-signal.SIGINT, 130)
+        and "rlkit/" not in errors.partition("interrupted")[0]
+    )
 
 
 def test_what_libraries_print_goes_into_no_file_where_the_streams_are_closed(tmp_path):
@@ -200,7 +213,10 @@ LIGHT = [
     ["--version"],
     ["--help"],
     [],
-    *([name, "--help"] for name in ("train", "show", "compare", "runs", "export", "serve", "agent")),
+    *(
+        [name, "--help"]
+        for name in ("train", "show", "compare", "runs", "export", "serve", "agent")
+    ),
     ["nonsense"],
     ["trian"],
     ["train", "--nonsense"],

@@ -107,7 +107,17 @@ def test_a_batched_reward_gives_one_score_for_each_rollout(values):
 
 def test_an_aggregate_that_is_not_finite_is_an_error():
     with pytest.raises(RewardError, match="aggregator"):
-        score(ROLLOUTS, reward(big=Term(1e308, lambda r: 1e308)))
+        score(ROLLOUTS, reward(big=Term(1e308, lambda r: 1e3)))
+
+
+@pytest.mark.parametrize("paid", [1e16, -1e308, float("nan")])
+def test_rewards_that_float32_cannot_be_trained_on_are_refused(paid):
+    """Finite rewards of ±1e308 became infinite advantages, or an overflow in their mean."""
+    with pytest.raises(RewardError, match=r"term 'big' returned no reward.*1e\+15"):
+        score(ROLLOUTS, reward(big=Term(1.0, lambda r: paid)))
+    step = Step((), (1,), (2,), (-1.0,), "stop", reward=paid)
+    with pytest.raises(RewardError, match=r"the rewards of an episode .* come to"):
+        score([Rollout(Task("t/0", ()), (step,))], reward(one=Term(1.0, lambda r: 1.0)))
 
 
 def test_true_and_false_are_one_and_zero():

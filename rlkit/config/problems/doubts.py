@@ -54,7 +54,7 @@ def warnings(x: Experiment) -> list[str]:
     updates = a.epochs * a.minibatches
     out += embedded_numbers(
         x, ("optimizer.lr", "trainer.steps", "generation.max_new_tokens")
-    ) + _adapter_rate(x) + _huge_rate(x)
+    ) + _adapter_rate(x)
     out += _list_unused(x)
     if (
         x.needs_reference
@@ -185,17 +185,6 @@ def _is_embedded(path: str | None) -> bool:
 def _rate(x: Experiment | RolloutRun) -> float | None:
     """The learning rate at the beginning of a run; None where nothing is trained."""
     return bound(x._asdict().get("optimizer")).get("lr")
-
-
-def _huge_rate(x: Experiment) -> list[str]:
-    """A learning rate at which Adam's first update is larger than weights are."""
-    rate = _rate(x)
-    if rate is None or rate < 0.1 or not written(x.optimizer).endswith("AdamW"):
-        return []
-    return [
-        f"optimizer.lr={rate:g}: AdamW moves each weight by about its rate in every update, and"
-        " this is more than weights are large; rates are 1e-6 to 1e-2"
-    ]
 
 
 def _adapter_rate(x: Experiment) -> list[str]:

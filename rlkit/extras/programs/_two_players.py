@@ -109,9 +109,7 @@ class Game:
     async def _start(self, seed: int) -> None:
         try:
             self.game = await call_user("the environment's make", self.make, count=2)
-            given = await call_user(
-                "the environment's reset", self.game.reset, seed=seed, count=2
-            )
+            given = await call_user("the environment's reset", self.game.reset, seed=seed, count=2)
             observation, _ = unpack(given, "observation, info")
             self._next(observation, 0)
         except Hung as error:

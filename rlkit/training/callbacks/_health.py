@@ -1,4 +1,4 @@
-"""Known pathologies on the terminal, each once; the end of the run says in how many steps it was."""
+"""Known pathologies on the terminal, each once. The end of the run counts their steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Health(L.Callback):
         _, row = with_least_bad([before, module.metrics])
         self.least_bad = row[LEAST_BAD]
         found = {check.__name__: text for check in CHECKS if (text := check(row)) is not None}
-        found |= {"tool": text for text in failing_tools(module.rollouts)}
+        found |= {text.partition(" failed")[0]: text for text in failing_tools(module.rollouts)}
         for name, text in found.items():
             if name not in self.said:
                 first = failures(module.rollouts) if name == environment_failures.__name__ else ""

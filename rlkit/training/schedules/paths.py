@@ -4,10 +4,10 @@ algorithm.policy_loss.clip_high."""
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ForwardRef
 
+from rlkit.errors import parameters_of
 from rlkit.types import Controller, is_record
 
 
@@ -36,11 +36,7 @@ def settable(node: Any) -> Mapping[str, Any]:
     """The same, and the unset defaults of a partial function."""
     if not isinstance(node, functools.partial):
         return fields(node)
-    defaults = {
-        p.name: p.default
-        for p in inspect.signature(node).parameters.values()
-        if p.default is not p.empty
-    }
+    defaults = {p.name: p.default for p in parameters_of(node).values() if p.default is not p.empty}
     return defaults | node.keywords
 
 
@@ -80,9 +76,7 @@ def _whole(node: Any, key: str) -> bool:
     """Whether a Controller's field is declared a whole number."""
     if isinstance(node, Mapping):
         return False
-    parameters = inspect.signature(
-        node.func if isinstance(node, functools.partial) else type(node)
-    ).parameters
+    parameters = parameters_of(node.func if isinstance(node, functools.partial) else type(node))
     declared = parameters[key].annotation if key in parameters else None
     if isinstance(declared, ForwardRef):
         declared = declared.__forward_arg__
