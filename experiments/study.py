@@ -4,17 +4,22 @@ a table, a plot.
     python experiments/study.py experiments/kl [--seeds 0 1 2] [--only none 'k3, 0.2'] [--jobs 2]
                                                [--keep runs]
 
-A study is a folder with a study.yaml: `title`, `variants` (name: overrides of `rlkit train`; the
-others are compared with the first), `common` (overrides of all of them, in which FOLDER stands for
-the study's own folder), `once` (names of those that only the first seed runs), `seeds` (three where
-it names none), `path` (a folder beside study.yaml whose Python files the runs import), `warm_up`
-(overrides of one run before the others, whose model is WARM_UP in theirs). Every run is `rlkit
-train` on one torch thread in an empty folder; runs that results.csv holds already are not repeated.
-Seeds are shared by the variants, so that a difference is one within pairs. The warm-up has a row of
-its own, and its run stays in the study's folder.
+A study is a folder with a study.yaml:
+
+    title
+    variants    name: overrides of `rlkit train`; the first variant is the baseline
+    common      overrides of all variants; FOLDER in them is the study's own folder
+    once        names of variants for the first seed only
+    seeds       by default three
+    path        a folder beside study.yaml with Python files for the runs
+    warm_up     overrides of one run before the others; WARM_UP in theirs is its model
+
+Every run is `rlkit train` on one torch thread in an empty folder. Runs with a row in results.csv
+are not repeated. All variants have the same seeds, so differences are taken within a seed. The
+warm-up has a row of its own, and its run stays in the study's folder.
 
 With --keep FOLDER the runs stay in FOLDER/VARIANT/SEED, for `rlkit compare` and `rlkit report`, and
-a run that was interrupted goes on; its seconds are then those since it went on.
+an interrupted run goes on; its seconds then count from there.
 """
 
 from __future__ import annotations
@@ -269,7 +274,7 @@ def plot(rows: Sequence[Row], names: Sequence[str], title: str, path: Path) -> N
 
 
 def read(path: Path) -> list[Row]:
-    """The rows that are there."""
+    """The rows so far."""
     return list(csv.DictReader(path.open())) if path.exists() else []
 
 

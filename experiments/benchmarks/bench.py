@@ -1,9 +1,8 @@
-"""What the benchmarks of this folder have in common: their command line, processes of their own,
-memory, exponents, and the CSV.
+"""The common parts of the benchmarks: command line, child processes, memory, exponents, the CSV.
 
-A run that is measured is the command `rlkit train` itself, in a process of its own, with parts of
-this file put in by `_target_`: a model that never ends a reply (`endless`), a clock (`clock`),
-conversations of a fixed number of turns (`talk`), a reward that needs no tool (`solved`).
+A measured run is the command `rlkit train` itself, in a process of its own, with parts of this file
+by `_target_`: a model without an end token (`endless`), a clock (`clock`), conversations of a fixed
+number of turns (`talk`), a reward without a tool (`solved`).
 """
 
 from __future__ import annotations
@@ -165,8 +164,8 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def child(command: Sequence[str], *, threads: int, cwd: Path | None = None) -> Any:
-    """What a process that ends with `answer` says. Raises RuntimeError with the end of its output
-    where it says nothing."""
+    """Run a process and return its `answer`. Raises RuntimeError with the end of its output if it
+    gives none."""
     done = subprocess.run(
         list(command),
         env=environment(threads),
@@ -339,7 +338,7 @@ def spread(rollout: Any, /) -> float:
     return float(rollout.sample % 2)
 
 
-# A run of random weights: replies that never end, one a rollout, and rewards that differ.
+# A run of random weights: endless replies, one a rollout, and different rewards.
 SPREAD = [
     "model._target_=bench.endless",
     "environment=single_turn",
@@ -349,8 +348,8 @@ SPREAD = [
 
 
 def solved_text(text: str, answer: str) -> float:
-    """1 where the expression that a reply hands to the calculator has the value of the answer, else
-    0: one reply, no tool needed."""
+    """1 if the reply's expression for the calculator has the value of the answer, else 0: one
+    reply, no tool needed."""
     from rlkit.environments import calculator
 
     found = re.findall(r'"expression": "([^"]*)"', text)

@@ -5,8 +5,8 @@ outcome is asserted.
 
 Makes a fresh virtual environment in FOLDER/venv, which must not exist yet, installs rlkit from
 CLONE as the README says, and works in FOLDER. The transcript is FOLDER/transcript.txt; paths in it
-are shortened. `--venv VENV` takes an environment that is there already. Exits with 1 where an
-outcome was not what it should be. Needs the package index for the installation, and nothing else of
+are shortened. `--venv VENV` takes an existing environment. Exits with 1 if an outcome
+was not as asserted. Needs the package index for the installation, and nothing else of
 the network.
 """
 

@@ -3,8 +3,8 @@
     python experiments/sentences/run.py [--pages 500]
     python experiments/sentences/run.py --only 'rlkit plan' --out FOLDER
 
-Draws figures of runs whose truth is known, lets the package's own functions say what they would
-print of them, and counts how often that is true. Writes results.csv, a row for each promise and
+Draws figures of runs with a known truth, lets the package's own functions print their sentences,
+and counts how often these are true. Writes results.csv, a row for each promise and
 setting, and prints the table of README.md. The random numbers are fixed.
 """
 
