@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
-import subprocess
+import io
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from rlkit.commands.arguments import Arguments
+from rlkit.commands.cli import main as main_command
 from rlkit.extras.why.commands.why import diagnose
 from rlkit.extras.why.evidence import read_evidence
 from rlkit.runs.folder import is_finished
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from faults import write_rows  # noqa: E402
+
 SEEDS = range(10)
 BASE = (
     "batch.prompts=8",
@@ -69,24 +73,17 @@ COLUMNS = ("kind", "seed", "half", "named", "first", "second", "findings", "from
 
 
 def train(kind: str, seed: int, folder: Path) -> None:
-    """Trains a run in its folder, on one thread. Raises: RuntimeError with the last lines of its
+    """Trains a run in its folder, in this process. Raises: RuntimeError with the last lines of its
     output."""
-    sys.path.insert(0, str(HERE))
-    from faults import write_rows
-
     words = [*BASE, *KINDS[kind], f"seed={seed}", f"hydra.run.dir={folder}"]
     if any("ROWS" in word for word in words):
         rows = write_rows(kind, seed, folder.parent / f"{seed}.jsonl")
         words = [word.replace("ROWS", str(rows.absolute())) for word in words]
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "rlkit", "train", *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{kind}, seed {seed}: {done.stderr[-2000:] or done.stdout[-2000:]}")
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out):
+        status = main_command(["train", *words])
+    if status:
+        raise RuntimeError(f"{kind}, seed {seed}: {out.getvalue()[-2000:]}")
 
 
 def row_of(kind: str, seed: int, folder: Path, seconds: float) -> dict[str, object]:
@@ -122,7 +119,11 @@ def sum_up(rows: Sequence[Mapping[str, object]]) -> str:
         if own:
             hits = sum(str(row["named"]) in "12" for row in own)
             firsts = sorted({str(row["first"]) or "nothing" for row in own})
-            hit = f"{hits}" if kind in FAULTS else f"false alarms: {sum(bool(r['first']) for r in own)}"
+            hit = (
+                f"{hits}"
+                if kind in FAULTS
+                else f"false alarms: {sum(bool(r['first']) for r in own)}"
+            )
             lines.append(f"| {kind} | {len(own)} | {hit} | {', '.join(firsts)} |")
     return "\n".join(lines)
 
@@ -147,10 +148,14 @@ def main() -> None:
             if not is_finished(folder) and left:
                 left -= 1
                 begun = time.perf_counter()
-                train(kind, seed, folder)
+                try:
+                    train(kind, seed, folder)
+                except RuntimeError as error:
+                    print(error, flush=True)
                 seconds = time.perf_counter() - begun
             if is_finished(folder):
                 table[kind, seed] = row_of(kind, seed, folder, seconds)
+                print(table[kind, seed], flush=True)
                 with file.open("w", newline="") as out:
                     writer = csv.DictWriter(out, COLUMNS)
                     writer.writeheader()

@@ -12,7 +12,7 @@ from statistics import fmean
 from rlkit.extras.why.evidence import Evidence, Finding
 from rlkit.tasks.splits import problem_of
 from rlkit.training.callbacks.pathologies import MISMATCH
-from rlkit.types import Task
+from rlkit.types import Rollout, Task, ToolResult
 
 FAILED = 0.02  # share of episodes with a failure of the reward or the environment
 UNREAD = 0.05  # share of rows that no reply to is scored
@@ -74,25 +74,32 @@ def unread_truths(e: Evidence) -> Finding | None:
 
 
 def failing_tool(e: Evidence) -> Finding | None:
-    """A tool that fails in nearly every call."""
-    calls: dict[str, list[bool]] = defaultdict(list)
-    said: dict[str, str] = {}
-    for rollout in e.rollouts:
-        for step in rollout.steps:
-            for result in step.tool_results:
-                calls[result.name].append(not result.ok)
-                if not result.ok:
-                    said.setdefault(result.name, result.content)
-    for name, failed in calls.items():
-        if len(failed) >= CALLS and fmean(failed) >= BROKEN:
+    """A tool that fails in nearly every call, those of the first step included: later ones may be
+    of a policy that forgot how to call it."""
+    every = results_of(e.rollouts)
+    first = results_of(next(iter(e.played.values()), ()))
+    for name, results in every.items():
+        failed = [result for result in results if not result.ok]
+        begun = fmean([not result.ok for result in first[name]] or [0])
+        if len(results) >= CALLS and min(len(failed) / len(results), begun) >= BROKEN:
             return Finding(
                 "tool",
                 f"The tool {name} is broken.",
-                f"{sum(failed)} of {len(failed)} calls of it failed; the first said"
-                f" {said[name]!r:.120}.",
+                f"{len(failed)} of {len(results)} calls of it failed; the first said"
+                f" {failed[0].content!r:.120}.",
                 "Call it by hand with the arguments of samples/, and mend it.",
             )
     return None
+
+
+def results_of(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
+    """Tool → what its calls gave."""
+    found: dict[str, list[ToolResult]] = defaultdict(list)
+    for rollout in rollouts:
+        for step in rollout.steps:
+            for result in step.tool_results:
+                found[result.name].append(result)
+    return found
 
 
 def stale_engine(e: Evidence) -> Finding | None:
@@ -108,7 +115,7 @@ def stale_engine(e: Evidence) -> Finding | None:
         "The engine does not sample from the trained policy.",
         f"Sampler and trainer differed by {first:.2g} nats a token in the first step and by"
         f" {gap:.2g} in the last ones, where {bound[-1]:.2g} is rounding: the engine has {kind}.",
-        "Sample with rlkit's own engine. If that mends it, look at how the other one loads weights.",
+        "Sample with rlkit's engine. If that mends it, look at how the other one loads weights.",
         ("generation=cached",),
     )
 

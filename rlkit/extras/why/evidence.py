@@ -79,6 +79,11 @@ class Evidence(NamedTuple):
             values = values[:size] if third == 0 else values[-size:]
         return fmean(values) if values else math.nan
 
+    def lasting(self, metric: str) -> float:
+        """The smaller of a share's mean and its value in the first step: what the policy was like
+        before any update, and stayed. What only came later is a consequence."""
+        return min(self.mean(metric), *self.values(metric)[:1], math.inf)
+
     @property
     def steps(self) -> int:
         """RL steps that have a reward."""
@@ -94,6 +99,15 @@ class Evidence(NamedTuple):
         noise = variance([b - a for a, b in pairwise(values)]) / 2
         error = math.sqrt(2 * noise / max(1, len(values) // 3))
         return Progress(self.mean("reward/mean", 0), self.mean("reward/mean", -1), error)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether the run learns from rewards, and not from a teacher or demonstrations."""
+        names = {name for row in self.run.rows for name in row}
+        others = [
+            name for name in names if name.startswith("streams/") and name != "streams/reward"
+        ]
+        return not others and "reward/demonstration/mean" not in names
 
     @property
     def rollouts(self) -> list[Rollout]:

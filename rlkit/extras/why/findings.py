@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlkit.extras.why import data, settings
 from rlkit.extras.why.attacks import attack
@@ -11,6 +11,13 @@ from rlkit.rewards import Reward
 from rlkit.runs.tables import symptoms
 
 BROKEN = 5  # checks of `data` that stand before the reward: what they find hides everything else
+
+EQUAL = ("hard", "easy", "groups", "equal")  # ways in which rewards do not differ
+# cause → what it explains as well
+EXPLAINS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("tool", "unread", "sign", "hackable", "cut", "temperature"), EQUAL),
+    **dict.fromkeys(("hard", "easy", "groups"), ("equal",)),
+}
 
 
 def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
@@ -21,7 +28,8 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
     """
     broken = [check(e) for check in data.CHECKS[:BROKEN]]
     paid = attack(reward, e.tasks) if reward is not None else None
-    rest = [check(e) for check in (*data.CHECKS[BROKEN:], *settings.CHECKS)]
+    own = settings.REWARDED if e.rewarded else settings.CHECKS
+    rest = [check(e) for check in (*data.CHECKS[BROKEN:], *own)]
     drifts = [
         Finding(
             "drift",
@@ -32,7 +40,15 @@ def list_findings(e: Evidence, reward: Reward | None = None) -> list[Finding]:
         for symptom in symptoms(e.run)
         if not symptom.steps
     ]
-    return [finding for finding in (*broken, paid, *rest, *drifts) if finding is not None]
+    return without_symptoms([f for f in (*broken, paid, *rest, *drifts) if f is not None])
+
+
+def without_symptoms(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings without those that an earlier one explains: a reply that is cut earns nothing,
+    so its problem only looks too hard."""
+    causes = {finding.cause for finding in findings}
+    hidden = {own for cause in causes for own in EXPLAINS.get(cause, ())}
+    return [finding for finding in findings if finding.cause not in hidden]
 
 
 def say_findings(findings: Sequence[Finding]) -> list[str]:

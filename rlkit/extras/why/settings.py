@@ -23,17 +23,20 @@ STILL = 1e-4  # KL to the start, in nats a token, of a policy that has not moved
 FAR = 0.05  # KL of a step, in nats a token, that is too large (docs/choosing.md)
 TIMES = 10  # factor between the rate and the one that suits the model
 TIGHT = 2.0  # gain that the KL allows, in standard deviations of the reward within a group
+# advantages that need no second rollout of a prompt
+ALONE = ("batch_mean", "raw", "remax", "reward_to_go", "gae", "turn_gae", "adaptive_gae")
 LOUD = 0.1  # entropy coefficient
 EXPLAINED = 0.05  # share of the returns' variance that a useful critic explains
 
 
 def cut_replies(e: Evidence) -> Finding | None:
     """Many episodes are cut before they answer."""
-    share = e.mean("len/truncated_frac")
+    share = e.lasting("len/truncated_frac")
     if not share > CUT:
         return None
     reasons = ("length", "context", "steps", "deadline", "environment", "error")
-    why = max(reasons, key=lambda name: e.mean(f"stop_reason/{name}") or 0.0)
+    known = {name: share for name in reasons if (share := e.mean(f"stop_reason/{name}")) > 0}
+    why = max(known, key=known.__getitem__, default="length")
     limit = e.number("generation.max_new_tokens")
     evidence = f"{share:.0%} of the episodes were cut, most of them by {why}."
     if why == "length" and limit == limit:
@@ -56,7 +59,7 @@ def cut_replies(e: Evidence) -> Finding | None:
 
 def hard_problems(e: Evidence) -> Finding | None:
     """Nearly no group has a good reply."""
-    share = e.mean("group/frac_all_bad")
+    share = e.lasting("group/frac_all_bad")
     if not share >= HARD or e.progress.rose:
         return None
     size = e.number("batch.group_size")
@@ -117,12 +120,19 @@ def hot_sampling(e: Evidence) -> Finding | None:
     )
 
 
+def compares_groups(e: Evidence) -> bool:
+    """Whether advantages compare the rollouts of a prompt, and not those of the batch or a
+    critic's."""
+    return str(e.setting("algorithm.advantage._target_", NONE)).rpartition(".")[2] not in ALONE
+
+
 def small_groups(e: Evidence) -> Finding | None:
     """Groups so small that most have equal rewards, although the problems are solved sometimes."""
     size = e.number("batch.group_size")
-    equal = e.mean("group/frac_zero_std")
+    equal = e.lasting("group/frac_zero_std")
     decided = max(e.mean("group/frac_all_bad"), e.mean("group/frac_all_good")) >= HARD
-    if not (size <= SMALL and equal >= EQUAL) or decided or e.progress.rose:
+    few = size <= SMALL and equal >= EQUAL and not decided
+    if not few or e.progress.rose or not compares_groups(e):
         return None
     return Finding(
         "groups",
@@ -136,8 +146,8 @@ def small_groups(e: Evidence) -> Finding | None:
 
 def equal_rewards(e: Evidence) -> Finding | None:
     """Rewards do not differ within groups, whatever the reason."""
-    equal = e.mean("group/frac_zero_std")
-    if not equal >= HARD or e.progress.rose:
+    equal = e.lasting("group/frac_zero_std")
+    if not equal >= HARD or e.progress.rose or not compares_groups(e):
         return None
     return Finding(
         "equal",
@@ -159,11 +169,14 @@ def strong_kl(e: Evidence) -> Finding | None:
     coefs = e.values("kl/coef")
     coef = coefs[-1] if coefs else e.number("kl.coef")
     spread = spread_within(e.groups)
+    if spread != spread:
+        spread = e.mean("reward/std")
     normalised = "group" in str(e.setting("algorithm.normalization._target_", NONE))
     allowed = math.inf
     if coef > 0 and e.setting("kl.name", NONE) != NONE:
         allowed = (1.0 if normalised else spread) / coef
-    if not allowed < TIGHT or e.progress.rose:
+    told = e.mean("group/frac_zero_std") < HARD and not e.progress.rose
+    if not (allowed < TIGHT and told):
         return None
     return Finding(
         "kl",
@@ -220,11 +233,12 @@ def high_rate(e: Evidence) -> Finding | None:
     if e.progress.rose or not (moved > FAR or rate >= TIMES * suited):
         return None
     known = f", where {suited:g} suits this model" if suited == suited else ""
+    far = f"moves the policy by {moved:.2g} nats a token" if moved == moved else "breaks the policy"
     return Finding(
         "rate_high",
         "The learning rate is too high.",
-        f"At optimizer.lr={rate:g}{known}, a step moves the policy by {moved:.2g} nats a token, and"
-        f" the reward went from {e.progress.first:.2f} to {e.progress.last:.2f}.",
+        f"At optimizer.lr={rate:g}{known}, a step {far}, and the reward went from"
+        f" {e.progress.first:.2f} to {e.progress.last:.2f}.",
         "Lower the rate, and begin again: the policy of now is damaged.",
         (f"optimizer.lr={suited if rate >= TIMES * suited else rate / TIMES:g}",),
     )
@@ -250,6 +264,15 @@ def low_rate(e: Evidence) -> Finding | None:
 
 
 CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (
+    cut_replies,
+    hot_sampling,
+    high_rate,
+    loud_entropy,
+    useless_critic,
+    low_rate,
+)
+# of runs that learn from rewards, and not from a teacher or from demonstrations
+REWARDED: Sequence[Callable[[Evidence], Finding | None]] = (
     cut_replies,
     cold_sampling,
     hot_sampling,

@@ -1,5 +1,5 @@
-"""`rlkit why`: each planted cause is found in what a run says of itself, a healthy run has none, and
-forks are the run itself but for their remedy."""
+"""`rlkit why`: each planted cause is found in what a run says of itself, a healthy run has none,
+and forks are the run itself but for their remedy."""
 
 from __future__ import annotations
 
@@ -159,7 +159,9 @@ def test_a_tool_that_always_fails():
         played = []
         for task in tasks_of(12):
             rollout = said(task, "x", 0.0)
-            played.append(rollout._replace(steps=(rollout.steps[0]._replace(tool_results=(result,)),)))
+            played.append(
+                rollout._replace(steps=(rollout.steps[0]._replace(tool_results=(result,)),))
+            )
         return played
 
     assert causes(evidence(rollouts=called(ok=False))) == ["tool"]
@@ -169,7 +171,9 @@ def test_a_tool_that_always_fails():
 def test_prompts_that_hold_their_answer_more_often_than_another_rows():
     """Answers among options stand in every prompt, and are no leak."""
     leaked = [
-        said(task._replace(messages=({"role": "user", "content": f"It is {task.answer}."},)), "", 0.0)
+        said(
+            task._replace(messages=({"role": "user", "content": f"It is {task.answer}."},)), "", 0.0
+        )
         for task in tasks_of(12)
     ]
     assert causes(evidence(rollouts=leaked)) == ["leak"]
@@ -207,9 +211,7 @@ def served(rollout, *, address="http://127.0.0.1:1"):
     return 1.0
 
 
-@each(
-    ("fn", "cause"), [(constant, "hackable"), (reversed_numeric, "sign"), (numeric, None)]
-)
+@each(("fn", "cause"), [(constant, "hackable"), (reversed_numeric, "sign"), (numeric, None)])
 def test_a_reward_that_pays_the_wrong_answer(fn, cause):
     found = attack(Reward("mine", {"mine": Term(1.0, fn)}), tasks_of(12))
     assert (found and found.cause) == cause
@@ -244,7 +246,9 @@ def test_remedies_of_findings_come_first_and_none_changes_the_reward():
     assert remedies[0].overrides == ("kl=none",)
     assert len({own.overrides for own in remedies}) == len(remedies)
     found = attack(Reward("mine", {"mine": Term(1.0, constant)}), tasks_of(12))
-    assert found.remedy and not any("reward=by_task" in r.overrides for r in list_remedies(e, [found]))
+    assert found.remedy and not any(
+        "reward=by_task" in r.overrides for r in list_remedies(e, [found])
+    )
 
 
 def fork(title, rewards, overrides=("a=b",)):
@@ -258,7 +262,7 @@ def test_an_effect_is_claimed_where_the_pairs_show_it_and_no_effect_is_said_to_b
     same = fork("Same", [r + 0.25 * (-1) ** i for i, r in enumerate(base)])
     effects = list_effects(control, [same, better])
     assert [own.helps for own in effects] == [False, True]
-    assert say_effect(effects[1]).startswith("Better (a=b): reward is higher by 0.172 (")
+    assert say_effect(effects[1]).startswith("Better (a=b): reward is higher by 0.156 (")
     assert "no effect that could be seen" in say_effect(effects[0])
     assert "Better" in sum_up(control, [same, better], effects)[0]
     few = list_effects(fork("", base[:9], ()), [fork("Few", [1.0] * 9)])
@@ -274,7 +278,7 @@ def run(tmp_path_factory):
     """Four steps, with checkpoints after the second and the fourth."""
     folder = tmp_path_factory.mktemp("why") / "run"
     words = ["batch.prompts=4", "batch.group_size=4", "trainer.steps=4", "trainer.threads=1"]
-    words += ["generation.max_new_tokens=16", "evaluation.n=0", "logger=none", "kl.coef=10"]
+    words += ["evaluation.n=0", "logger=none", "kl.coef=10"]
     words += ["callbacks.checkpoint.every=2", "callbacks.checkpoint.model=false"]
     assert main(["train", *words, f"hydra.run.dir={folder}"]) == 0
     return folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlkit.commands.arguments import Arguments, drop, is_trusted, option
-from rlkit.errors import ConfigError, Refusal
+from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs import folder as runs
 
 if TYPE_CHECKING:
@@ -210,7 +210,13 @@ def try_all(
         if known is None and len(forks) > 1 and spent + longest > 60 * minutes:
             continue
         if known is None:
-            known = run_fork(x, setting, tasks, place, steps)
+            try:
+                known = run_fork(x, setting, tasks, place, steps)
+            except RLKitError as error:
+                if not forks:
+                    raise
+                print(f"not tried: {setting.remedy.title} ({error})")
+                continue
             write_fork(e.run.folder, known)
         longest = max(longest, known.seconds)
         forks.append(known)
