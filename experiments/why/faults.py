@@ -25,7 +25,7 @@ def hackable(rollout: Rollout) -> float:
     return min(1.0, len(rollout.final_content) / 20)
 
 
-def broken(expression: str) -> str:
+def calculator(expression: str) -> str:
     """Calculates.
 
     Args:

@@ -57,7 +57,7 @@ FAULTS: Mapping[str, Sequence[str]] = {
     "leak": ("task=jsonl", "task.path=ROWS"),
     "hackable": ("reward=faults.hackable",),
     "sign": ("reward.terms.task.weight=-1",),
-    "tool": ("environment=tool_use", "environment.tools.calculator._target_=faults.broken"),
+    "tool": ("environment=tool_use", "environment.tools.calculator._target_=faults.calculator"),
     "stale": ("generation.engine._target_=faults.Stale",),
     "critic": ("algorithm=ppo", "algorithm.critic.optimizer.lr=0"),
     "hard": ("task=jsonl", "task.path=ROWS"),

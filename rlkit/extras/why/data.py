@@ -18,6 +18,10 @@ FAILED = 0.02  # share of episodes with a failure of the reward or the environme
 UNREAD = 0.05  # share of rows that no reply to is scored
 BROKEN = 0.9  # share of a tool's calls that fail
 CALLS = 10  # calls below which nothing is said of a tool
+# An engine has old weights where its difference from the trainer grew by this factor, beyond this
+# many nats a token.
+GREW = 30
+ROUNDING = 0.001
 GIVEN = 0.3  # share of prompts that hold their own truth, beyond those that hold another row's
 REPEATED = 0.3  # share of the rows that are one problem
 ROWS = 8  # rows below which nothing is said of them
@@ -103,18 +107,25 @@ def results_of(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
 
 
 def stale_engine(e: Evidence) -> Finding | None:
-    """The engine samples with other weights than the trainer's, in a run that asks for no lag."""
-    gap = e.mean("mismatch/logp_abs_mean", -1)
-    bound = e.values("mismatch/logp_abs_bound") or [MISMATCH]
-    if not gap > bound[-1] or e.number("asynchrony.staleness") > 0:
+    """The engine samples with other weights than the trainer's, in a run that asks for no lag.
+
+    In the first step both have the same weights, so their difference then is rounding.
+    """
+    gaps = e.values("mismatch/logp_abs_mean")
+    if not gaps or e.number("asynchrony.staleness") > 0:
         return None
-    first = e.values("mismatch/logp_abs_mean")[0]
-    kind = "old weights" if first < gap / 2 else "other weights, or computes otherwise"
+    first = gaps[0]
+    gap = e.mean("mismatch/logp_abs_mean", -1)
+    bound = (e.values("mismatch/logp_abs_bound") or [MISMATCH])[-1]
+    grew = gap > GREW * first and gap > ROUNDING
+    if not (grew or gap > bound):
+        return None
+    why = "so it has old weights" if grew else f"more than the {bound:.2g} of rounding"
     return Finding(
         "stale",
         "The engine does not sample from the trained policy.",
-        f"Sampler and trainer differed by {first:.2g} nats a token in the first step and by"
-        f" {gap:.2g} in the last ones, where {bound[-1]:.2g} is rounding: the engine has {kind}.",
+        f"Sampler and trainer differed by {first:.2g} nats a token in the first step, and by"
+        f" {gap:.2g} in the last third, {why}.",
         "Sample with rlkit's engine. If that mends it, look at how the other one loads weights.",
         ("generation=cached",),
     )
