@@ -297,7 +297,17 @@ SLOTS: dict[str, dict[str, Any]] = {
 # --------------------------------------------------------------- overrides, from the files of conf/
 
 
-EXTRAS = ("adapters", "bench", "forecast", "notebook", "pretrained", "programs", "report", "vllm")
+EXTRAS = (
+    "adapters",
+    "bench",
+    "forecast",
+    "notebook",
+    "pretrained",
+    "programs",
+    "report",
+    "vllm",
+    "why",
+)
 
 
 def every_extra() -> bool:

@@ -418,13 +418,20 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
         lines += [f"not written: {'; '.join(named[:SHOWN])}{more}"] if named else []
     longer = f" trainer.steps={2 * summary['steps']}" if summary["ended"] == "finished" else ""
     longer = f" evaluation.stop_at=null{longer}" if longer and why else longer
-    drawn = (folder / "tensorboard").is_dir()
     saved = any((folder / "checkpoints").glob("*.ckpt"))
     lines += [
         f"run folder       {runs.shown(folder)}",
         "next:",
-        *([f"  curves         tensorboard --logdir {where}"] if drawn else []),
-        *([f"  report         rlkit report {where}"] if extras.has_command("report") else []),
+        *(
+            [f"  curves         tensorboard --logdir {where}"]
+            if (folder / "tensorboard").is_dir()
+            else []
+        ),
+        *(
+            f"  {name:<15}rlkit {name} {where}"
+            for name in ("report", "why")
+            if extras.has_command(name)
+        ),
         f"  conversations  less {where}/samples/*",
         (
             f"  resume         rlkit train resume={where}{longer}"

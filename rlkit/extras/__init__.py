@@ -5,5 +5,5 @@ The core imports nothing from here. An extra enters by the doors that a stranger
 an entry point of the group `rlkit.commands` elsewhere. `rlkit.system.extras` finds what is there.
 
 Files in the order of their imports: adapters, bench, forecast, notebook, pretrained, programs,
-report, vllm.
+report, vllm, why.
 """

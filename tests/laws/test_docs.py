@@ -80,6 +80,7 @@ CANNOT = {
     "rlkit plan": "needs runs",
     "rlkit bench": "many processes; tests/extras/bench/test_bench.py runs such",
     "rlkit prove": "of an extra that may be missing; tests/extras/bench/test_prove.py runs such",
+    "rlkit why": "needs a run; tests/extras/why/test_why.py has some",
     "tensorboard": "needs the extra",
 }
 BROUGHT = {
@@ -89,6 +90,7 @@ BROUGHT = {
     "get": "pretrained",
     "bench": "bench",
     "prove": "bench",
+    "why": "why",
 }  # command → the extra that brings it
 NEEDS = {  # what a shown command leaves to the reader
     "task=jsonl": ["task.path=rows.jsonl"],

@@ -26,6 +26,7 @@ TOKENS = {
     "programs": 28_000,
     "report": 13_000,
     "vllm": 9_000,
+    "why": 14_000,
 }
 FILE_TOKENS = 4_500
 LARGER_FILES = {"types.py": 4_720}

@@ -1,0 +1,117 @@
+"""Whether the run's reward pays an empty or constant answer, or a wrong one more than the truth."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rlkit.extras.why.evidence import Finding
+from rlkit.rewards import Reward, RewardError, declared, named_rewards
+from rlkit.rewards import score as score_rollouts
+from rlkit.types import Rollout, Step, Task, bound, plain
+
+TRIED = 16  # rows
+PAID = 0.8  # share of the truth's reward that an answer without sense earns
+CONSTANTS = ("", "0", "1", "yes", "I do not know.", "The answer is", "the " * 200)
+ADDRESS = ("address", "addresses", "url", "base_url", "host", "endpoint", "client")
+
+
+def attack(reward: Reward, tasks: Sequence[Task]) -> Finding | None:
+    """Scores truths and constant answers on the first rows that have a truth.
+
+    Raises: nothing of the reward's: a reward that fails on one of the answers says nothing here.
+    """
+    rows = [task for task in tasks if task.answer.strip()][:TRIED]
+    if len(rows) < 2:
+        return None
+    common = Counter(task.answer for task in rows).most_common(1)[0][0]
+    answers = dict.fromkeys((*CONSTANTS, common))
+    try:
+        truth = mean_reward(reward, rows, [task.answer for task in rows])
+        paid = {text: mean_reward(reward, rows, [text] * len(rows)) for text in answers}
+    except RewardError:
+        return None
+    known = {text: value for text, value in paid.items() if value is not None}
+    if truth is None or not known:
+        return None
+    best = max(known, key=known.__getitem__)
+    shown = repr(best) if len(best) < 40 else f"{best[:20]!r} repeated"
+    if truth < min(known.values()):
+        return Finding(
+            "sign",
+            "The reward pays less for the truth than for anything else.",
+            f"On {len(rows)} rows the truth earns {truth:.2f}, and the answer {shown}"
+            f" {known[best]:.2f}.",
+            "Look at the signs of reward.terms.*.weight, and at what the function returns.",
+            tuple(f"{key}={-weight:g}" for key, weight in negative_weights(reward)),
+        )
+    if known[best] > 0 and known[best] >= PAID * truth:
+        return Finding(
+            "hackable",
+            "The reward pays an answer without sense.",
+            f"On {len(rows)} rows the answer {shown} earns {known[best]:.2f}, and the truth"
+            f" {truth:.2f}.",
+            "Change the reward so that only a right answer earns it, or train on the task's own"
+            " verifier (reward=by_task).",
+            ("reward=by_task",) if reward.name != "by_task" else (),
+        )
+    return None
+
+
+def negative_weights(reward: Reward) -> list[tuple[str, float]]:
+    """Dotted key and weight of the terms that count against the reward."""
+    named = ((f"reward.terms.{name}.weight", term.weight) for name, term in reward.terms.items())
+    return [(key, weight) for key, weight in named if weight < 0]
+
+
+def mean_reward(reward: Reward, tasks: Sequence[Task], answers: Sequence[str]) -> float | None:
+    """The mean reward of replies that are these texts; None where none is scored."""
+    played = [answered(task, text) for task, text in zip(tasks, answers, strict=True)]
+    scored = [r.total_reward for r in score_rollouts(played, reward)]
+    values = [value for value in scored if value is not None]
+    return fmean(values) if values else None
+
+
+def answered(task: Task, text: str) -> Rollout:
+    """An episode of one reply."""
+    step = Step(task.messages, (), (1,), (0.0,), finish_reason="stop", content=text)
+    return Rollout(task, (step,))
+
+
+def unsafe_reason(reward: Reward, tasks: Sequence[Task]) -> str:
+    """Why attacks on this reward have to be asked for; "" for plain functions of one rollout.
+
+    A batched or async function may be a model's or a server's, which costs time or money.
+    """
+    for name, fn in functions_of(reward, tasks):
+        if inspect.iscoroutinefunction(plain(fn)):
+            return f"the reward {name} is async"
+        if declared(fn).batched or (name in reward.terms and reward.terms[name].batched):
+            return f"the reward {name} takes the whole batch"
+        if declared(fn).no_gold:
+            return f"the reward {name} has no truths"
+        if set(ADDRESS) & set(parameters(fn)):
+            return f"the reward {name} reads an address"
+    return ""
+
+
+def functions_of(reward: Reward, tasks: Sequence[Task]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Name and function of the terms that count; of one that asks the rows, those they name."""
+    asked = {task.reward for task in tasks}
+    for name, term in reward.terms.items():
+        known: Mapping[str, Callable[..., Any]] = named_rewards(term.fn)
+        if term.weight and known:
+            yield from ((own, fn) for own, fn in known.items() if own in asked)
+        elif term.weight:
+            yield name, term.fn
+
+
+def parameters(fn: Callable[..., Any]) -> list[str]:
+    """Names of the keywords that a function is given or may be given."""
+    try:
+        return [*bound(fn), *inspect.signature(plain(fn)).parameters]
+    except (TypeError, ValueError):
+        return []

@@ -1,0 +1,223 @@
+"""why a run does not learn: causes with their evidence, and remedies tried: RUN minutes=10"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.errors import ConfigError, Refusal, RLKitError
+from rlkit.runs import folder as runs
+
+if TYPE_CHECKING:
+    from rlkit.extras.why.evidence import Evidence, Finding
+    from rlkit.extras.why.forks import Fork, Place, Setting
+
+TAKES_TEXTS = True
+SETTINGS = ("minutes", "steps", "step", "attack")
+
+
+def command(arguments: Arguments) -> int:
+    """Say why a run does not learn: causes with their evidence and a remedy each. With minutes=N
+    the run is continued with each remedy, and the effects are measured.
+
+    RUN          a run folder, finished or not
+    minutes=N    continue it with the remedies, as many as fit
+    steps=N      RL steps of each continuation, 8 by default
+    step=N       begin at the checkpoint of this step; 0 is the start
+    attack=true  try empty and constant answers also on a reward that is async, takes the whole
+                 batch or reads an address
+    trust=true   the run may use code that nothing declares safe
+
+        rlkit why outputs/latest
+        rlkit why outputs/latest minutes=10
+    """
+    from rlkit.extras.why.evidence import read_evidence
+    from rlkit.extras.why.findings import say_findings, say_progress
+    from rlkit.extras.why.forks import STEPS
+
+    given = read_settings(arguments)
+    [named] = arguments.texts
+    folder = runs.find_run(named, "rlkit why")
+    e = read_evidence(folder)
+    if not e.steps:
+        raise ConfigError(
+            f"rlkit why {named}: the run has no finished step, so nothing can be said"
+        )
+    print(say_progress(e))
+    findings, notes = diagnose(e, named, arguments, attack=given.get("attack") == "true")
+    print(
+        "\n".join(say_findings(findings) or ["Nothing was found that is known to hold a run back."])
+    )
+    for note in notes:
+        print(f"note: {note}")
+    steps = int(given.get("steps", STEPS))
+    minutes = float(given["minutes"]) if "minutes" in given else None
+    asked = int(given["step"]) if "step" in given else None
+    lines = prove(e, findings, named, arguments, minutes=minutes, steps=steps, step=asked)
+    for line in lines:
+        print(line, flush=True)
+    return 0
+
+
+def read_settings(arguments: Arguments) -> dict[str, str]:
+    """The settings of the command line. Raises ConfigError for another word, a number that is none,
+    and anything but one run."""
+    given = {
+        key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
+    }
+    unknown = drop(arguments.overrides, "trust", *SETTINGS)
+    if unknown:
+        raise ConfigError(
+            f"'{unknown[0]}': rlkit why takes a run folder and"
+            f" {', '.join(f'{key}=' for key in SETTINGS)}"
+        )
+    if len(arguments.texts) != 1:
+        raise ConfigError("rlkit why takes one run folder: rlkit why outputs/latest")
+    for key in ("minutes", "steps", "step"):
+        least = 0 if key == "step" else 1
+        if key in given and not (given[key].isdigit() and int(given[key]) >= least):
+            raise ConfigError(f"{key}={given[key]}: give a whole number, {least} or more")
+    return given
+
+
+def diagnose(
+    e: Evidence, named: str, arguments: Arguments, *, attack: bool
+) -> tuple[list[Finding], list[str]]:
+    """The findings of a run, and what could not be looked at."""
+    from rlkit.extras.why.attacks import unsafe_reason
+    from rlkit.extras.why.findings import list_findings
+
+    notes = []
+    reward = None
+    if not e.played:
+        notes.append(
+            "no rollouts are kept (callbacks.rollouts.every), so rows, tools and rewards were not"
+            " looked at"
+        )
+    else:
+        try:
+            reward = compose_run(e.run.folder, named, arguments, ()).x.reward
+            why = unsafe_reason(reward, e.tasks)
+        except Refusal as error:
+            why = str(error)
+        if why and not (attack and reward is not None):
+            notes.append(f"no answers were tried on the reward: {why}")
+            reward = None
+    return list_findings(e, reward), notes
+
+
+def compose_run(
+    folder: Path, named: str, arguments: Arguments, overrides: Sequence[str], title: str = ""
+) -> Setting:
+    """A run with a remedy, composed and checked as `rlkit train` does.
+
+    Raises: ConfigError, also where the run's parts are Python objects, which no folder keeps.
+    """
+    from rlkit.commands.trust import asker
+    from rlkit.config.compose import compose, experiment
+    from rlkit.extras.why.forks import Setting
+    from rlkit.extras.why.remedies import Remedy, changed
+
+    if not (folder / ".hydra" / "overrides.yaml").is_file():
+        raise ConfigError("parts of this run are Python objects, which its folder does not keep")
+    mine = list(overrides)
+    ask = asker(named, folder, mine, arguments, entry="train")
+    composed = compose(
+        changed(runs.saved_overrides(folder), mine),
+        config_dir=arguments.config_dir,
+        before_import=ask,
+        trusted=is_trusted(arguments.overrides),
+    )
+    return Setting(Remedy(title, tuple(overrides)), experiment(composed), composed.config)
+
+
+def prove(
+    e: Evidence,
+    findings: Sequence[Finding],
+    named: str,
+    arguments: Arguments,
+    *,
+    minutes: float | None,
+    steps: int,
+    step: int | None,
+) -> Iterator[str]:
+    """What continuing the run would cost, or what came of it."""
+    from rlkit.extras.why.effects import list_effects, sum_up
+    from rlkit.extras.why.forks import PROBES, choose_place, forecast_seconds, read_forks
+    from rlkit.extras.why.remedies import list_remedies
+
+    folder = e.run.folder
+    remedies = list_remedies(e, findings)
+    place = choose_place(folder, e, step)
+    costs = [
+        forecast_seconds(e, overrides, steps, PROBES)
+        for overrides in ((), *(own.overrides for own in remedies))
+    ]
+    whole = sum(costs) / 60
+    where = f"step {place.step}" if place.step else "the start"
+    yield (
+        f"To try {len(remedies)} remedies from {where}, {steps} steps each, takes about"
+        f" {max(whole, 0.1):.1f} minutes by the times of this run."
+    )
+    if minutes is None:
+        budget = max(1, round(1.5 * whole + 0.5))
+        yield f"   rlkit why {shlex.quote(named)} minutes={budget}"
+        return
+    done = read_forks(folder, place, steps)
+    settings: list[Setting] = []
+    for title, overrides in [("The run as it is", ()), *remedies]:
+        try:
+            settings.append(compose_run(folder, named, arguments, overrides, title))
+        except Refusal as error:
+            if not overrides:
+                raise
+            yield f"not tried: {' '.join(overrides)} ({str(error).splitlines()[0]})"
+    forks = try_all(e, settings, place, done, minutes=minutes, steps=steps)
+    control, *others = forks
+    left = len(settings) - len(forks)
+    if left:
+        yield f"{left} remedies are left out by minutes={minutes:g}; the same command goes on."
+    yield from sum_up(control, others, list_effects(control, others))
+
+
+def try_all(
+    e: Evidence,
+    settings: Sequence[Setting],
+    place: Place,
+    done: Mapping[tuple[str, ...], Fork],
+    *,
+    minutes: float,
+    steps: int,
+) -> list[Fork]:
+    """The forks of the settings in their order, the run as it is first, until the budget is spent;
+    those that are done already cost nothing. Rows are written one by one."""
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.extras.why.forks import run_fork, write_fork
+
+    x = settings[0].x
+    quiet = x._replace(evaluation=x.evaluation._replace(n=0, stop_at=None))
+    tasks = load_tasks(quiet)
+    begun = time.perf_counter()
+    forks: list[Fork] = []
+    longest = 0.0
+    for setting in settings:
+        known = done.get(setting.remedy.overrides)
+        spent = time.perf_counter() - begun
+        if known is None and len(forks) > 1 and spent + longest > 60 * minutes:
+            continue
+        if known is None:
+            try:
+                known = run_fork(x, setting, tasks, place, steps)
+            except RLKitError as error:
+                if not forks:
+                    raise
+                print(f"not tried: {setting.remedy.title} ({error})")
+                continue
+            write_fork(e.run.folder, known)
+        longest = max(longest, known.seconds)
+        forks.append(known)
+    return forks

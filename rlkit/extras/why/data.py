@@ -1,0 +1,202 @@
+"""Causes that lie outside the settings: rewards and tools that fail, truths that cannot be read or
+that the prompt gives away, rows that repeat, an engine with old weights."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from rlkit.extras.why.evidence import Evidence, Finding
+from rlkit.tasks.splits import problem_of
+from rlkit.training.callbacks.pathologies import MISMATCH
+from rlkit.types import Rollout, Task, ToolResult
+
+FAILED = 0.02  # share of episodes with a failure of the reward or the environment
+UNREAD = 0.05  # share of rows that no reply to is scored
+BROKEN = 0.9  # share of a tool's calls that fail
+CALLS = 10  # calls below which nothing is said of a tool
+# An engine has old weights where its difference from the trainer grew by this factor, beyond this
+# many nats a token.
+GREW = 30
+ROUNDING = 0.001
+GIVEN = 0.3  # share of prompts that hold their own truth, beyond those that hold another row's
+REPEATED = 0.3  # share of the rows that are one problem
+ROWS = 8  # rows below which nothing is said of them
+
+
+def failing_reward(e: Evidence) -> Finding | None:
+    """A term of the reward raises or hangs."""
+    rates: Counter[str] = Counter()
+    for metric in e.run.rows[-1] if e.run.rows else ():
+        name, _, kind = metric.removeprefix("reward/").rpartition("/")
+        if metric.startswith("reward/") and kind in ("error_frac", "timeout_frac"):
+            rates[name] += e.mean(metric)
+    name, rate = rates.most_common(1)[0] if rates else ("", 0.0)
+    if not rate > FAILED:
+        return None
+    return Finding(
+        "reward_fails",
+        "The reward fails.",
+        f"The term {name} raised or hung on {rate:.0%} of the episodes, which are not trained on.",
+        f"Mend reward.terms.{name}; the first error stands in the run's output.",
+    )
+
+
+def failing_environment(e: Evidence) -> Finding | None:
+    """Episodes end because their environment fails."""
+    rate = e.mean("stop_reason/error")
+    if not rate > FAILED:
+        return None
+    error = next((r.error for r in e.rollouts if r.error), "no rollout that was read says why")
+    return Finding(
+        "environment_fails",
+        "The environment fails.",
+        f"It failed in {rate:.0%} of the episodes, which are not trained on ({error:.120}).",
+        "Mend the environment.",
+    )
+
+
+def unread_truths(e: Evidence) -> Finding | None:
+    """Rows whose replies are never scored, whatever they say."""
+    scored: dict[str, bool] = defaultdict(bool)
+    for rollout in e.rollouts:
+        if rollout.truncation != "error":
+            scored[rollout.task.id] |= rollout.total_reward is not None
+    unread = [task for task in e.tasks if not scored.get(task.id, True)]
+    if not unread or len(unread) < UNREAD * len(scored):
+        return None
+    return Finding(
+        "unread",
+        "The reward cannot read the truths of some rows.",
+        f"No reply to {len(unread)} of {len(scored)} rows got a score, so nothing is learned from"
+        f" them; one is {unread[0].id!r:.60} with the truth {unread[0].answer!r:.60}.",
+        "Mend these truths, or choose a reward that can read them.",
+    )
+
+
+def failing_tool(e: Evidence) -> Finding | None:
+    """A tool that fails in nearly every call, those of the first step included: later ones may be
+    of a policy that forgot how to call it."""
+    every = results_of(e.rollouts)
+    first = results_of(next(iter(e.played.values()), ()))
+    for name, results in every.items():
+        failed = [result for result in results if not result.ok]
+        begun = fmean([not result.ok for result in first[name]] or [0])
+        if len(results) >= CALLS and min(len(failed) / len(results), begun) >= BROKEN:
+            return Finding(
+                "tool",
+                f"The tool {name} is broken.",
+                f"{len(failed)} of {len(results)} calls of it failed; the first said"
+                f" {failed[0].content!r:.120}.",
+                "Call it by hand with the arguments of samples/, and mend it.",
+            )
+    return None
+
+
+def results_of(rollouts: Sequence[Rollout]) -> dict[str, list[ToolResult]]:
+    """Tool → what its calls gave."""
+    found: dict[str, list[ToolResult]] = defaultdict(list)
+    for rollout in rollouts:
+        for step in rollout.steps:
+            for result in step.tool_results:
+                found[result.name].append(result)
+    return found
+
+
+def stale_engine(e: Evidence) -> Finding | None:
+    """The engine samples with other weights than the trainer's, in a run that asks for no lag.
+
+    In the first step both have the same weights, so their difference then is rounding.
+    """
+    gaps = e.values("mismatch/logp_abs_mean")
+    if not gaps or e.number("asynchrony.staleness") > 0:
+        return None
+    first = gaps[0]
+    gap = e.mean("mismatch/logp_abs_mean", -1)
+    bound = (e.values("mismatch/logp_abs_bound") or [MISMATCH])[-1]
+    grew = gap > GREW * first and gap > ROUNDING
+    if not (grew or gap > bound):
+        return None
+    why = "so it has old weights" if grew else f"more than the {bound:.2g} of rounding"
+    return Finding(
+        "stale",
+        "The engine does not sample from the trained policy.",
+        f"Sampler and trainer differed by {first:.2g} nats a token in the first step, and by"
+        f" {gap:.2g} in the last third, {why}.",
+        "Sample with rlkit's engine. If that mends it, look at how the other one loads weights.",
+        ("generation=cached",),
+    )
+
+
+def given_truths(e: Evidence) -> Finding | None:
+    """Prompts that hold their own truth more often than that of another row."""
+    tasks = [task for task in e.tasks if task.answer.strip() and task.messages]
+    if len(tasks) < ROWS:
+        return None
+    own = fmean(holds(task, task.answer) for task in tasks)
+    others = random.Random(0).sample(tasks, len(tasks))
+    chance = fmean(holds(a, b.answer) for a, b in zip(tasks, others, strict=True))
+    if not own - chance > GIVEN:
+        return None
+    shown = next(task for task in tasks if holds(task, task.answer))
+    return Finding(
+        "leak",
+        "The prompts give the truth away.",
+        f"{own:.0%} of the prompts hold their own answer, and {chance:.0%} that of another row; one"
+        f" is {shown.id!r:.60} with the answer {shown.answer!r:.60}.",
+        "Take the answers out of the prompts: the policy learns to copy them.",
+    )
+
+
+def holds(task: Task, answer: str) -> bool:
+    """Whether the prompt holds an answer as a word."""
+    text = "\n".join(str(m.get("content") or "") for m in task.messages)
+    return re.search(rf"(?<!\w){re.escape(answer.strip())}(?!\w)", text) is not None
+
+
+def repeated_rows(e: Evidence) -> Finding | None:
+    """One problem makes up much of the rows."""
+    counts = Counter(map(problem_of, e.tasks))
+    total = sum(counts.values())
+    if total < ROWS:
+        return None
+    most = max(counts.values())
+    if most < REPEATED * total:
+        return None
+    [worst] = [task for task in e.tasks if counts[problem_of(task)] == most][:1]
+    return Finding(
+        "repeated",
+        "The rows repeat a problem.",
+        f"{most} of {total} rows that were read are one problem, such as {worst.id!r:.60};"
+        f" {len(counts)} of them are distinct.",
+        "Remove the duplicates from the data.",
+    )
+
+
+def disagreeing_rewards(e: Evidence) -> Finding | None:
+    """The training reward rises and the verifier's accuracy falls."""
+    curve = e.values("eval/accuracy") or e.values("test/accuracy")
+    if len(curve) < 2 or not e.progress.rose or not curve[-1] < curve[0] - 0.05:
+        return None
+    return Finding(
+        "disagree",
+        "The training reward is not what you want.",
+        f"It rose from {e.progress.first:.2f} to {e.progress.last:.2f} while the verifier's"
+        f" accuracy fell from {curve[0]:.2f} to {curve[-1]:.2f}.",
+        "Read the best conversations in samples/, and compare the reward with the verifier.",
+    )
+
+
+CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (
+    failing_reward,
+    failing_environment,
+    unread_truths,
+    failing_tool,
+    stale_engine,
+    given_truths,
+    repeated_rows,
+    disagreeing_rewards,
+)

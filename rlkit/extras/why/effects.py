@@ -1,0 +1,87 @@
+"""What forks say: paired effects over prompts, corrected for the number of remedies, in
+sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlkit.extras.why.forks import Fork
+from rlkit.runs.comparing import (
+    ALPHA,
+    TO_CLAIM,
+    Difference,
+    holm,
+    holm_levels,
+    paired,
+    smallest_step,
+)
+
+
+class Effect(NamedTuple):
+    """What a remedy changed."""
+
+    fork: Fork
+    found: Difference  # remedy - run as it is, within prompts
+    claim: bool  # no chance, at 5 % over all remedies
+
+    @property
+    def helps(self) -> bool:
+        """Whether the reward is higher with the remedy."""
+        return self.claim and self.found.mean > 0
+
+
+def list_effects(control: Fork, forks: Sequence[Fork]) -> list[Effect]:
+    """Student's t over the prompts that both forks have scores of; Holm's correction over the
+    remedies, intervals to match. Fewer than ten prompts claim nothing."""
+    resolution = smallest_step([*control.rewards.values()])
+    sides = []
+    for fork in forks:
+        shared = sorted(control.rewards.keys() & fork.rewards.keys())
+        if shared:
+            pair = [[own.rewards[task] for task in shared] for own in (control, fork)]
+            sides.append((fork, *pair))
+    found = [paired(a, b, resolution=resolution) for _, a, b in sides]
+    p = holm([d.evidence() for d in found])
+    levels = holm_levels([d.evidence() for d in found])
+    return [
+        Effect(fork, paired(a, b, level=level, resolution=resolution), adjusted <= ALPHA)
+        for (fork, a, b), adjusted, level in zip(sides, p, levels, strict=True)
+    ]
+
+
+def say_effect(effect: Effect) -> str:
+    """An effect as a person would say it."""
+    d = effect.found
+    what = f"{effect.fork.title} ({' '.join(effect.fork.overrides)})"
+    if effect.fork.title == ", ".join(effect.fork.overrides):
+        what = effect.fork.title
+    if d.n < TO_CLAIM:
+        return f"{what}: {d.n} prompts claim nothing; {TO_CLAIM} are needed."
+    if not effect.claim:
+        return f"{what}: no effect that could be seen ({d.low:+.3f} to {d.high:+.3f})."
+    side = "higher" if d.mean > 0 else "lower"
+    low, high = sorted((abs(d.low), abs(d.high)))
+    return f"{what}: reward is {side} by {abs(d.mean):.3f} ({low:.3f} to {high:.3f})."
+
+
+def sum_up(control: Fork, forks: Sequence[Fork], effects: Sequence[Effect]) -> list[str]:
+    """The effects, the largest first, and what they rest on."""
+    ordered = sorted(effects, key=lambda own: (not own.claim, -abs(own.found.mean)))
+    lines = [say_effect(own) for own in ordered]
+    if not any(own.helps for own in effects):
+        lines.append(
+            f"No remedy raises the reward that could be seen in {control.steps} steps. Nothing can"
+            " be told from these forks; more steps see smaller effects (steps="
+            f"{4 * control.steps})."
+        )
+    prompts = max((own.found.n for own in effects), default=0)
+    seconds = sum(own.seconds for own in (control, *forks))
+    count = control.steps * (1 + len(forks))
+    place = f"step {control.start}" if control.start else "the start"
+    lines.append(
+        f"({len(forks)} remedies tried from {place}, {count} steps, {seconds / 60:.1f} minutes;"
+        f" reward of {prompts} further prompts of this run, paired, 95 % corrected for the number"
+        " of remedies. It speaks of this run at this place, and not of the algorithm.)"
+    )
+    return lines

@@ -1,0 +1,165 @@
+"""What a run folder says of a run that does not learn: its rows, its settings, its rollouts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, NamedTuple
+
+from rlkit.episodes.record import load_rollouts
+from rlkit.errors import DataError
+from rlkit.runs.reading import ReadRun, read_run, series
+from rlkit.system.shards import recorded
+from rlkit.types import Rollout, Task
+
+READ = 12  # steps whose rollouts are read, spread evenly over the run
+NONE = "none"
+
+
+class Finding(NamedTuple):
+    """A cause that the evidence speaks for.
+
+    cause     one word, for rows and tests
+    title     the cause as a sentence
+    evidence  the sentence that shows it, with its numbers
+    advice    what to do, in words
+    remedy    the same as overrides of the run; empty where no setting mends it
+    """
+
+    cause: str
+    title: str
+    evidence: str
+    advice: str
+    remedy: tuple[str, ...] = ()
+
+
+class Progress(NamedTuple):
+    """The mean reward of the first and the last third of a run's steps."""
+
+    first: float
+    last: float
+    error: float  # standard error of their difference
+
+    @property
+    def rose(self) -> bool:
+        """Whether the reward rose by more than two standard errors, and by 0.02."""
+        return self.last - self.first > max(0.02, 2 * self.error)
+
+
+class Evidence(NamedTuple):
+    """A run as it is read back."""
+
+    run: ReadRun
+    played: Mapping[int, Sequence[Rollout]]  # RL step → all its rollouts, of a few steps
+
+    def setting(self, key: str, otherwise: Any = None) -> Any:
+        """A value of config.yaml by its dotted key."""
+        value = self.run.settings.get(key)
+        return otherwise if value is None else value
+
+    def number(self, key: str) -> float:
+        """A setting that is a number; nan for anything else."""
+        value = self.setting(key)
+        return float(value) if isinstance(value, int | float) else math.nan
+
+    def values(self, metric: str) -> list[float]:
+        """A metric, a value for each step that has it, in order."""
+        return list(series(self.run, metric).values())
+
+    def mean(self, metric: str, third: int | None = None) -> float:
+        """The mean of a metric over the run, or over its first (0) or last (-1) third; nan without
+        values."""
+        values = self.values(metric)
+        size = max(1, len(values) // 3)
+        if third is not None:
+            values = values[:size] if third == 0 else values[-size:]
+        return fmean(values) if values else math.nan
+
+    def lasting(self, metric: str) -> float:
+        """The smaller of a share's mean and its value in the first step: what the policy was like
+        before any update, and stayed. What only came later is a consequence."""
+        return min(self.mean(metric), *self.values(metric)[:1], math.inf)
+
+    @property
+    def steps(self) -> int:
+        """RL steps that have a reward."""
+        return len(self.values("reward/mean"))
+
+    @property
+    def progress(self) -> Progress:
+        """How the reward went. The error is of the differences from step to step: σ² ≈ Var(x_t -
+        x_{t-1}) / 2, error = √(2 σ² / n) with n steps a third."""
+        values = self.values("reward/mean")
+        if len(values) < 3:
+            return Progress(self.mean("reward/mean"), self.mean("reward/mean"), math.inf)
+        noise = variance([b - a for a, b in pairwise(values)]) / 2
+        error = math.sqrt(2 * noise / max(1, len(values) // 3))
+        return Progress(self.mean("reward/mean", 0), self.mean("reward/mean", -1), error)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether the run learns from rewards, and not from a teacher or demonstrations."""
+        names = {name for row in self.run.rows for name in row}
+        others = [
+            name for name in names if name.startswith("streams/") and name != "streams/reward"
+        ]
+        return not others and "reward/demonstration/mean" not in names
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All rollouts that were read."""
+        return [rollout for own in self.played.values() for rollout in own]
+
+    @property
+    def groups(self) -> list[list[Rollout]]:
+        """The rollouts that were read, group by group."""
+        found: dict[tuple[int, int], list[Rollout]] = {}
+        for step, own in self.played.items():
+            for rollout in own:
+                found.setdefault((step, rollout.group), []).append(rollout)
+        return list(found.values())
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The rows that were read, each once."""
+        return list({rollout.task.id: rollout.task for rollout in self.rollouts}.values())
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Reads a run folder, finished or not. A step whose rollouts cannot be read is left out."""
+    parts = recorded(folder / "rollouts")
+    steps = list(parts)
+    chosen = steps
+    if len(steps) > READ:
+        chosen = [steps[round(i * (len(steps) - 1) / (READ - 1))] for i in range(READ)]
+    played = {}
+    for step in chosen:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                played[step] = load_rollouts(parts[step])
+        except (DataError, OSError):
+            continue
+    return Evidence(read_run(folder), played)
+
+
+def share_of_copies(groups: Sequence[Sequence[Rollout]]) -> float:
+    """The share of rollouts that say word for word what an earlier one of their group says; nan
+    without groups."""
+    total = sum(len(own) - 1 for own in groups)
+    different = sum(len({tuple(map(str, r.conversation)) for r in own}) - 1 for own in groups)
+    return 1 - different / total if total else math.nan
+
+
+def spread_within(groups: Sequence[Sequence[Rollout]]) -> float:
+    """Standard deviation of the rewards within a group: √ of the mean of s² over the groups; nan
+    without a group of two scored rollouts."""
+    squares = []
+    for own in groups:
+        scored = [r.total_reward for r in own if r.total_reward is not None]
+        if len(scored) > 1:
+            squares.append(variance(scored))
+    return math.sqrt(fmean(squares)) if squares else math.nan

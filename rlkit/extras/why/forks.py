@@ -1,0 +1,207 @@
+"""A run continued with one thing changed: a few steps from one place, on the same prompts with the
+same noise, then further prompts with the policy that came of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rlkit.config.compose import builder
+from rlkit.config.problems.schedules import first_steps
+from rlkit.episodes.stream import StreamState, take
+from rlkit.errors import ConfigError
+from rlkit.extras.why.evidence import Evidence
+from rlkit.extras.why.remedies import Remedy
+from rlkit.system import rng
+from rlkit.system.device import autocast
+from rlkit.tasks.splits import problem_of
+from rlkit.training.ahead.flight import Flight
+from rlkit.training.ahead.modes import group_source
+from rlkit.training.ahead.source import GroupSource, next_groups
+from rlkit.training.callbacks.checkpoints import checkpoints, read_checkpoint, step_of
+from rlkit.training.experiment import BatchSize, Experiment
+from rlkit.training.groups import scored
+from rlkit.training.learner import Learner
+from rlkit.training.metrics import Clock
+from rlkit.training.run import ready
+from rlkit.types import Policy, Splits, Task
+
+STEPS = 8  # of a fork
+PROBES = 64  # further prompts that every fork is measured on
+SAMPLES = 4  # replies to each of them
+PROBE = 1_000_000  # the step that the noise of these replies is drawn for
+LATE = 2 / 3  # share of a run's steps behind which no fork begins: scheduled numbers run out
+FILE = Path("why") / "forks.jsonl"
+
+
+class Fork(NamedTuple):
+    """What became of a run that was continued: a row of why/forks.jsonl."""
+
+    title: str
+    overrides: tuple[str, ...]
+    start: int  # RL steps of the checkpoint; 0: the start
+    steps: int
+    seconds: float
+    rewards: Mapping[str, float]  # id of a prompt → mean reward of its replies
+
+
+class Place(NamedTuple):
+    """Where forks begin."""
+
+    step: int
+    state: dict[str, Any] | None  # the checkpoint; None: the start
+
+    @property
+    def stream(self) -> StreamState:
+        """The prompts behind it."""
+        return StreamState(*self.state["rlkit"]["stream"]) if self.state else StreamState()
+
+
+def choose_place(folder: Path, e: Evidence, asked: int | None) -> Place:
+    """The checkpoint of the step that is asked for; otherwise the newest within the first two
+    thirds of a run whose reward rose at first, and the start of any other.
+
+    Raises: ConfigError where there is no such checkpoint.
+    """
+    known = {step_of(path): path for path in checkpoints(folder / "checkpoints")}
+    if asked is None:
+        limit = LATE * e.number("trainer.steps")
+        early = [step for step in known if step <= limit]
+        asked = max(early, default=0) if e.progress.rose else 0
+    if asked and asked not in known:
+        steps = ", ".join(map(str, (0, *known)))
+        raise ConfigError(
+            f"step={asked}: there is no checkpoint of step {asked} in {folder}; there are those of"
+            f" {steps}"
+        )
+    return Place(asked, read_checkpoint(known[asked]) if asked else None)
+
+
+def choose_probes(x: Experiment, tasks: Splits, place: Place, steps: int) -> list[Task]:
+    """Distinct problems that come later in the stream than those of the forks' steps."""
+    taken = steps * x.batch.prompts
+    drawn, _ = take(tasks.train, place.stream, taken + 2 * PROBES, seed=x.seed)
+    return list({problem_of(task): task for task in drawn[taken:]}.values())[:PROBES]
+
+
+def forecast_seconds(e: Evidence, overrides: Sequence[str], steps: int, probes: int) -> float:
+    """What a fork takes, by the run's own steps: samples and updates scale with the size of the
+    groups."""
+    size = e.number("batch.group_size")
+    given = [o.partition("=")[2] for o in overrides if o.startswith("batch.group_size=")]
+    factor = float(given[-1]) / size if given else 1.0
+    step = median(e.values("perf/step_s") or [0.0])
+    sampled = median(e.values("perf/generate_s") or [0.0]) / (size * e.number("batch.prompts"))
+    return steps * step * factor + probes * SAMPLES * sampled
+
+
+class Setting(NamedTuple):
+    """A run as it is, or with a remedy."""
+
+    remedy: Remedy
+    x: Experiment
+    config: Mapping[str, Any]  # that `x` was built from
+
+
+def run_fork(x: Experiment, setting: Setting, tasks: Splits, place: Place, steps: int) -> Fork:
+    """Continues a run by a setting, and measures the policy that comes of it.
+
+    Args:
+      x: the run as it is; its rewards and its temperature measure.
+    Raises: what a step raises.
+    """
+    begun = time.perf_counter()
+    remedy, own, config = setting
+    again = builder(config)
+    with group_source(own, tasks.train, again) as source, redirect_stdout(io.StringIO()):
+        policy, device, exact = ready(own, tasks)
+        learner = Learner(own, policy, exact=exact)
+        flight = Flight() if place.state is None else restore(learner, source, place.state)
+        with autocast(own, device, updates=True):
+            for _ in range(steps):
+                flight = take_step(learner, source, flight)
+        with autocast(own, device):
+            rewards = measure(x, learner, policy, choose_probes(x, tasks, place, steps))
+    seconds = time.perf_counter() - begun
+    return Fork(remedy.title, remedy.overrides, place.step, steps, round(seconds, 2), rewards)
+
+
+def take_step(learner: Learner, source: GroupSource, flight: Flight) -> Flight:
+    """One RL step, as in training; the groups in flight behind it."""
+    learner.begin()
+    groups, flight, _ = next_groups(
+        source,
+        flight,
+        learner.experiment,
+        learner.policy,
+        progress=learner.progress,
+        clock=learner.clock,
+    )
+    learner.step(groups.sampled, groups.trained)
+    return flight
+
+
+def restore(learner: Learner, source: GroupSource, state: dict[str, Any]) -> Flight:
+    """Goes on from a checkpoint. A remedy may have taken a critic or a reference away: what is left
+    of them is not read."""
+    learner.load(state)
+    learner.nets.load_state_dict(state["state_dict"], strict=False)
+    saved = state["optimizer_states"]
+    for optimizer, own in zip(learner.optimizers.made, saved, strict=False):
+        optimizer.load_state_dict(own)
+    flight = source.restore(state["rlkit"], learner.policy, learner.progress)
+    rng.restore(state["rlkit"]["generators"][0])
+    return flight
+
+
+def measure(
+    x: Experiment, learner: Learner, policy: Policy, probes: Sequence[Task]
+) -> dict[str, float]:
+    """Mean reward of the replies to each prompt, by the run's own reward and temperature; lengths
+    and environment are the fork's."""
+    first = next(iter(first_steps(x).values()))
+    temperature = first.generation.temperature
+    probing = learner.x._replace(
+        batch=BatchSize(len(probes), SAMPLES),
+        reward=first.reward,
+        generation=learner.x.generation._replace(temperature=temperature),
+        algorithm=first.algorithm,
+    )
+    place: Any = {"step": PROBE, "version": learner.rl_step, "first": 0, "clock": Clock()}
+    found: dict[str, list[float]] = {}
+    for rollout in scored(probing, policy, probes, **place):
+        if rollout.total_reward is not None:
+            found.setdefault(rollout.task.id, []).append(rollout.total_reward)
+    return {task: sum(own) / len(own) for task, own in found.items()}
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+def read_forks(folder: Path, place: Place, steps: int) -> dict[tuple[str, ...], Fork]:
+    """Overrides → the fork of them that is done already from this place. A line that a kill cut is
+    passed over."""
+    done = {}
+    file = folder / FILE
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            fork = Fork(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        if (fork.start, fork.steps) == (place.step, steps):
+            done[tuple(fork.overrides)] = fork._replace(overrides=tuple(fork.overrides))
+    return done
+
+
+def write_fork(folder: Path, fork: Fork) -> None:
+    """Adds a row."""
+    file = folder / FILE
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps(fork._asdict()) + "\n")

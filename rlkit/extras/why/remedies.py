@@ -1,0 +1,74 @@
+"""Which changes a run is continued with: those that the findings name, then those that fit any run
+that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from rlkit.extras.why.evidence import NONE, Evidence, Finding
+
+FACTOR = 3.0  # of the learning rate, each way
+UNTRIED = ("reward", "task", "seed", "model")  # groups that would change what is measured
+
+
+class Remedy(NamedTuple):
+    """A change of a run."""
+
+    title: str  # the beginning of a sentence
+    overrides: tuple[str, ...]
+
+
+def list_remedies(e: Evidence, findings: Sequence[Finding]) -> list[Remedy]:
+    """The remedies to try, each once, those of the findings first."""
+    named = [Remedy(", ".join(f.remedy), f.remedy) for f in findings if f.remedy]
+    out: dict[tuple[str, ...], Remedy] = {}
+    for remedy in (*named, *general_remedies(e)):
+        keys = [override.partition("=")[0].lstrip("+~") for override in remedy.overrides]
+        if not any(key.split(".")[0].split("/")[0] in UNTRIED for key in keys):
+            known = out.get(remedy.overrides, remedy)
+            out[remedy.overrides] = max(known, remedy, key=lambda own: " " in own.title)
+    return list(out.values())
+
+
+def general_remedies(e: Evidence) -> Iterator[Remedy]:
+    """Rate, KL, groups, normalisation, temperature, lengths, critic, prompts, exact sampling: where
+    the run's settings and figures leave room for them."""
+    rate = e.number("optimizer.lr")
+    if rate == rate:
+        yield Remedy("A third of the rate", (f"optimizer.lr={rate / FACTOR:.3g}",))
+        yield Remedy("Three times the rate", (f"optimizer.lr={rate * FACTOR:.3g}",))
+    if e.setting("kl.name", NONE) != NONE:
+        yield Remedy("Training without the KL penalty", ("kl=none",))
+    size = e.number("batch.group_size")
+    if e.mean("group/frac_zero_std") > 0.3:
+        yield Remedy("Groups twice as large", (f"batch.group_size={2 * size:.0f}",))
+        mixed = ("algorithm/group_filter=mixed", "algorithm.max_refills=4")
+        yield Remedy("Prompts that are solved sometimes", mixed)
+    if "group" in str(e.setting("algorithm.normalization._target_", NONE)):
+        yield Remedy("Advantages without the deviation", ("algorithm/normalization=none",))
+    if e.number("generation.temperature") != 1:
+        yield Remedy("Sampling at temperature 1", ("generation.temperature=1",))
+    limit = e.number("generation.max_new_tokens")
+    if e.mean("len/truncated_frac") > 0.05 and e.mean("stop_reason/length") > 0.05:
+        yield Remedy("Replies twice as long", (f"generation.max_new_tokens={2 * limit:.0f}",))
+    if e.values("value/explained_variance"):
+        yield Remedy("Groups in place of the critic", ("algorithm=grpo",))
+    if e.setting("asynchrony.mode", NONE) != NONE:
+        yield Remedy("Sampling with the weights of each step", ("asynchrony=none",))
+
+
+def changed(saved: Iterable[str], overrides: Sequence[str]) -> list[str]:
+    """A run's overrides with a remedy: what an option that it replaces was set to goes.
+
+    >>> changed(["kl=k3", "kl.coef=10", "seed=1"], ["kl=none"])
+    ['seed=1', 'kl=none']
+    """
+    keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
+    groups = tuple(f"{key.replace('/', '.')}." for key in keys)
+    kept = []
+    for text in saved:
+        key = text.partition("=")[0].lstrip("+~")
+        if key not in keys and not f"{key.replace('/', '.')}.".startswith(groups):
+            kept.append(text)
+    return [*kept, *overrides]

@@ -1,0 +1,288 @@
+"""Causes that lie in the settings: rate, KL, entropy, critic, groups, temperature, lengths.
+
+A check takes the evidence and returns a finding or None. Limits that no paper gives were tuned on
+half of the planted faults of experiments/why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from rlkit.extras.why.evidence import NONE, Evidence, Finding, share_of_copies, spread_within
+
+CUT = 0.3  # share of truncated episodes
+HARD = 0.9  # share of groups without a good reply
+EASY = 0.8  # share of groups of good replies alone, in the first third
+EQUAL = 0.4  # share of groups of equal rewards at which a small group is to blame
+SMALL = 4  # rollouts of a small group
+COPIES = 0.6  # share of replies that copy another of their group
+COLD = 0.7  # temperature below which copies are its fault
+HOT = 1.25  # temperature above which replies are noise
+STILL = 1e-4  # KL to the start, in nats a token, of a policy that has not moved (docs/choosing.md)
+FAR = 0.05  # KL of a step, in nats a token, that is too large (docs/choosing.md)
+TIMES = 10  # factor between the rate and the one that suits the model
+TIGHT = 2.0  # gain that the KL allows, in standard deviations of the reward within a group
+# advantages that need no second rollout of a prompt
+ALONE = ("batch_mean", "raw", "remax", "reward_to_go", "gae", "turn_gae", "adaptive_gae")
+LOUD = 0.1  # entropy coefficient
+EXPLAINED = 0.05  # share of the returns' variance that a useful critic explains
+
+
+def cut_replies(e: Evidence) -> Finding | None:
+    """Many episodes are cut before they answer."""
+    share = e.lasting("len/truncated_frac")
+    if not share > CUT:
+        return None
+    reasons = ("length", "context", "steps", "deadline", "environment", "error")
+    known = {name: share for name in reasons if (share := e.mean(f"stop_reason/{name}")) > 0}
+    why = max(known, key=known.__getitem__, default="length")
+    limit = e.number("generation.max_new_tokens")
+    evidence = f"{share:.0%} of the episodes were cut, most of them by {why}."
+    if why == "length" and limit == limit:
+        return Finding(
+            "cut",
+            "Replies are cut before they answer.",
+            f"{share:.0%} of the episodes were cut at generation.max_new_tokens={limit:.0f}.",
+            "Allow longer replies, or shorter thinking (model.enable_thinking=false).",
+            (f"generation.max_new_tokens={4 * limit:.0f}",),
+        )
+    advice = {
+        "steps": "Raise the environment's max_turns.",
+        "context": "Lower generation.max_new_tokens, or let the environment drop its oldest turns.",
+        "deadline": "Raise environment.deadline, or make the tools faster.",
+    }
+    return Finding(
+        "cut", "Episodes are cut before they end.", evidence, advice.get(why, "Read samples/.")
+    )
+
+
+def hard_problems(e: Evidence) -> Finding | None:
+    """Nearly no group has a good reply."""
+    share = e.lasting("group/frac_all_bad")
+    if not share >= HARD or e.progress.rose:
+        return None
+    size = e.number("batch.group_size")
+    return Finding(
+        "hard",
+        "The problems are too hard for this model.",
+        f"In {share:.0%} of the groups no reply earned anything; the mean reward is"
+        f" {e.mean('reward/mean'):.2f}.",
+        "Choose easier problems, give partial credit with a second reward term, warm the model up"
+        " (experiment=sft), or sample larger groups.",
+        (f"batch.group_size={4 * size:.0f}",),
+    )
+
+
+def easy_problems(e: Evidence) -> Finding | None:
+    """From the start nearly every reply is good."""
+    share = e.mean("group/frac_all_good", 0)
+    if not share >= EASY:
+        return None
+    return Finding(
+        "easy",
+        "The problems are too easy for this model.",
+        f"From the start every reply was good in {share:.0%} of the groups; the mean reward began"
+        f" at {e.progress.first:.2f}.",
+        "Choose harder problems, or sample until groups differ.",
+        ("algorithm/group_filter=mixed", "algorithm.max_refills=4"),
+    )
+
+
+def cold_sampling(e: Evidence) -> Finding | None:
+    """A low temperature makes the replies of a group copies of each other."""
+    temperature = e.number("generation.temperature")
+    copies = share_of_copies(e.groups)
+    if not (temperature < COLD and copies > COPIES):
+        return None
+    return Finding(
+        "temperature",
+        "The temperature is too low to find better replies.",
+        f"At generation.temperature={temperature:g}, {copies:.0%} of the replies copy another one"
+        " of their group word for word, so their rewards cannot differ.",
+        "Sample from the model's own distribution.",
+        ("generation.temperature=1",),
+    )
+
+
+def hot_sampling(e: Evidence) -> Finding | None:
+    """A high temperature makes replies noise."""
+    temperature = e.number("generation.temperature")
+    if not temperature > HOT or e.progress.rose:
+        return None
+    return Finding(
+        "temperature",
+        "The temperature is too high.",
+        f"At generation.temperature={temperature:g} the policy's entropy is"
+        f" {e.mean('policy/entropy'):.2f} nats a token, and the reward did not rise.",
+        "Sample from the model's own distribution.",
+        ("generation.temperature=1",),
+    )
+
+
+def compares_groups(e: Evidence) -> bool:
+    """Whether advantages compare the rollouts of a prompt, and not those of the batch or a
+    critic's."""
+    return str(e.setting("algorithm.advantage._target_", NONE)).rpartition(".")[2] not in ALONE
+
+
+def small_groups(e: Evidence) -> Finding | None:
+    """Groups so small that most have equal rewards, although the problems are solved sometimes."""
+    size = e.number("batch.group_size")
+    equal = e.lasting("group/frac_zero_std")
+    decided = max(e.mean("group/frac_all_bad"), e.mean("group/frac_all_good")) >= HARD
+    few = size <= SMALL and equal >= EQUAL and not decided
+    if not few or e.progress.rose or not compares_groups(e):
+        return None
+    return Finding(
+        "groups",
+        "The groups are too small.",
+        f"With {size:.0f} samples a prompt, all rewards were equal in {equal:.0%} of the groups,"
+        " which teach nothing.",
+        "Sample more replies a prompt; fewer prompts keep the cost.",
+        (f"batch.group_size={max(8, 4 * size):.0f}",),
+    )
+
+
+def equal_rewards(e: Evidence) -> Finding | None:
+    """Rewards do not differ within groups, whatever the reason."""
+    equal = e.lasting("group/frac_zero_std")
+    if not equal >= HARD or e.progress.rose or not compares_groups(e):
+        return None
+    return Finding(
+        "equal",
+        "The rewards of a group hardly ever differ.",
+        f"All rewards were equal in {equal:.0%} of the groups; the mean reward is"
+        f" {e.mean('reward/mean'):.2f}.",
+        "Choose problems that are solved sometimes, or sample until groups differ.",
+        ("algorithm/group_filter=mixed", "algorithm.max_refills=4"),
+    )
+
+
+def strong_kl(e: Evidence) -> Finding | None:
+    """The penalty allows less gain than the rewards offer.
+
+    The best policy under a penalty β KL has π ∝ π_ref exp(R / β). To first order it gains Var R / β
+    over the reference, with the variance within a prompt. That is σ / β standard deviations, or 1 /
+    β where advantages are divided by σ.
+    """
+    coefs = e.values("kl/coef")
+    coef = coefs[-1] if coefs else e.number("kl.coef")
+    spread = spread_within(e.groups)
+    if spread != spread:
+        spread = e.mean("reward/std")
+    normalised = "group" in str(e.setting("algorithm.normalization._target_", NONE))
+    allowed = math.inf
+    if coef > 0 and e.setting("kl.name", NONE) != NONE:
+        allowed = (1.0 if normalised else spread) / coef
+    told = e.mean("group/frac_zero_std") < HARD and not e.progress.rose
+    if not (allowed < TIGHT and told):
+        return None
+    return Finding(
+        "kl",
+        "The KL penalty is too strong.",
+        f"With kl.coef={coef:g} the penalty outweighs the reward beyond a gain of about"
+        f" {allowed * spread:.2g}, where rewards of one prompt vary by {spread:.2g}.",
+        "Train without it, or lower kl.coef by ten or more.",
+        ("kl=none",),
+    )
+
+
+def loud_entropy(e: Evidence) -> Finding | None:
+    """The entropy bonus outweighs the reward."""
+    coef = e.number("algorithm.entropy_coef")
+    if not coef >= LOUD or e.progress.rose:
+        return None
+    return Finding(
+        "entropy",
+        "The entropy bonus is too strong.",
+        f"With algorithm.entropy_coef={coef:g} the entropy went from"
+        f" {e.mean('policy/entropy', 0):.2f} to {e.mean('policy/entropy', -1):.2f} nats a token.",
+        "Train without it.",
+        ("algorithm.entropy_coef=0",),
+    )
+
+
+def useless_critic(e: Evidence) -> Finding | None:
+    """The critic explains nothing of the returns."""
+    explained = e.mean("value/explained_variance", -1)
+    if not explained < EXPLAINED or len(e.values("value/explained_variance")) < 4:
+        return None
+    return Finding(
+        "critic",
+        "The critic predicts nothing.",
+        f"In the last third of the steps it explained {explained:.0%} of the returns' variance, so"
+        " its baseline only adds noise.",
+        "Use an algorithm that takes its baseline from groups, or raise"
+        " algorithm.critic.optimizer.lr.",
+        ("algorithm=grpo",),
+    )
+
+
+def suited_rate(e: Evidence) -> float:
+    """The rate that the model suggests; nan where it suggests none."""
+    adapters = e.number("model.lora.rank") > 0
+    return e.number(f"model.suggests.{'lora_lr' if adapters else 'lr'}")
+
+
+def high_rate(e: Evidence) -> Finding | None:
+    """Steps are so large that the policy is destroyed."""
+    rate = e.number("optimizer.lr")
+    suited = suited_rate(e)
+    moved = e.mean("kl/step")
+    if e.progress.rose or not (moved > FAR or rate >= TIMES * suited):
+        return None
+    known = f", where {suited:g} suits this model" if suited == suited else ""
+    far = f"moves the policy by {moved:.2g} nats a token" if moved == moved else "breaks the policy"
+    return Finding(
+        "rate_high",
+        "The learning rate is too high.",
+        f"At optimizer.lr={rate:g}{known}, a step {far}, and the reward went from"
+        f" {e.progress.first:.2f} to {e.progress.last:.2f}.",
+        "Lower the rate, and begin again: the policy of now is damaged.",
+        (f"optimizer.lr={suited if rate >= TIMES * suited else rate / TIMES:g}",),
+    )
+
+
+def low_rate(e: Evidence) -> Finding | None:
+    """The policy has not moved, although there was something to learn."""
+    rate = e.number("optimizer.lr")
+    suited = suited_rate(e)
+    moved = (e.values("kl/start") or e.values("kl/ref_k3") or [math.nan])[-1]
+    still = moved < STILL and e.mean("optim/updates") > 0 and e.mean("group/frac_zero_std") < HARD
+    if e.progress.rose or not (still or rate <= suited / TIMES):
+        return None
+    known = f", where {suited:g} suits this model" if suited == suited else ""
+    return Finding(
+        "rate_low",
+        "The learning rate is too low.",
+        f"At optimizer.lr={rate:g}{known}, the policy is {moved:.2g} nats a token from its start"
+        f" after {e.steps} steps.",
+        "Raise the rate.",
+        (f"optimizer.lr={suited if rate <= suited / TIMES else rate * TIMES:g}",),
+    )
+
+
+CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (
+    cut_replies,
+    hot_sampling,
+    high_rate,
+    loud_entropy,
+    useless_critic,
+    low_rate,
+)
+# of runs that learn from rewards, and not from a teacher or from demonstrations
+REWARDED: Sequence[Callable[[Evidence], Finding | None]] = (
+    cut_replies,
+    cold_sampling,
+    hot_sampling,
+    high_rate,
+    strong_kl,
+    loud_entropy,
+    useless_critic,
+    hard_problems,
+    easy_problems,
+    small_groups,
+    low_rate,
+    equal_rewards,
+)

@@ -1,0 +1,373 @@
+"""`rlkit why`: each planted cause is found in what a run says of itself, a healthy run has none,
+and forks are the run itself but for their remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parametrise import each
+from rlkit import Reward, Term
+from rlkit.commands.arguments import Arguments
+from rlkit.commands.cli import main
+from rlkit.extras.why.attacks import answered, attack, unsafe_reason
+from rlkit.extras.why.commands.why import compose_run
+from rlkit.extras.why.effects import list_effects, say_effect, sum_up
+from rlkit.extras.why.evidence import Evidence, read_evidence, share_of_copies
+from rlkit.extras.why.findings import list_findings, say_findings
+from rlkit.extras.why.forks import Fork, Place, choose_place, read_forks, run_fork, write_fork
+from rlkit.extras.why.remedies import changed, list_remedies
+from rlkit.rewards import batched, numeric
+from rlkit.runs.reading import ReadRun
+from rlkit.training.callbacks.checkpoints import checkpoints, read_checkpoint
+from rlkit.types import Task, ToolResult
+
+SETTINGS = {
+    "batch.group_size": 8,
+    "batch.prompts": 4,
+    "optimizer.lr": 3e-4,
+    "model.suggests.lr": 3e-4,
+    "kl.name": "k3",
+    "kl.coef": 0.05,
+    "generation.temperature": 1.0,
+    "generation.max_new_tokens": 64,
+    "algorithm.normalization._target_": "rlkit.functional.normalize_group",
+    "trainer.steps": 9,
+}
+ROW = {
+    "reward/std": 0.4,
+    "group/frac_zero_std": 0.2,
+    "group/frac_all_bad": 0.1,
+    "group/frac_all_good": 0.1,
+    "len/truncated_frac": 0.0,
+    "stop_reason/error": 0.0,
+    "kl/start": 0.02,
+    "kl/step": 0.002,
+    "kl/coef": 0.05,
+    "mismatch/logp_abs_mean": 1e-6,
+    "optim/updates": 2,
+    "policy/entropy": 0.4,
+    "perf/step_s": 2.0,
+    "perf/generate_s": 1.0,
+}
+FLAT = (0.50, 0.48, 0.52, 0.49, 0.51, 0.50, 0.48, 0.51, 0.50)
+RISING = (0.40, 0.42, 0.45, 0.50, 0.55, 0.60, 0.66, 0.70, 0.75)
+
+
+def tasks_of(count, prompt="What is {i} + 100?"):
+    return [
+        Task(f"row/{i}", ({"role": "user", "content": prompt.format(i=i)},), str(i + 100))
+        for i in range(count)
+    ]
+
+
+def said(task, text, reward, group=0):
+    return answered(task, text)._replace(reward=reward, group=group)
+
+
+def evidence(settings=None, row=None, rewards=FLAT, rollouts=()):
+    """A run of nine steps whose rows are all alike but for the reward."""
+    rows = [ROW | (row or {}) | {"step": i + 1, "reward/mean": r} for i, r in enumerate(rewards)]
+    run = ReadRun(Path("run"), "grpo", 0, SETTINGS | (settings or {}), {}, rows, ())
+    played = list(rollouts) or [
+        said(task, f"reply {i}", float(i % 2), group=g)
+        for g, task in enumerate(tasks_of(12))
+        for i in range(4)
+    ]
+    return Evidence(run, {1: played})
+
+
+def causes(e, reward=None):
+    return [finding.cause for finding in list_findings(e, reward)]
+
+
+# ----------------------------------------------------------------------------------------- findings
+
+
+def test_a_healthy_run_has_no_finding():
+    """Neither one that rises nor one whose figures are all usual."""
+    assert causes(evidence(rewards=RISING)) == []
+    assert causes(evidence()) == []
+
+
+@each(
+    ("cause", "settings", "row"),
+    [
+        ("cut", {}, {"len/truncated_frac": 0.6, "stop_reason/length": 0.6}),
+        ("hard", {}, {"group/frac_all_bad": 0.95, "group/frac_zero_std": 0.95}),
+        ("easy", {}, {"group/frac_all_good": 0.95, "group/frac_zero_std": 0.95}),
+        ("groups", {"batch.group_size": 2}, {"group/frac_zero_std": 0.6}),
+        ("kl", {"kl.coef": 10}, {"kl/coef": 10}),
+        ("entropy", {"algorithm.entropy_coef": 0.5}, {}),
+        ("critic", {}, {"value/explained_variance": -0.1}),
+        ("rate_high", {"optimizer.lr": 3e-2}, {}),
+        ("rate_high", {}, {"kl/step": 0.2}),
+        ("rate_low", {"optimizer.lr": 1e-6}, {}),
+        ("rate_low", {}, {"kl/start": 1e-6}),
+        ("temperature", {"generation.temperature": 2.0}, {}),
+        ("equal", {}, {"group/frac_zero_std": 0.95, "group/frac_all_bad": 0.5}),
+        ("stale", {}, {"mismatch/logp_abs_mean": 0.2}),
+        ("environment_fails", {}, {"stop_reason/error": 0.1}),
+        ("reward_fails", {}, {"reward/task/error_frac": 0.1}),
+    ],
+)
+def test_a_figure_that_is_out_of_range_names_its_cause(cause, settings, row):
+    found = list_findings(evidence(settings, row))
+    assert found[0].cause == cause
+    assert any(character.isdigit() for character in found[0].evidence), "evidence has numbers"
+
+
+@each(
+    ("settings", "row"),
+    [
+        ({"batch.group_size": 2}, {"group/frac_zero_std": 0.6}),
+        ({"kl.coef": 10}, {"kl/coef": 10}),
+        ({"optimizer.lr": 1e-6}, {"kl/start": 1e-6}),
+        ({"optimizer.lr": 3e-2}, {"kl/step": 0.2}),
+        ({}, {"group/frac_all_bad": 0.95}),
+    ],
+)
+def test_a_setting_is_not_blamed_in_a_run_that_rises(settings, row):
+    assert causes(evidence(settings, row, RISING)) == []
+
+
+def test_an_engine_that_keeps_its_first_weights_is_seen_long_before_the_bound():
+    """An engine without an update differed by 3e-7 nats a token in the first step of the default
+    run and by 0.03 in the ninth; the bound of a warning is 0.05."""
+    e = evidence()
+    for i, row in enumerate(e.run.rows):
+        row["mismatch/logp_abs_mean"] = 3e-7 + 0.004 * i
+    found = list_findings(e)
+    assert [own.cause for own in found] == ["stale"] and "it has old weights" in found[0].evidence
+
+
+def test_what_only_came_later_is_no_cause():
+    """A rate that destroys the policy makes its replies long and its calls fail."""
+    e = evidence({"optimizer.lr": 3e-2}, {"kl/step": 0.2})
+    for row in e.run.rows[1:]:
+        row.update(
+            {"len/truncated_frac": 0.9, "group/frac_all_bad": 1.0, "group/frac_zero_std": 1.0}
+        )
+    assert causes(e) == ["rate_high"]
+
+
+def test_staleness_that_was_asked_for_is_no_fault():
+    row = {"mismatch/logp_abs_mean": 0.2}
+    assert "stale" not in causes(evidence({"asynchrony.staleness": 2}, row))
+
+
+def test_replies_that_copy_each_other_at_a_low_temperature():
+    [task] = tasks_of(1)
+    copies = [said(task, "the same", 0.0) for _ in range(8)]
+    assert share_of_copies([copies]) == 1
+    assert causes(evidence({"generation.temperature": 0.1}, rollouts=copies))[0] == "temperature"
+    assert causes(evidence({"generation.temperature": 1.0}, rollouts=copies)) == []
+
+
+def test_rows_that_no_reply_is_scored_of():
+    played = [said(task, "x", None if i < 3 else 0.0) for i, task in enumerate(tasks_of(12))]
+    found = list_findings(evidence(rollouts=played))
+    assert found[0].cause == "unread" and "3 of 12 rows" in found[0].evidence
+
+
+def test_a_tool_that_always_fails():
+    def called(ok):
+        result = ToolResult("1", "calculator", "error: no answer", ok)
+        played = []
+        for task in tasks_of(12):
+            rollout = said(task, "x", 0.0)
+            played.append(
+                rollout._replace(steps=(rollout.steps[0]._replace(tool_results=(result,)),))
+            )
+        return played
+
+    assert causes(evidence(rollouts=called(ok=False))) == ["tool"]
+    assert causes(evidence(rollouts=called(ok=True))) == []
+
+
+def test_prompts_that_hold_their_answer_more_often_than_another_rows():
+    """Answers among options stand in every prompt, and are no leak."""
+    leaked = [
+        said(
+            task._replace(messages=({"role": "user", "content": f"It is {task.answer}."},)), "", 0.0
+        )
+        for task in tasks_of(12)
+    ]
+    assert causes(evidence(rollouts=leaked)) == ["leak"]
+    options = tasks_of(12, "{i}: A or B?")
+    choice = [said(t._replace(answer="AB"[i % 2]), "", 0.0) for i, t in enumerate(options)]
+    assert causes(evidence(rollouts=choice)) == []
+
+
+def test_rows_that_are_one_problem():
+    rows = [task._replace(id=f"copy/{i}") for i, task in enumerate(tasks_of(1) * 6)] + tasks_of(6)
+    assert causes(evidence(rollouts=[said(task, "", 0.0) for task in rows])) == ["repeated"]
+
+
+# ------------------------------------------------------------------------------------------ attacks
+
+
+def constant(rollout):
+    return min(1.0, len(rollout.final_content) / 5)
+
+
+def reversed_numeric(rollout):
+    return -numeric(rollout)
+
+
+@batched
+def of_all(rollouts):
+    return [1.0 for _ in rollouts]
+
+
+async def asking(rollout):
+    return 1.0
+
+
+def served(rollout, *, address="http://127.0.0.1:1"):
+    return 1.0
+
+
+@each(("fn", "cause"), [(constant, "hackable"), (reversed_numeric, "sign"), (numeric, None)])
+def test_a_reward_that_pays_the_wrong_answer(fn, cause):
+    found = attack(Reward("mine", {"mine": Term(1.0, fn)}), tasks_of(12))
+    assert (found and found.cause) == cause
+
+
+def test_the_weight_of_a_reversed_reward_is_turned():
+    found = attack(Reward("mine", {"task": Term(-1.0, numeric)}), tasks_of(12))
+    assert found.cause == "sign" and found.remedy == ("reward.terms.task.weight=1",)
+
+
+@each(("fn", "why"), [(of_all, "batch"), (asking, "async"), (served, "address"), (numeric, "")])
+def test_rewards_that_may_cost_something_are_not_called_unasked(fn, why):
+    reason = unsafe_reason(Reward("mine", {"mine": Term(1.0, fn)}), tasks_of(2))
+    assert why in reason and bool(why) == bool(reason)
+
+
+# -------------------------------------------------------------------------------- remedies, effects
+
+
+def test_a_remedy_takes_the_place_of_what_its_option_was_set_to():
+    saved = ["algorithm=ppo", "algorithm.critic.optimizer.lr=0", "kl=k3", "kl.coef=10"]
+    assert changed(saved, ["kl=none"]) == [*saved[:2], "kl=none"]
+    assert changed(saved, ["algorithm=grpo"]) == [*saved[2:], "algorithm=grpo"]
+    assert changed(["algorithm/normalization=group"], ["algorithm/normalization=none"]) == [
+        "algorithm/normalization=none"
+    ]
+
+
+def test_remedies_of_findings_come_first_and_none_changes_the_reward():
+    e = evidence({"kl.coef": 10}, {"kl/coef": 10})
+    remedies = list_remedies(e, list_findings(e))
+    assert remedies[0].overrides == ("kl=none",)
+    assert len({own.overrides for own in remedies}) == len(remedies)
+    found = attack(Reward("mine", {"mine": Term(1.0, constant)}), tasks_of(12))
+    assert found.remedy and not any(
+        "reward=by_task" in r.overrides for r in list_remedies(e, [found])
+    )
+
+
+def fork(title, rewards, overrides=("a=b",)):
+    return Fork(title, overrides, 0, 8, 1.0, {str(i): r for i, r in enumerate(rewards)})
+
+
+def test_an_effect_is_claimed_where_the_pairs_show_it_and_no_effect_is_said_to_be_none():
+    base = [i % 4 / 4 for i in range(16)]
+    control = fork("The run as it is", base, ())
+    better = fork("Better", [r + 0.25 * (i % 3 > 0) for i, r in enumerate(base)])
+    same = fork("Same", [r + 0.25 * (-1) ** i for i, r in enumerate(base)])
+    effects = list_effects(control, [same, better])
+    assert [own.helps for own in effects] == [False, True]
+    assert say_effect(effects[1]).startswith("Better (a=b): reward is higher by 0.156 (")
+    assert "no effect that could be seen" in say_effect(effects[0])
+    assert "Better" in sum_up(control, [same, better], effects)[0]
+    few = list_effects(fork("", base[:9], ()), [fork("Few", [1.0] * 9)])
+    assert not few[0].claim and "9 prompts claim nothing" in say_effect(few[0])
+    assert "Nothing can be told" in " ".join(sum_up(control, [same], list_effects(control, [same])))
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Four steps, with checkpoints after the second and the fourth."""
+    folder = tmp_path_factory.mktemp("why") / "run"
+    words = ["batch.prompts=4", "batch.group_size=4", "trainer.steps=4", "trainer.threads=1"]
+    words += ["evaluation.n=0", "logger=none", "kl.coef=10"]
+    words += ["callbacks.checkpoint.every=2", "callbacks.checkpoint.model=false"]
+    assert main(["train", *words, f"hydra.run.dir={folder}"]) == 0
+    return folder
+
+
+def test_the_fork_without_a_remedy_is_the_run(run, monkeypatch):
+    """From the checkpoint of step 2, two steps give the weights of step 4, bit for bit."""
+    from rlkit.config.problems.rows import load_tasks
+    from rlkit.extras.why import forks
+
+    kept = {}
+
+    def measured(x, learner, policy, probes):
+        kept.update({k: v.clone() for k, v in policy.model.state_dict().items()})
+        return {}
+
+    monkeypatch.setattr(forks, "measure", measured)
+    setting = compose_run(run, "run", Arguments([]), ())
+    first, last = map(read_checkpoint, checkpoints(run / "checkpoints"))
+    run_fork(setting.x, setting, load_tasks(setting.x), Place(2, first), 2)
+    own = {k.removeprefix("model."): v for k, v in last["state_dict"].items()}
+    assert kept.keys() >= own.keys() and len(own) > 10
+    assert all(torch.equal(kept[name], value) for name, value in own.items())
+
+
+def test_the_command_names_the_cause_and_proves_it(run, capsys):
+    assert main(["why", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "The KL penalty is too strong." in out and "change: kl=none" in out
+    assert f"rlkit why {run} minutes=" in out
+    assert main(["why", str(run), "minutes=1", "steps=1"]) == 0
+    out = capsys.readouterr().out
+    rows = [json.loads(line) for line in (run / "why" / "forks.jsonl").read_text().splitlines()]
+    assert rows[0]["overrides"] == [] and rows[1]["overrides"] == ["kl=none"]
+    assert "remedies tried from the start" in out and "It speaks of this run" in out
+    assert main(["why", str(run), "minutes=1", "steps=1"]) == 0
+    again = (run / "why" / "forks.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in again][: len(rows)] == rows, "what is done is not repeated"
+
+
+def test_a_row_that_a_kill_cut_is_passed_over(tmp_path):
+    write_fork(tmp_path, fork("A", [0.5]))
+    file = tmp_path / "why" / "forks.jsonl"
+    with file.open("a") as out:
+        out.write('{"title": "B", "over')
+    assert list(read_forks(tmp_path, Place(0, None), 8)) == [("a=b",)]
+    assert not read_forks(tmp_path, Place(0, None), 4)
+
+
+def test_forks_begin_at_the_start_of_a_run_that_never_rose(run):
+    e = read_evidence(run)
+    assert choose_place(run, e, None).step == 0 and choose_place(run, e, 2).step == 2
+
+
+@each(
+    ("words", "said"),
+    [
+        ([], "takes one run folder"),
+        (["nowhere"], "no run folder of rlkit"),
+        (["RUN", "minutes=soon"], "minutes=soon: give a whole number"),
+        (["RUN", "algorithm=grpo"], "'algorithm=grpo': rlkit why takes"),
+        (["RUN", "step=3"], "there is no checkpoint of step 3"),
+    ],
+)
+def test_words_that_say_nothing_are_refused(run, capsys, words, said):
+    assert main(["why", *(str(run) if word == "RUN" else word for word in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lines_of_a_finding():
+    lines = say_findings(list_findings(evidence({"kl.coef": 10}, {"kl/coef": 10})))
+    assert lines[0].startswith("1. The KL penalty is too strong. With kl.coef=10")
