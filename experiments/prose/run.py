@@ -28,6 +28,7 @@ RELATIVE = re.compile(r"\b(?:that|which|what|whose|whom|who|where|such|those)\b"
 
 FORMULA = re.compile(r"\S+ (?:=|←) |[A-Zρσ]\S* \(?=|[(\[]?[Σ½]")
 BEGINS = re.compile(r"\S+ {2,}|(?:\*{0,2}[\w, ]{1,40}|Returns|Raises|Args|Source): ?|[-*] ")
+FOLDERS = ("rlkit", "conf", "docs", "experiments")
 GENERATED = ("docs/extension_points.md", "docs/config/", "experiments/bench/studies/")
 TOP = re.compile(r"rlkit/(?:extras/)?\w+/|\w+/|")  # the folder that a path is counted in
 
@@ -65,9 +66,9 @@ class Figure(NamedTuple):
 def open_tree(commit: str | None) -> tuple[list[str], Callable[[str], str]]:
     """List the paths of a commit, or of the working tree, and give a function that reads one."""
     if commit is None:
-        paths = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-        there = [path for path in paths if (ROOT / path).is_file()]
-        return there, lambda path: (ROOT / path).read_text()
+        files = [ROOT / "README.md", *(f for name in FOLDERS for f in (ROOT / name).rglob("*.*"))]
+        paths = [file.relative_to(ROOT).as_posix() for file in files if file.is_file()]
+        return paths, lambda path: (ROOT / path).read_text()
     paths = _git("ls-tree", "-r", "--name-only", commit).splitlines()
     return paths, lambda path: _git("show", f"{commit}:{path}")
 

@@ -51,7 +51,6 @@ def test_no_folder_holds_more_relative_words_than_its_limit(prose):
         if figure.per_100 > LIMITS.get(folder, GOAL)
     }
     assert not above, f"find the sentences: python experiments/prose/run.py --show 20: {above}"
-    assert set(LIMITS) <= set(figures)
     assert all(limit > GOAL for limit in LIMITS.values())
 
 
