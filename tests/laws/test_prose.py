@@ -11,6 +11,7 @@ RUN = Path(__file__).resolve().parents[2] / "experiments" / "prose" / "run.py"
 GOAL = 1.5
 # Relative words per 100 words of a folder that is above the goal. A limit may only fall.
 LIMITS = {
+    "docs": 1.6,
     "experiments": 2.6,
     "rlkit": 5.1,
     "rlkit/commands": 5.4,
@@ -27,6 +28,7 @@ LIMITS = {
     "rlkit/extras/programs": 5.4,
     "rlkit/extras/report": 5.1,
     "rlkit/extras/vllm": 4.4,
+    "rlkit/extras/why": 6.2,
     "rlkit/models": 4.8,
     "rlkit/runs": 5.6,
     "rlkit/sandbox": 4.1,
