@@ -480,6 +480,9 @@ NOT_OF_RUNS = {
     "split",
     "trust",
     "limit",
+    "attack",
+    "step",
+    "steps",
 }  # of other commands
 
 
