@@ -473,7 +473,7 @@ def _plain(full: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
     try:
-        found = {key: plain(key) for key in full if key != "hydra"}
+        found: dict[Any, Any] = {key: plain(key) for key in full if key != "hydra"}
         _require_text(found)
         return found
     except (OmegaConfBaseException, ValueError) as error:

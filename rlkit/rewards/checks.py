@@ -102,10 +102,10 @@ def _checked(value: Any, rollout: Rollout, term: Term, part: str) -> Checked:
 def _number(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, Real) and abs(value) <= LARGEST:
+    if isinstance(value, Real) and abs(float(value)) <= LARGEST:
         return float(value)
     raise Misshapen(
-        f"{value!r:.200}; return a number, at most {LARGEST:g} up or down, or None where the"
+        f"{value!r:.200}; return a finite number, at most {LARGEST:g} up or down, or None where the"
         " rollout cannot be scored"
     )
 

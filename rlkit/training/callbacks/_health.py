@@ -25,7 +25,7 @@ class Health(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         before = {"group/frac_all_bad": self.least_bad}
-        _, row = with_least_bad([before, module.metrics])
+        row = list(with_least_bad([before, module.metrics]))[-1]
         self.least_bad = row[LEAST_BAD]
         found = {check.__name__: text for check in CHECKS if (text := check(row)) is not None}
         found |= {text.partition(" failed")[0]: text for text in failing_tools(module.rollouts)}

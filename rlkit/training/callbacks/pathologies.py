@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Row = dict[str, Any]
@@ -16,13 +16,13 @@ MISMATCH = 0.05  # nats a token between sampler and trainer in float32, at most
 LEAST_BAD = "group/least_bad"  # the least group/frac_all_bad of the run so far
 
 
-def with_least_bad(rows: Iterable[Row]) -> Iterator[Row]:
+def with_least_bad(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
     """Rows of a run in their order, each with LEAST_BAD."""
     least = 1.0
     for row in rows:
         bad = row.get("group/frac_all_bad")
         least = least if bad is None else min(least, bad)  # not nan
-        yield row | {LEAST_BAD: least}
+        yield {**row, LEAST_BAD: least}
 
 
 def broken_policy(row: Row) -> str | None:
