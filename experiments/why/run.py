@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,7 @@ def train(kind: str, seed: int, folder: Path) -> None:
     if any("ROWS" in word for word in words):
         rows = write_rows(kind, seed, folder.parent / f"{seed}.jsonl")
         words = [word.replace("ROWS", str(rows.absolute())) for word in words]
+    shutil.rmtree(folder, ignore_errors=True)  # of a call that was interrupted
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out):
         status = main_command(["train", *words])

@@ -29,12 +29,13 @@ ROWS = 8  # rows below which nothing is said of them
 
 def failing_reward(e: Evidence) -> Finding | None:
     """A term of the reward raises or hangs."""
-    rates: Counter[str] = Counter()
+    rates: dict[str, float] = defaultdict(float)
     for metric in e.run.rows[-1] if e.run.rows else ():
         name, _, kind = metric.removeprefix("reward/").rpartition("/")
         if metric.startswith("reward/") and kind in ("error_frac", "timeout_frac"):
             rates[name] += e.mean(metric)
-    name, rate = rates.most_common(1)[0] if rates else ("", 0.0)
+    name = max(rates, key=rates.__getitem__, default="")
+    rate = rates.get(name, 0.0)
     if not rate > FAILED:
         return None
     return Finding(

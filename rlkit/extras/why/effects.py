@@ -35,19 +35,21 @@ def list_effects(control: Fork, forks: Sequence[Fork]) -> list[Effect]:
     """Student's t over the prompts that both forks have scores of; Holm's correction over the
     remedies, intervals to match. Fewer than ten prompts claim nothing."""
     resolution = smallest_step([*control.rewards.values()])
-    sides = []
-    for fork in forks:
-        shared = sorted(control.rewards.keys() & fork.rewards.keys())
-        if shared:
-            pair = [[own.rewards[task] for task in shared] for own in (control, fork)]
-            sides.append((fork, *pair))
-    found = [paired(a, b, resolution=resolution) for _, a, b in sides]
+    tried = [fork for fork in forks if control.rewards.keys() & fork.rewards.keys()]
+    sides = [pair_rewards(control, fork) for fork in tried]
+    found = [paired(a, b, resolution=resolution) for a, b in sides]
     p = holm([d.evidence() for d in found])
     levels = holm_levels([d.evidence() for d in found])
     return [
         Effect(fork, paired(a, b, level=level, resolution=resolution), adjusted <= ALPHA)
-        for (fork, a, b), adjusted, level in zip(sides, p, levels, strict=True)
+        for fork, (a, b), adjusted, level in zip(tried, sides, p, levels, strict=True)
     ]
+
+
+def pair_rewards(control: Fork, fork: Fork) -> tuple[list[float], list[float]]:
+    """The rewards of the prompts that both have scores of, in one order."""
+    shared = sorted(control.rewards.keys() & fork.rewards.keys())
+    return [control.rewards[task] for task in shared], [fork.rewards[task] for task in shared]
 
 
 def say_effect(effect: Effect) -> str:

@@ -20,6 +20,7 @@ from rlkit.extras.why.evidence import Evidence
 from rlkit.extras.why.remedies import Remedy
 from rlkit.system import rng
 from rlkit.system.device import autocast
+from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
 from rlkit.tasks.splits import problem_of
 from rlkit.training.ahead.flight import Flight
 from rlkit.training.ahead.modes import group_source
@@ -119,7 +120,11 @@ def run_fork(x: Experiment, setting: Setting, tasks: Splits, place: Place, steps
     begun = time.perf_counter()
     remedy, own, config = setting
     again = builder(config)
-    with group_source(own, tasks.train, again) as source, redirect_stdout(io.StringIO()):
+    with (
+        limit_waiting(own.trainer.max_step_time, MAX_STEP_TIME, lambda: "a fork hangs"),
+        group_source(own, tasks.train, again) as source,
+        redirect_stdout(io.StringIO()),
+    ):
         policy, device, exact = ready(own, tasks)
         learner = Learner(own, policy, exact=exact)
         flight = Flight() if place.state is None else restore(learner, source, place.state)

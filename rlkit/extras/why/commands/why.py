@@ -125,7 +125,7 @@ def compose_run(
     if not (folder / ".hydra" / "overrides.yaml").is_file():
         raise ConfigError("parts of this run are Python objects, which its folder does not keep")
     mine = list(overrides)
-    ask = asker(named, folder, mine, arguments, entry="train")
+    ask = asker(f"rlkit why {named}", folder, mine, arguments, entry="train")
     composed = compose(
         changed(runs.saved_overrides(folder), mine),
         config_dir=arguments.config_dir,
