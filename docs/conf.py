@@ -3,8 +3,13 @@ nothing counts its readers."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 
 DOCS = Path(__file__).resolve().parent
 OPTIONAL = ("machines", "programs", "doors")
@@ -13,6 +18,8 @@ project = "rlkit"
 copyright = "the rlkit maintainers, Apache-2.0"
 extensions = ["myst_parser"]
 myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "rlkit"
 html_static_path = ["static"]
@@ -45,6 +52,50 @@ def adapted(app: object, name: str, source: list[str]) -> None:
             )
 
 
-def setup(app: object) -> None:
+# What a block of a page is made of: files under their names, and commands.
+PART = re.compile(r"\n\n(?=# [\w/]+\.(?:py|yaml)\n|PYTHONPATH=)")
+COMMAND = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:rlkit|python|pip|pytest|jupyter|git|srun|torchrun|vllm|\.ci/\w+) (?!.*:$)"
+)
+
+
+def language_of(text: str) -> str:
+    """The language that a block without one is coloured as."""
+    if COMMAND.match(text):
+        return "bash"
+    if re.match(r"# \S+\.yaml\n", text):
+        return "yaml"
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return "none"
+    words = [
+        isinstance(own, ast.AnnAssign)
+        or (isinstance(own, ast.Expr) and not isinstance(own.value, ast.Call))
+        for own in body
+    ]
+    return "none" if all(words) else "python"
+
+
+def colour(app: object, tree: nodes.document) -> None:
+    """Indented blocks get their languages; one with several files is split at their names."""
+    for block in list(tree.findall(nodes.literal_block)):
+        if block.get("language", "none") == "none":
+            parts = PART.split(block.astext())
+            block.replace_self(
+                [nodes.literal_block(own, own, language=language_of(own)) for own in parts]
+            )
+
+
+def write_formula(writer: Any, node: Any) -> None:
+    """A formula as MathML, which browsers draw without a script."""
+    as_block = isinstance(node, nodes.math_block)
+    writer.body.append(tex2mathml(node.astext(), as_block=as_block))
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", adapted)  # type: ignore[attr-defined]
+    app.connect("source-read", adapted)
+    app.connect("doctree-read", colour)
+    app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))

@@ -36,6 +36,13 @@ class ConfigError(Refusal):
     """A config with an unknown option or key, a wrong type, or an impossible combination."""
 
 
+def refuse_problems(problems: Iterable[str]) -> None:
+    """Raises a ConfigError with all of the sentences, if there are any."""
+    text = "\n".join(problems)
+    if text:
+        raise ConfigError(text)
+
+
 class DataError(Refusal):
     """A file, or a row of a file, that cannot be turned into a Task."""
 

@@ -101,7 +101,7 @@ def check(overrides: list[str]) -> dict[str, float]:
     from rlkit.commands.arguments import Arguments
     from rlkit.extras.forecast.commands.forecast import list_costs, measure_here
 
-    x, tasks, _ = check.prepare(Arguments(overrides))
+    x, tasks, *_ = check.prepare(Arguments(overrides))
     report, found = measure_here(x, tasks, {})
     for name, text in list_costs(found, report.memory):
         print(f"{name:<12}{text}", file=sys.stderr)

@@ -231,9 +231,9 @@ def falls_intervals(setting: Setting, pages: int, rng: np.random.Generator) -> C
 # ------------------------------------------------------------------------------------------ plan
 
 
-def planned(page: np.ndarray, setting: Setting, effect: float, seeds: str | None = None) -> str:
+def planned(page: np.ndarray, setting: Setting, effect: float, seeds: int | None = None) -> str:
     """The lines of `rlkit plan` of a pilot."""
-    return "\n".join(plan.plan_lines(judged(page, setting)[0], effect, 1, 0.0, seeds))
+    return plan.need_text(plan.plan_seeds(judged(page, setting)[0], effect, 1, 0.0, seeds))
 
 
 def plan_needs(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
@@ -251,7 +251,7 @@ def plan_likely(setting: Setting, pages: int, rng: np.random.Generator) -> Count
     for page in figures(setting, pages, 2, rng):
         verdict = judged(page, setting)[0]
         spread = verdict.found.spread
-        text = "\n".join(plan.plan_lines(verdict, spread, 1, 0.0, None))
+        text = plan.need_text(plan.plan_seeds(verdict, spread, 1, 0.0, None))
         match = re.search(r"pilot's, (\d+) seeds are enough", text)
         if match:
             n = int(match[1])
@@ -263,7 +263,7 @@ def plan_likely(setting: Setting, pages: int, rng: np.random.Generator) -> Count
 
 def plan_sees(setting: Setting, pages: int, rng: np.random.Generator) -> Count:
     """Comparisons of 16 seeds that find what the plan says they find four times in five."""
-    said = [planned(page, setting, 1.0, "16") for page in figures(setting, pages, 2, rng)]
+    said = [planned(page, setting, 1.0, 16) for page in figures(setting, pages, 2, rng)]
     seen = [float(re.search(r"of (\S+) is found 4 times", text)[1]) + 0.00005 for text in said]  # type: ignore[index]
     return found_with(setting, [16] * pages, seen, rng)
 

@@ -19,7 +19,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.commands.trust import model_of, with_limits
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.engines import Cached
@@ -36,7 +36,7 @@ from rlkit.environments import (
 from rlkit.environments.tool_parsers import from_payload
 from rlkit.environments.tools import MAX_CHARS, TIMEOUT, tool_schema, with_schema
 from rlkit.episodes import collect
-from rlkit.errors import ConfigError, visible
+from rlkit.errors import ConfigError, refuse_problems, visible
 from rlkit.models import check_template, make_policy
 from rlkit.types import (
     Engine,
@@ -294,9 +294,7 @@ def find_tools(x: AgentRun) -> list[Callable[..., Any]]:
 def _ask(x: AgentRun, question: str, *, checkpoint: Path | None = None) -> AgentResult:
     """Loads the model, or a run's newest checkpoint, and lets it answer. Raises ConfigError where
     the settings are out of range."""
-    problems = sampling_problems(x.generation)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(sampling_problems(x.generation))
     tools = find_tools(x)
     from rlkit.commands.evaluate import restored_policy
     from rlkit.system.device import autocast, on_device
@@ -431,16 +429,11 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     other = [o for o in overrides if re.match(r"[+~]*model\b", o)]
     if run is not None and other:
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
-    trusted = is_trusted(overrides)
-    composed = compose(
-        drop(overrides, "trust"), entry=entry, config_dir=arguments.config_dir, trusted=trusted
-    )
-    config = composed.config
-    checkpoint = None
-    if named and run is not None:
-        config["model"] = model_of(run, f"run={named}", arguments)
-        checkpoint = runs.checkpoint_source(named, run)
-        problems = check(config["model"], f"{run}/config.yaml, model")
-        if problems:
-            raise ConfigError("\n".join(problems))
-    return config, checkpoint
+    config = compose(
+        overrides, entry=entry, config_dir=arguments.config_dir, trusted=arguments.trusted
+    ).config
+    if named is None or run is None:
+        return config, None
+    config["model"] = model_of(run, f"run={named}", arguments)
+    refuse_problems(check(config["model"], f"{run}/config.yaml, model"))
+    return config, runs.checkpoint_source(named, run)

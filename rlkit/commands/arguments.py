@@ -1,4 +1,5 @@
-"""A command line taken apart, and questions to its overrides."""
+"""What a command takes and gives: a command line taken apart, questions to its overrides, an
+answer."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlkit.commands.config_file import ENTRIES, overrides_of
 from rlkit.config.hints import MEANT
@@ -28,16 +29,24 @@ class Arguments(NamedTuple):
     words: tuple[str, ...] = ()  # all of it, as it was given
     texts: tuple[str, ...] = ()  # words that are no override, for a command that takes such
     sources: Mapping[str, str] = {}  # key of an override → the file of --config that gives it
+    trusted: bool = False  # trust=true, which every command takes; no override
+
+
+class Answer(NamedTuple):
+    """What a command found. Its text is written from the same data."""
+
+    data: Mapping[str, Any]  # docs/commands.md has the keys; a NamedTuple counts as a mapping
+    text: str
+    status: int = 0  # the exit status
 
 
 def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
     """Flags and overrides; with `texts` also other words, and names of files that are there. Raises
     ConfigError for an unknown flag."""
     arguments = Arguments([], words=tuple(words))
-    file = list[str]()
+    files = list[str]()
     name = ""
     rest = iter(words)
-    sources: dict[str, str] = {}
     for word in rest:
         flag, _, value = word.partition("=")
         if flag in WITH_VALUE:
@@ -47,9 +56,7 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
         elif flag == "--config-dir":
             arguments = arguments._replace(config_dir=value)
         elif flag == "--config":
-            read = overrides_of(value)
-            file += read
-            sources |= dict.fromkeys(map(key_of, read), value)
+            files.append(value)
         elif flag in ("-cn", "--config-name"):
             name = value
         elif flag in ("-c", "--cfg"):
@@ -75,13 +82,19 @@ def parse(words: Sequence[str], *, texts: bool = False) -> Arguments:
         else:
             arguments.overrides.append(word)
     if name and name.removesuffix(".yaml") not in ENTRIES:
-        place = str(_named(name, arguments.config_dir))
-        read = overrides_of(place)
-        file += read
-        sources |= dict.fromkeys(map(key_of, read), place)
-    said = set(map(key_of, arguments.overrides))
-    sources = {key: place for key, place in sources.items() if key not in said}
-    return arguments._replace(overrides=beneath(file, arguments.overrides), sources=sources)
+        files.append(str(_named(name, arguments.config_dir)))
+    said = set(map(key_of, arguments.overrides))  # the command line wins
+    read = [(text, file) for file in files for text in overrides_of(file)]
+    read = [(text, file) for text, file in read if key_of(text) not in said]
+    overrides = [*(text for text, _ in read), *arguments.overrides]
+    trust = option(overrides, "trust")
+    if trust not in (None, "true", "false"):
+        raise ConfigError(f"trust={trust}: must be true or false")
+    return arguments._replace(
+        overrides=drop(overrides, "trust"),
+        sources={key_of(text): file for text, file in read},
+        trusted=trust == "true",
+    )
 
 
 def key_of(override: str) -> str:
@@ -111,29 +124,14 @@ def _no_flag(word: str, value: str) -> str:
         value = "VALUE"
     if key in MEANT:
         return f"there is no flag '{word}'; write {MEANT[key].removesuffix('=')}={value}"
-    flags = "-m, --config FILE, --config-name NAME, --config-dir DIR, --cfg job, --info and --help"
+    flags = "-m, --config FILE, --config-name NAME, --config-dir DIR, --cfg, --info, --json, --help"
     return f"there is no flag '{word}'; settings are written KEY=VALUE, and the flags are {flags}"
-
-
-def beneath(file: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Overrides of a file and of the command line, which wins."""
-    said = set(map(key_of, overrides))
-    return [*(text for text in file if key_of(text) not in said), *overrides]
 
 
 def option(overrides: Sequence[str], key: str) -> str | None:
     """The value that the command line gives a key, or None."""
     values = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == key]
     return unquote(values[-1]) if values else None
-
-
-def is_trusted(overrides: Sequence[str]) -> bool:
-    """Whether the command line says trust=true. Raises ConfigError for any other value than true or
-    false."""
-    given = option(overrides, "trust")
-    if given not in (None, "true", "false"):
-        raise ConfigError(f"trust={given}: must be true or false")
-    return given == "true"
 
 
 def added(saved: list[str], overrides: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted
+from rlkit.commands.arguments import Answer, Arguments
 from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rlkit.training.update.record import Host
 
 REPLY = 64  # tokens of a reply here; a run's own limit may take minutes on a CPU
+GIVES_JSON = True
 GROUP = 4  # rollouts where a group is one sample
 
 
@@ -44,13 +45,14 @@ def memory(learner: Any, device: Any) -> Memory:
     from rlkit.training.metrics import peak_memory
 
     held = [list(learner.nets.parameters()), list(learner.nets.buffers())]
+    weights = size_of(held)
     return Memory(
-        weights=size_of(held),
+        weights=weights,
         gradients=sum(
             p.numel() * p.element_size() for p in learner.nets.parameters() if p.requires_grad
         ),
         optimizer=sum(size_of(o.state) for o in learner.optimizers.made),
-        reference=size_of([*held, learner.kept.references]) - size_of(held),
+        reference=size_of([*held, learner.kept.references]) - weights,
         peak=int(peak_memory(device) * 2**30),
     )
 
@@ -60,11 +62,9 @@ class Report(NamedTuple):
 
     warnings: list[str]
     rollouts: list[Rollout]  # played, with their own rewards
-    spread: bool  # whether the update needed rewards that differ, and was given such
     metrics: Mapping[str, Any]
     memory: Memory
     seconds: Mapping[str, float]
-    header: str
     learner: Learner  # after its step
 
 
@@ -93,7 +93,7 @@ def small(x: Experiment) -> Experiment:
 
 
 def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
-    """One step of the experiment.
+    """One step of the experiment; what a run prints at its start is printed.
 
     Args:
       x: the whole run at its first step, without open schedules
@@ -102,38 +102,20 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
       host: of the learner.
     Raises: the refusals of a run.
     """
-    import torch
-
     from rlkit.episodes.stream import StreamState
-    from rlkit.system.device import autocast, on_device
+    from rlkit.system.device import autocast
     from rlkit.system.waiting import MAX_STEP_TIME, limit_waiting
-    from rlkit.training.activations import settle_activations
     from rlkit.training.groups import experience
-    from rlkit.training.kernels import settle_kernels
     from rlkit.training.learner import Learner
-    from rlkit.training.run import first_line, header
-    from rlkit.training.selfcheck import check_policy, check_teacher
+    from rlkit.training.run import prepare as prepare_policy
     from rlkit.training.update.probe import probe_memory
     from rlkit.training.update.record import Host
-    from rlkit.training.windows import window_line
 
-    clock = {}
     started = time.perf_counter()
-    torch.manual_seed(x.seed)
-    check_teacher(x)
-    policy, device = on_device(x)
-    text = f"{first_line(x)}\n{header(x, policy, device, tasks)}"
-    activations = settle_activations(x, policy, tasks.train, device)
-    text += f"\n{activations}" if activations else ""
-    clock["load"] = time.perf_counter() - started
-    cut = small(x)
-    with autocast(cut, device):
-        agreement = check_policy(policy, tasks.train, cut)
-    text += f"\n{agreement.tools}{settle_kernels(x.generation.engine, policy.model)}"
-    windows = window_line(x, policy, tasks.train)
-    text += f"\n{windows}" if windows else ""
+    policy, device, agreement = prepare_policy(x, tasks)
+    loaded = time.perf_counter() - started
     played: list[Rollout] = []
-    cut = cut._replace(reward=telling(cut.reward, played))
+    cut = small(x)._replace(reward=telling(x.reward, played))
     learner = Learner(cut, policy, exact=agreement.exact, host=host or Host())
     with (
         autocast(cut, device, updates=True),
@@ -146,10 +128,12 @@ def run(x: Experiment, tasks: Splits, host: Host | None = None) -> Report:
         )
         metrics = learner.step(sampled, trained)
         found = memory(learner, device)
-    clock["generate"] = metrics["perf/generate_s"]
-    clock["update"] = metrics["perf/update_s"]
-    spread = len({r.total_reward for r in played}) == 1
-    return Report(agreement.warnings, played, spread, metrics, found, clock, text, learner)
+    seconds = {
+        "load": loaded,
+        "generate": metrics["perf/generate_s"],
+        "update": metrics["perf/update_s"],
+    }
+    return Report(agreement.warnings, played, metrics, found, seconds, learner)
 
 
 def telling(reward: Reward, played: list[Rollout]) -> Reward:
@@ -184,6 +168,18 @@ def size_of(node: Any) -> int:
     return sum(sizes.values())
 
 
+def describe_report(report: Report, phases: Sequence[str], doubts: Sequence[str]) -> dict[str, Any]:
+    """The report in plain data; `doubts` are warnings of the config and the rows."""
+    return {
+        "phases": phases,
+        "warnings": [*doubts, *report.warnings],
+        "rewards": [rollout.rewards for rollout in report.rollouts],
+        "metrics": report.metrics,
+        "seconds": report.seconds,
+        "memory": report.memory,
+    }
+
+
 def show_report(
     report: Report, *, phases: Sequence[str] = (), costs: Sequence[tuple[str, str]] = ()
 ) -> str:
@@ -201,15 +197,8 @@ def show_report(
                 f"the step was one of '{phases[0]}'; the others were tried on fake data only",
             )
         )
-    return "\n".join(
-        [
-            report.header,
-            "",
-            *(f"{name:<18}{text}" for name, text in rows),
-            "",
-            "ready: rlkit train with the same overrides",
-        ]
-    )
+    lines = [f"{name:<18}{text}" for name, text in rows]
+    return "\n".join(["", *lines, "", "ready: rlkit train with the same overrides"])
 
 
 def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
@@ -242,7 +231,6 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
         ),
         ("data", "gold answers score 1, empty ones do not"),
         ("model", f"loaded in {clock['load']:.1f} s; trainer and sampler agree"),
-        *(("warning", line) for line in report.warnings),
         (
             "rollout",
             (
@@ -256,7 +244,7 @@ def _list_rows(report: Report, phases: Sequence[str]) -> list[tuple[str, str]]:
             (numbers if m["optim/updates"] else "none: this step had nothing to learn from")
             + f", {clock['update']:.1f} s",
         ),
-        *([("", spread)] if report.spread else []),
+        *([("", spread)] if len(set(own)) == 1 else []),
     ]
 
 
@@ -269,9 +257,9 @@ def say_size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
 
 
-def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str]]:
-    """The experiment of the first step, its tasks, and the names of all phases; prints what is
-    doubtful in them."""
+def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str], list[str]]:
+    """The experiment of the first step, its tasks, the names of all phases, and what is doubtful in
+    them, which is printed too."""
     from rlkit.config.compose import compose, experiment
     from rlkit.config.problems.doubts import warnings
     from rlkit.config.problems.rows import load_tasks
@@ -280,25 +268,25 @@ def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str]]:
     from rlkit.training.loggers import check_loggers
 
     composed = compose(
-        drop(arguments.overrides, "trust"),
-        config_dir=arguments.config_dir,
-        trusted=is_trusted(arguments.overrides),
+        arguments.overrides, config_dir=arguments.config_dir, trusted=arguments.trusted
     )
     x = experiment(composed)
     check_loggers(x.logger)
     tasks = load_tasks(x)
-    for line in (*warnings(x), *overlaps(tasks)):
+    doubts = [*warnings(x), *overlaps(tasks)]
+    for line in doubts:
         print(f"warning: {line}")
     firsts = first_steps(x)
-    return next(iter(firsts.values())), tasks, list(firsts)
+    return next(iter(firsts.values())), tasks, list(firsts), doubts
 
 
-def command(arguments: Arguments) -> int:
+def command(arguments: Arguments) -> int | Answer:
     """Do what `rlkit train` would do with these overrides in one small step, and say what the run
     takes. Nothing is kept.
 
     KEY=VALUE          the overrides of the run; GROUP=OPTION an option
     check.device=CARD  what the run takes on this card, without a step (the extra forecast)
+    --json             the same for a program
 
         rlkit check algorithm=dapo kl=none
         rlkit check model=qwen3_1.7b check.device=h100
@@ -311,6 +299,6 @@ def command(arguments: Arguments) -> int:
             "a setting check.NAME needs the extra 'forecast', which this copy of rlkit does not"
             " have: there is no folder rlkit/extras/forecast"
         )
-    x, tasks, phases = prepare(arguments)
-    print(show_report(run(x, tasks), phases=phases))
-    return 0
+    x, tasks, phases, doubts = prepare(arguments)
+    report = run(x, tasks)
+    return Answer(describe_report(report, phases, doubts), show_report(report, phases=phases))

@@ -4,13 +4,15 @@ status 2, without a traceback."""
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted, parse
+from rlkit.commands.arguments import Answer, Arguments, parse
 from rlkit.commands.help import command_help, full_help
 from rlkit.errors import (
     TRACEBACK,
@@ -22,6 +24,7 @@ from rlkit.errors import (
     visible,
 )
 from rlkit.system import extras
+from rlkit.system.files import finite
 from rlkit.system.leaving import leave_process
 from rlkit.system.output import guard_output
 from rlkit.system.parent import end_with_parent
@@ -73,14 +76,31 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
     if {"-h", "--help"}.intersection(words):
         print(command_help(name, own))
         return 0
+    as_json = "--json" in words
+    # With --json warnings and progress go to standard error: standard output is one document.
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        found = _run_named(name, [word for word in words if word != "--json"], as_json)
+    if isinstance(found, int):
+        return found
+    if as_json:  # in ASCII, so that no terminal obeys what a model or a file may have written
+        print(json.dumps(finite(found.data), indent=2, default=str))
+    else:
+        print(visible(found.text, kept="\n"))
+    return found.status
+
+
+def _run_named(name: str, words: Sequence[str], as_json: bool) -> int | Answer:
+    """Runs the command with its words; its exit status, or what it found."""
     run = find_command(name)
     module = sys.modules[run.__module__]
     arguments = parse(words, texts=getattr(module, "TAKES_TEXTS", False))
     if arguments.multirun and name != "train":
         raise ConfigError(f"rlkit {name} takes one run at a time; -m belongs to rlkit train")
-    is_trusted(arguments.overrides)  # every command takes the word, and no other value of it
-    if getattr(module, "READS_NO_CODE", False):
-        arguments = arguments._replace(overrides=drop(arguments.overrides, "trust"))
+    if as_json and (arguments.shown or not getattr(module, "GIVES_JSON", False)):
+        raise ConfigError(
+            f"--json: rlkit {name} prints no JSON, nor does --cfg; `rlkit COMMAND --help` names"
+            " --json where a command takes it"
+        )
     if arguments.shown:
         return importlib.import_module("rlkit.commands.config_dump").command(name, arguments)
     return run(arguments)
@@ -138,11 +158,11 @@ def list_commands() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*COMMANDS, *extras.find_commands(), *extras.outside_commands()]))
 
 
-def find_command(name: str) -> Callable[[Arguments], int]:
+def find_command(name: str) -> Callable[[Arguments], int | Answer]:
     """The function of a command. A name of the core stays the core's, whoever else has it.
 
-    Its module may set TAKES_TEXTS, if words that set no key are allowed, and READS_NO_CODE, if all
-    that it reads of a folder is data, so that trust=true changes nothing.
+    Its module may set TAKES_TEXTS, if words that set no key are allowed, and GIVES_JSON, if the
+    function returns an Answer in place of the exit status.
     """
     if name in COMMANDS:
         return importlib.import_module(f"rlkit.commands.{name}").command

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
-from rlkit.commands.arguments import Arguments, option
+from rlkit.commands.arguments import Answer, Arguments, drop, option
 from rlkit.errors import ConfigError
 from rlkit.runs import verdicts
 from rlkit.runs.reading import Group, find_runs, group_runs, read_run
 
 TAKES_TEXTS = True
-READS_NO_CODE = True
+GIVES_JSON = True
 
 SETTINGS = ("figure", "at", "pairs", "effect", "seeds")
 
 
-def command(arguments: Arguments) -> int:
+def command(arguments: Arguments) -> Answer:
     """Say which line of runs is better and by how much, in sentences and as a table. Runs that
     differ by their seed alone are one line.
 
@@ -24,6 +25,7 @@ def command(arguments: Arguments) -> int:
     at=UNIT        the validation accuracy where every line has spent as much: at=steps, at=tokens
     pairs=all      every pair of lines instead
     effect=NUMBER  the difference that matters to you
+    --json         the same for a program
 
         rlkit compare outputs/grpo outputs/dapo
         rlkit compare outputs/grpo outputs/dapo pairs=all effect=0.02
@@ -51,9 +53,15 @@ def command(arguments: Arguments) -> int:
             f"rlkit compare: the first line, {groups[0].label}, has no {compared.name}; pairs=all"
             " compares the others"
         )
-    print(table(groups, compared))
-    print("\n".join(["", *verdicts.told(groups, compared, found)]))
-    return 0
+    told = verdicts.told(groups, compared, found)
+    data = {
+        "lines": [group.label for group in groups],
+        "figure": compared,
+        "spent": verdicts.budgets(groups),
+        "comparisons": found,
+        "sentences": told,
+    }
+    return Answer(data, "\n".join([table(data), "", *told]))
 
 
 def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, str]]:
@@ -62,7 +70,7 @@ def lines_of(arguments: Arguments, name: str) -> tuple[list[Group], dict[str, st
     given = {
         key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
     }
-    unknown = [text for text in arguments.overrides if text.partition("=")[0] not in given]
+    unknown = drop(arguments.overrides, *given)
     if unknown:
         raise ConfigError(
             f"'{unknown[0]}': rlkit {name} takes run folders and"
@@ -91,15 +99,16 @@ def effect_of(given: dict[str, str], usual: float) -> float:
     return effect
 
 
-def table(groups: Sequence[Group], compared: verdicts.Figure) -> str:
+def table(data: Mapping[str, Any]) -> str:
     """A row a line: seeds, mean figure, and what a run spent."""
     from rlkit.runs.sweeps.compare import aligned
 
-    spent = verdicts.budgets(groups)
+    spent = data["spent"]
+    figure = data["figure"]
     rows: list[list[object]] = []
-    for i, (group, values) in enumerate(zip(groups, compared.values, strict=True)):
+    for i, (label, values) in enumerate(zip(data["lines"], figure.values, strict=True)):
         mean = sum(values.values()) / len(values) if values else None
-        rows.append([group.label, len(values), mean, *(f"{own[i]:,.0f}" for own in spent.values())])
+        rows.append([label, len(values), mean, *(f"{own[i]:,.0f}" for own in spent.values())])
     return aligned(
-        ["", "seeds", compared.name, *(verdicts.UNITS[unit] for unit in spent)], rows, left=1
+        ["", "seeds", figure.name, *(verdicts.UNITS[unit] for unit in spent)], rows, left=1
     )

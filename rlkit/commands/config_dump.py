@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import yaml
 
-from rlkit.commands.arguments import Arguments, drop
+from rlkit.commands.arguments import Arguments
 from rlkit.config.compose import choices, compose, conf_dir, unresolved
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import redacted
@@ -23,9 +23,8 @@ def command(name: str, arguments: Arguments) -> int:
     composed."""
     if name not in ENTRIES:
         raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
-    overrides = drop(arguments.overrides, "trust")
     composed = compose(
-        overrides, entry=ENTRIES[name], config_dir=arguments.config_dir, trusted=True
+        arguments.overrides, entry=ENTRIES[name], config_dir=arguments.config_dir, trusted=True
     )  # nothing of it is run
     if arguments.shown == "info":
         print("\n".join(choices(composed.full)))

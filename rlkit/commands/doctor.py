@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from rlkit.commands.arguments import Arguments
 from rlkit.errors import ConfigError, name_error
 
-READS_NO_CODE = True
-
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
@@ -143,7 +141,7 @@ def devices() -> list[Finding]:
             if torch.version.cuda is None
             else f"CUDA {torch.version.cuda}, but no GPU is seen"
         )
-        return [Finding("devices", f"cpu ({why}); trainer=auto takes the CPU", "ok")]
+        return [Finding("devices", f"cpu ({why}); trainer=auto takes the CPU")]
     out = []
     for index in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(index)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, is_trusted, option
+from rlkit.commands.arguments import STARTED, Arguments, added, drop, option
 from rlkit.commands.trust import asker, with_limits
 from rlkit.episodes.record import failed_rollout_kept, save_rollouts
 from rlkit.errors import ConfigError, DataError
@@ -178,15 +178,20 @@ def accuracy_table(result: Mapping[str, Any], out: Path) -> str:
     rows = held_out_rows("greedy", greedy, sampled)
     for part, own in greedy.get("parts", {}).items():
         rows += held_out_rows(f"{part}: greedy", own, sampled["parts"][part], f"{part}: ")
-    width = max(22, *(len(name) + 1 for name, *_ in rows))
     head = f"{result['split']}, n = {count_in_words(result['n'], result['distinct'])}"
-    width = max(width, len(head) + 1)
+    width = max(22, len(head) + 1, *(len(name) + 1 for name, *_ in rows))
     lines = [f"{head:<{width}}{'value':>10}{'95 % interval':>20}", "-" * (width + 30)]
     lines += [
         f"{name:<{width}}{value:>10.3f}{f'{low:.3f} – {high:.3f}':>20}"
         for name, value, (low, high) in rows
     ]
-    return "\n".join([*lines, "", f"written to {runs.shown(out)}, {result['wall_seconds']:.0f} s"])
+    return "\n".join(
+        [
+            *lines,
+            "right answers by evaluation.reward\n",
+            f"written to {runs.shown(out)}, {result['wall_seconds']:.0f} s",
+        ]
+    )
 
 
 def command(arguments: Arguments) -> int:
@@ -207,7 +212,7 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.rows import check_tools, load_split
 
     named = option(arguments.overrides, "run")
-    overrides = drop(arguments.overrides, "run", "split", "trust")
+    overrides = drop(arguments.overrides, "run", "split")
     asked = option(arguments.overrides, "split") or "test"
     split = next((known for known in SPLITS if known == asked), None)
     if split is None:
@@ -217,13 +222,12 @@ def command(arguments: Arguments) -> int:
     if named and run is not None:
         ask = asker(f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True)
         overrides = added(runs.saved_overrides(run), overrides)
-    trusted = is_trusted(arguments.overrides)
     composed = compose(
         overrides,
         entry="evaluate",
         config_dir=arguments.config_dir,
         before_import=ask,
-        trusted=trusted,
+        trusted=arguments.trusted,
     )
     x = with_limits(experiment(composed), arguments)
     if x.evaluation.n < 1:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, option
+from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.commands.trust import model_of
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
 from rlkit.runs.card import model_card
 from rlkit.system.files import refusing
@@ -45,9 +45,7 @@ def export(
     from rlkit.system.adapters import has_adapters
     from rlkit.system.device import quiet
 
-    problems = check(dict(model), "model")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(check(dict(model), "model"))
     if out.exists():
         raise ConfigError(f"to={out}: exists already; name a folder that does not")
     quiet()
@@ -79,13 +77,13 @@ def command(arguments: Arguments) -> int:
         rlkit export run=outputs/latest to=my_model merge=true
     """
 
-    known = ("run", "to", "merge", "trust")
-    unknown = [o for o in arguments.overrides if o.partition("=")[0] not in known]
+    known = ("run", "to", "merge")
+    unknown = drop(arguments.overrides, *known)
     if unknown:
         raise ConfigError(
             f"{unknown[0]}: rlkit export takes run=FOLDER, to=FOLDER, merge=true and trust=true"
         )
-    named, place, merge = (option(arguments.overrides, key) for key in known[:3])
+    named, place, merge = (option(arguments.overrides, key) for key in known)
     if not named:
         raise ConfigError(
             "rlkit export takes one run: run=outputs/NAME/TIME, or one of its checkpoints"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from rlkit.commands.arguments import Arguments
+from rlkit.commands.arguments import Answer, Arguments
 from rlkit.commands.help import behind_label
 from rlkit.errors import ConfigError, nearest
-from rlkit.training.glossary import Entry, meaning_of, sections
+from rlkit.training.glossary import Entry, Section, meaning_of, sections
 
 TAKES_TEXTS = True
-READS_NO_CODE = True
+GIVES_JSON = True
 
 
-def command(arguments: Arguments) -> int:
+def command(arguments: Arguments) -> Answer:
     """Say what a number of metrics.jsonl means, its unit, a healthy value and what to do otherwise.
     Without a name, list all names.
 
-    NAME…  metrics, or the beginning of some, such as kl
+    NAME…   metrics, or the beginning of some, such as kl
+    --json  the same for a program
 
         rlkit metrics kl/ref_k3
         rlkit metrics kl optim/grad_norm
@@ -24,19 +25,16 @@ def command(arguments: Arguments) -> int:
         raise ConfigError(
             f"'{arguments.overrides[0]}': rlkit metrics takes names of metrics, such as kl/ref_k3"
         )
-    if not arguments.texts:
-        for section in sections():
-            names = ", ".join(name for entry in section.entries for name in entry.names)
-            print(f"{section.title}\n{behind_label('  ', names)}\n")
-    for name in arguments.texts:
-        print(explained(name))
-    return 0
-
-
-def explained(name: str) -> str:
-    """An entry as a person reads it, or those of all metrics below a name such as kl. Raises
-    ConfigError for a name without one."""
     every = [entry for section in sections() for entry in section.entries]
+    if arguments.texts:
+        found = [entry for name in arguments.texts for entry in find_entries(name, every)]
+        return Answer({"metrics": found}, "\n".join(map(entry_text, found)))
+    return Answer({"metrics": every}, "\n".join(map(section_text, sections())))
+
+
+def find_entries(name: str, every: list[Entry]) -> list[Entry]:
+    """The entry of a metric, or those of all metrics below a name such as kl. Raises ConfigError
+    for a name without one."""
     found = meaning_of(name)
     entries = (
         [found]
@@ -48,7 +46,13 @@ def explained(name: str) -> str:
             f"{name}: there is no such"
             f" metric.{nearest(name, [own for entry in every for own in entry.names])}"
         )
-    return "\n".join(entry_text(entry) for entry in entries)
+    return entries
+
+
+def section_text(section: Section) -> str:
+    """The names of a section."""
+    names = ", ".join(name for entry in section.entries for name in entry.names)
+    return f"{section.title}\n{behind_label('  ', names)}\n"
 
 
 def entry_text(entry: Entry) -> str:

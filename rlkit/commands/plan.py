@@ -4,8 +4,9 @@ pilot."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from rlkit.commands.arguments import Arguments
+from rlkit.commands.arguments import Answer, Arguments
 from rlkit.commands.compare import effect_of, lines_of
 from rlkit.errors import ConfigError
 from rlkit.runs import verdicts
@@ -15,12 +16,28 @@ from rlkit.statistics import FEWEST
 from rlkit.system.output import clock
 
 TAKES_TEXTS = True
-READS_NO_CODE = True
+GIVES_JSON = True
 
 EFFECT = 0.02  # two points of accuracy
 
 
-def command(arguments: Arguments) -> int:
+class Need(NamedTuple):
+    """What a comparison of two lines needs: seeds that keep the promise, however much of the spread
+    a small pilot hides."""
+
+    first: str
+    second: str
+    seeds: int
+    seconds: float  # of all their runs
+    pilot_seeds: int
+    pilot_spread: float
+    spread_bound: float
+    likely_seeds: int  # enough if the spread is the pilot's
+    given_seeds: int | None
+    seen: float | None  # the difference that the given seeds find
+
+
+def command(arguments: Arguments) -> Answer:
     """Say how many seeds a comparison needs and how long they take, from the spread of a pilot of
     at least three seeds a line.
 
@@ -28,6 +45,7 @@ def command(arguments: Arguments) -> int:
     effect=NUMBER  the difference to see; 0.02 by default
     seeds=N        also say what so many seeds would find
     figure=NAME    as for rlkit compare
+    --json         the same for a program
 
         rlkit plan outputs/grpo outputs/dapo effect=0.02
         rlkit plan outputs/grpo outputs/dapo seeds=10
@@ -41,54 +59,69 @@ def command(arguments: Arguments) -> int:
             f"rlkit plan: the pilot needs two kinds of runs with at least {FEWEST} seeds in common"
         )
     effect = effect_of(given, EFFECT)
-    count = len(known)
-    each = seconds_of(groups)
-    corrected = f", {count} comparisons" if count > 1 else ""
-    print(
-        f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95"
-        f" %{corrected}"
-    )
-    for v in known:
-        print("\n".join(plan_lines(v, effect, count, each, given.get("seeds"))))
-    return 0
-
-
-def plan_lines(
-    verdict: verdicts.Compared, effect: float, comparisons: int, each: float, seeds: str | None
-) -> list[str]:
-    """The seeds that a comparison needs. First those that keep the promise, however much of the
-    spread a small pilot hides."""
-    spread = verdict.found.spread
-    pilot = verdict.found.n
-    bound = spread_bound(spread, pilot)
-    needed, likely = (seeds_needed(own, effect, comparisons=comparisons) for own in (bound, spread))
-    known = (
-        f"The pilot's spread is {spread:.4f} ({pilot} seeds), and the true one may be {bound:.4f}"
-    )
-    if likely < needed:
-        known += f"; if it is no larger than the pilot's, {likely} seeds are enough"
-    out = [
-        (
-            f"  {verdict.second} against {verdict.first}: {needed} seeds, {duration(needed, each)}"
-            " of runs, one at a time"
-        ),
-        f"    {known}.",
-    ]
-    return out + (
-        [f"    With {seeds} seeds {in_power(seeds, bound, comparisons)}."] if seeds else []
-    )
-
-
-def in_power(text: str, spread: float, comparisons: int) -> str:
-    """What a given number of seeds would find, with a spread as large as it may be."""
-    if not text.isdigit() or int(text) < TO_CLAIM:
+    text = given.get("seeds", "0")
+    seeds = int(text) if text.isdigit() else 0
+    if "seeds" in given and seeds < TO_CLAIM:
         raise ConfigError(
             f"seeds={text}: give a whole number, {TO_CLAIM} or more; fewer seeds claim nothing"
         )
-    return (
-        f"a difference of {detectable(spread, int(text), comparisons=comparisons):.4f} is found 4"
-        " times in 5"
+    count = len(known)
+    each = seconds_of(groups)
+    corrected = f", {count} comparisons" if count > 1 else ""
+    head = (
+        f"to see a difference of {effect:g} in the {compared.name}, 4 times in 5, at 95"
+        f" %{corrected}"
     )
+    needs = [plan_seeds(v, effect, count, each, seeds or None) for v in known]
+    data = {"figure": compared.name, "effect": effect, "comparisons": needs}
+    return Answer(data, "\n".join([head, *map(need_text, needs)]))
+
+
+def plan_seeds(
+    verdict: verdicts.Compared, effect: float, comparisons: int, each: float, seeds: int | None
+) -> Need:
+    """The seeds that a comparison needs.
+
+    Args:
+      each: seconds of one run of each line together.
+      seeds: a number of the user's, at least TO_CLAIM.
+    """
+    spread = verdict.found.spread
+    bound = spread_bound(spread, verdict.found.n)
+    needed, likely = (seeds_needed(own, effect, comparisons=comparisons) for own in (bound, spread))
+    return Need(
+        verdict.first,
+        verdict.second,
+        needed,
+        needed * each,
+        verdict.found.n,
+        spread,
+        bound,
+        likely,
+        seeds,
+        detectable(bound, seeds, comparisons=comparisons) if seeds else None,
+    )
+
+
+def need_text(need: Need) -> str:
+    """A need in sentences."""
+    known = (
+        f"The pilot's spread is {need.pilot_spread:.4f} ({need.pilot_seeds} seeds), and the true"
+        f" one may be {need.spread_bound:.4f}"
+    )
+    if need.likely_seeds < need.seeds:
+        known += f"; if it is no larger than the pilot's, {need.likely_seeds} seeds are enough"
+    took = clock(need.seconds) if need.seconds else "unknown time"
+    text = (
+        f"  {need.second} against {need.first}: {need.seeds} seeds, {took} of runs, one at a time\n"
+        f"    {known}."
+    )
+    if need.seen is not None:
+        text += (
+            f"\n    With {need.given_seeds} seeds a difference of {need.seen:.4f} is found 4 times"
+            " in 5."
+        )
+    return text
 
 
 def seconds_of(groups: list[Group]) -> float:
@@ -97,8 +130,3 @@ def seconds_of(groups: list[Group]) -> float:
         [float(run.summary.get("wall_seconds") or 0.0) for run in group.runs] for group in groups
     ]
     return math.fsum(math.fsum(own) / len(own) for own in known)
-
-
-def duration(seeds: int, each: float) -> str:
-    """How long that many seeds of all lines take."""
-    return clock(seeds * each) if each else "unknown time"

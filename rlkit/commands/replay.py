@@ -3,12 +3,13 @@ finite."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted, option
-from rlkit.errors import ConfigError
+from rlkit.commands.arguments import Arguments, drop, option
+from rlkit.errors import ConfigError, refuse_problems
 from rlkit.system.noted import is_noted
 from rlkit.system.redaction import learn
 
@@ -49,9 +50,7 @@ def replay(folder: Path, *, trusted: bool = False) -> tuple[str, bool]:
         written = without(written, frozenset(leak.path for leak in leaks(written, by)))
     config = with_environment(written)
     learn(config, written)
-    problems = check(config, f"{folder}/config.yaml")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(check(config, f"{folder}/config.yaml"))
     x = build(config)
     policy, device = on_device(x)
     learner = Learner(x, policy)
@@ -87,7 +86,7 @@ def examine(learner: Any, batch: Any) -> tuple[str, bool]:
     for rows in micro_batches(batch, learner.micro.limit):
         loss, norm, names = backward(learner, batch, rows)
         lines.append(_line(rows, mask, loss, norm))
-        if names or loss != loss or abs(loss) == float("inf"):
+        if names or not math.isfinite(loss):
             fine = False
             lines += names[:1]
             for row in rows if len(rows) > 1 else ():
@@ -146,11 +145,11 @@ def command(arguments: Arguments) -> int:
     """
 
     named = option(arguments.overrides, "bundle")
-    if named is None or drop(arguments.overrides, "bundle", "trust"):
+    if named is None or drop(arguments.overrides, "bundle"):
         raise ConfigError(
             "rlkit replay takes one debug bundle: rlkit replay"
             " bundle=outputs/NAME/TIME/debug/step_000007"
         )
-    text, fine = replay(Path(named).expanduser(), trusted=is_trusted(arguments.overrides))
+    text, fine = replay(Path(named).expanduser(), trusted=arguments.trusted)
     print(text)
     return 0 if fine else 1

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlkit.commands.arguments import STARTED, Arguments, drop, is_trusted
+from rlkit.commands.arguments import STARTED, Arguments
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
 from rlkit.episodes.summary import by_part, failing_tools, failures, summarize
-from rlkit.errors import ConfigError
+from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
 from rlkit.system.contents import PROMPTS
 from rlkit.system.files import LOST, finite, lenient, write_atomic, write_json
@@ -34,9 +34,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     Raises: ConfigError where the settings are out of range or there are no tasks; DataError naming
       a row whose truth cannot be read; RewardError where a reward fails.
     """
-    problems = sampling_problems(x.generation)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(sampling_problems(x.generation))
     tasks = list(x.task(split=x.split))[: x.n]
     if not tasks:
         raise ConfigError(f"split={x.split}: the task has no rows there")
@@ -194,9 +192,12 @@ def command(arguments: Arguments) -> int:
     from rlkit.config.problems.doubts import embedded_numbers
     from rlkit.config.schema import build
 
-    overrides = drop(arguments.overrides, "trust")
-    trusted = is_trusted(arguments.overrides)
-    composed = compose(overrides, entry="rollout", config_dir=arguments.config_dir, trusted=trusted)
+    composed = compose(
+        arguments.overrides,
+        entry="rollout",
+        config_dir=arguments.config_dir,
+        trusted=arguments.trusted,
+    )
     x = build(composed.config)
     for line in embedded_numbers(x):
         print(f"warning: {line}")

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments, drop, option, unquote
+from rlkit.commands.arguments import Answer, Arguments, drop, option, unquote
 from rlkit.config.changes import difference
-from rlkit.errors import ConfigError, DataError, visible
+from rlkit.errors import ConfigError, DataError
 from rlkit.runs import folder as runs
 from rlkit.training.schedules.paths import flat
 
 TAKES_TEXTS = True
-READS_NO_CODE = True
+GIVES_JSON = True
 
 SHOWN = 30  # runs of a list, without limit=
 RESULTS = {
@@ -28,13 +28,28 @@ RESULTS = {
 }
 
 
-def command(arguments: Arguments) -> int:
+HEAD = ("began", "run", "ended", "steps", "test accuracy", "overrides")
+
+
+class Listed(NamedTuple):
+    """A run in the list."""
+
+    began: str  # local time
+    folder: Path
+    ended: str
+    steps: int | None
+    test_accuracy: dict[str, float]  # before, after
+    overrides: list[str]  # that made it
+
+
+def command(arguments: Arguments) -> Answer:
     """List runs, newest first, or show in what two of them differ.
 
     FOLDER…    where to look; by default outputs
     KEY=VALUE  only runs with this setting or override
     limit=N    runs of the list, 30 by default; 0 shows all
     diff A B   settings and results of two runs side by side
+    --json     the same for a program
 
         rlkit runs algorithm=dapo limit=5
         rlkit runs diff outputs/grpo/A outputs/dapo/B
@@ -44,8 +59,8 @@ def command(arguments: Arguments) -> int:
         if len(words) != 3 or arguments.overrides:
             raise ConfigError("rlkit runs diff takes two run folders: rlkit runs diff A B")
         a, b = (runs.find_run(text, "runs diff") for text in words[1:])
-        print(visible("\n".join(side_by_side(a, b)), kept="\n"))
-        return 0
+        found = compare_runs(a, b)
+        return Answer(found, "\n".join([f"A  {a}", f"B  {b}", "", *side_by_side(**found)]))
     limit = option(arguments.overrides, "limit") or str(SHOWN)
     if not limit.isdigit():
         raise ConfigError(f"limit={limit}: give a whole number, 0 for all")
@@ -57,13 +72,20 @@ def command(arguments: Arguments) -> int:
             " such folder"
         )
     places = [Path(text) for text in words] or [runs.OUTPUTS]
-    print(visible("\n".join(run_table(places, wanted, int(limit))), kept="\n"))
-    return 0
+    found = find_folders(places, wanted)
+    shown = list(map(read_listed, found[: int(limit) or None]))
+    more = len(found) - len(shown)
+    lines = _columns([HEAD, *map(_row, shown)])
+    if not found:
+        asked = f" with {' '.join(wanted)}" if wanted else ""
+        lines = [f"no run{asked} below {', '.join(map(str, places))}"]
+    if more:
+        lines.append(f"{more} more; limit=0 shows all")
+    return Answer({"runs": shown, "more": more}, "\n".join(lines))
 
 
-def run_table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list[str]:
-    """A table: a run a line, newest first; what it ended with, its test accuracy, and the overrides
-    that made it."""
+def find_folders(places: Sequence[Path], wanted: Sequence[str]) -> list[Path]:
+    """The folders of runs with these settings, newest first."""
     folders = {
         path.parent
         for place in places
@@ -72,38 +94,39 @@ def run_table(places: Sequence[Path], wanted: Sequence[str], limit: int) -> list
     }
     # no debug bundle inside a run
     folders = {folder for folder in folders if folders.isdisjoint(folder.parents)}
-    found = sorted(
-        (f for f in folders if _passes(f, wanted)),
-        key=lambda f: (f / "config.yaml").stat().st_mtime,
-        reverse=True,
-    )
-    if not found:
-        asked = f" with {' '.join(wanted)}" if wanted else ""
-        return [f"no run{asked} below {', '.join(map(str, places))}"]
-    shown = found[:limit] if limit else found
-    rows = [("began", "run", "ended", "steps", "test accuracy", "overrides"), *map(_row, shown)]
-    more = len(found) - len(shown)
-    return _columns(rows) + ([f"{more} more; limit=0 shows all"] if more else [])
+    return sorted((f for f in folders if _passes(f, wanted)), key=_began, reverse=True)
 
 
-def _row(folder: Path) -> tuple[str, ...]:
+def _began(folder: Path) -> float:
+    return (folder / "config.yaml").stat().st_mtime
+
+
+def read_listed(folder: Path) -> Listed:
     summary = runs.read_summary(folder) or {}
-    began = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime(
-        "%Y-%m-%d %H:%M"
+    return Listed(
+        f"{datetime.fromtimestamp(_began(folder)):%Y-%m-%d %H:%M}",
+        folder,
+        str(summary.get("ended") or "not ended"),
+        summary.get("steps"),
+        _accuracies(summary),
+        _overrides(folder),
     )
-    accuracy = " → ".join(
-        f"{side['accuracy']:.3f}"
-        for key in ("before", "after")
-        if isinstance(side := summary.get(key), dict)
-    )
-    ended = str(summary.get("ended") or "not ended").partition(":")[0]
+
+
+def _accuracies(summary: Mapping[str, Any]) -> dict[str, float]:
+    sides = {key: summary.get(key) for key in ("before", "after")}
+    return {key: side["accuracy"] for key, side in sides.items() if isinstance(side, dict)}
+
+
+def _row(run: Listed) -> tuple[str, ...]:
+    """A run as a line of the table."""
     return (
-        began,
-        str(folder),
-        ended,
-        str(summary.get("steps", "")),
-        accuracy,
-        " ".join(_overrides(folder)),
+        run.began,
+        str(run.folder),
+        run.ended.partition(":")[0],
+        "" if run.steps is None else str(run.steps),
+        " → ".join(f"{value:.3f}" for value in run.test_accuracy.values()),
+        " ".join(run.overrides),
     )
 
 
@@ -122,11 +145,9 @@ def _passes(folder: Path, wanted: Sequence[str]) -> bool:
         values = {key: str(value) for key, value in flat(runs.read_config(folder)).items()}
     except DataError:
         return False
-    given = {
-        o.partition("=")[0].lstrip("+"): unquote(o.partition("=")[2]) for o in _overrides(folder)
-    }
+    given = _overrides(folder)
     return all(
-        _same(value, values.get(key), given.get(key), values.get(f"{key}.name"))
+        _same(value, values.get(key), option(given, key), values.get(f"{key}.name"))
         for key, _, value in (w.partition("=") for w in wanted)
     )
 
@@ -144,20 +165,19 @@ def _same(value: str, *found: str | None) -> bool:
     return False
 
 
-def side_by_side(a: Path, b: Path) -> list[str]:
-    """Settings that differ, then results side by side."""
-    changed = difference(runs.read_config(a), runs.read_config(b))
-    lines = [f"A  {a}", f"B  {b}", ""]
-    lines += _table(
-        "setting", {key: (_text(old), _text(new)) for key, (old, new) in changed.items()}
-    ) or ["the settings are equal"]
+def compare_runs(a: Path, b: Path) -> dict[str, Any]:
+    """Settings that differ, and results: key → its values in A and B."""
     sides = [_results(runs.read_summary(folder) or {}) for folder in (a, b)]
-    results = {
-        key: (sides[0].get(key, "-"), sides[1].get(key, "-"))
-        for key in dict.fromkeys((*sides[0], *sides[1]))
+    return {
+        "settings": difference(runs.read_config(a), runs.read_config(b)),
+        "results": {key: [side.get(key) for side in sides] for key in sides[0] | sides[1]},
     }
+
+
+def side_by_side(settings: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
+    """Settings that differ, then results side by side."""
     return [
-        *lines,
+        *(_table("setting", settings) or ["the settings are equal"]),
         "",
         *_table("result", results),
         "",
@@ -165,25 +185,24 @@ def side_by_side(a: Path, b: Path) -> list[str]:
     ]
 
 
-def _results(summary: Mapping[str, Any]) -> dict[str, str]:
-    found = {
-        f"test accuracy, {key}": f"{s['accuracy']:.3f}"
-        for key in ("before", "after")
-        if isinstance(s := summary.get(key), dict)
-    }
-    return found | {label: _text(summary[key]) for key, label in RESULTS.items() if key in summary}
+def _results(summary: Mapping[str, Any]) -> dict[str, Any]:
+    found = {f"test accuracy, {key}": value for key, value in _accuracies(summary).items()}
+    return found | {label: summary[key] for key, label in RESULTS.items() if key in summary}
 
 
-def _text(value: Any) -> str:
+def _text(key: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    if isinstance(value, float) and key.startswith("test accuracy"):
+        return f"{value:.3f}"
     return "-" if value is None else str(value)
 
 
-def _table(first: str, rows: Mapping[str, tuple[str, str]]) -> list[str]:
+def _table(first: str, rows: Mapping[str, Sequence[Any]]) -> list[str]:
     if not rows:
         return []
-    return _columns([(first, "A", "B"), *((key, *values) for key, values in rows.items())])
+    cells = [(key, *(_text(key, value) for value in pair)) for key, pair in rows.items()]
+    return _columns([(first, "A", "B"), *cells])
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

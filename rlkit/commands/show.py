@@ -9,12 +9,13 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, added, drop, is_trusted, key_of, option
+from rlkit.commands.arguments import Answer, Arguments, added, drop, key_of, option
 from rlkit.commands.trust import asker
 from rlkit.config.options import shelf_of
 from rlkit.config.origins import PHASE, Explained, Option, Value, explain
-from rlkit.errors import visible
 from rlkit.runs import folder as runs
+
+GIVES_JSON = True
 
 WIDTH = 100
 ORIGIN = 62  # column at which origins begin
@@ -48,17 +49,18 @@ MATTER = (
 )
 
 
-def command(arguments: Arguments) -> int:
+def command(arguments: Arguments) -> Answer:
     """Show what a run is made of: its options, the keys that matter or differ, and where each comes
     from.
 
     KEY=VALUE   the overrides of the run; GROUP=OPTION an option
     run=FOLDER  a run that there is, with the overrides on top
+    --json      every key with its origin, for a program
 
         rlkit show algorithm=dapo kl=none
         rlkit show run=outputs/latest
     """
-    overrides = drop(arguments.overrides, "trust", "run")
+    overrides = drop(arguments.overrides, "run")
     sources = dict(arguments.sources)
     ask = None
     where = _folder_named(arguments.overrides)
@@ -75,15 +77,15 @@ def command(arguments: Arguments) -> int:
         sources=sources,
         config_dir=arguments.config_dir,
         before_import=ask,
-        trusted=is_trusted(arguments.overrides),
+        trusted=arguments.trusted,
     )
     if where:
         explained = explained._replace(
             values=with_decision(explained.values, runs.read_start(folder))
         )
-    words = [shlex.quote(word) for word in runs.without_secrets(overrides)]
-    print(visible("\n".join(screen(explained, words)), kept="\n"))
-    return 0
+    words = runs.without_secrets(overrides)
+    data = {"overrides": words, **explained._asdict()}
+    return Answer(data, "\n".join(screen(explained, list(map(shlex.quote, words)))))
 
 
 def with_decision(values: Sequence[Value], start: Mapping[str, Any]) -> list[Value]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, is_trusted, option, quote
+from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
 from rlkit.commands.trust import asker
 from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
@@ -57,18 +57,16 @@ def command(arguments: Arguments) -> int:
     if arguments.multirun:
         from rlkit.runs.sweeps import sweep
 
-        overrides = drop(arguments.overrides, "trust")
         return sweep(
-            overrides,
+            arguments.overrides,
             config_dir=arguments.config_dir,
-            trusted=is_trusted(arguments.overrides),
+            trusted=arguments.trusted,
             report=draw_page,
         )
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.training.loggers import check_loggers
 
-    trusted = is_trusted(arguments.overrides)
-    overrides = drop(arguments.overrides, "trust")
+    overrides = arguments.overrides
     named = option(overrides, "resume")
     folder = _given_folder(overrides)
     resume: Path | None = None
@@ -83,7 +81,7 @@ def command(arguments: Arguments) -> int:
         overrides = added(runs.saved_overrides(folder), mine)
     outputs = runs.OUTPUTS.absolute()  # before any code of the user's runs
     composed = compose(
-        overrides, config_dir=arguments.config_dir, before_import=ask, trusted=trusted
+        overrides, config_dir=arguments.config_dir, before_import=ask, trusted=arguments.trusted
     )
     x = experiment(composed)
     check_loggers(x.logger)
@@ -389,8 +387,11 @@ def _compare_tests(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
         was = before.get("parts", {}).get(part)
         cells = [f"{r['accuracy']:>16.3f}" if r else f"{'-':>16}" for r in (was, own)]
         lines.append(f"{f'accuracy, {part}':<22}{''.join(cells)}")
-    lines.append(f"{'replies':<22}{how_sampled(before['temperature']):>32}")
-    return lines
+    return [
+        *lines,
+        f"{'replies':<22}{how_sampled(before['temperature']):>32}",
+        f"{'right answers by':<22}{'evaluation.reward':>32}",
+    ]
 
 
 def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, is_trusted, option
+from rlkit.commands.arguments import Arguments, option
 from rlkit.config.compose import conf_dir, without_values
 from rlkit.config.keys import leaks, refuse_leaks
 from rlkit.config.trust import (
@@ -46,10 +46,9 @@ def asker(
     """
     if is_noted(folder):
         return None
-    trusted = is_trusted(arguments.overrides)
     theirs = [text for text in runs.saved_overrides(folder) if text not in mine]
     strange = list(strange_overrides(theirs))
-    if not trusted:
+    if not arguments.trusted:
         require_trust(strange, where, trusted=False)
     files = Path(arguments.config_dir).rglob("*.yaml") if arguments.config_dir else ()
     named = named_functions("\n".join([*mine, *(file.read_text() for file in files)]))
@@ -57,7 +56,7 @@ def asker(
     base = without_values(theirs, mine, entry=entry, config_dir=arguments.config_dir)
 
     def ask(config: dict[str, Any]) -> None:
-        require_trust([*strange, *outside(config, by, base)], where, trusted=trusted)
+        require_trust([*strange, *outside(config, by, base)], where, trusted=arguments.trusted)
         refuse_leaks(leaks(config, by, base), where)
 
     return ask
@@ -76,9 +75,7 @@ def model_of(run: Path, where: str, arguments: Arguments) -> dict[str, Any]:
         )
     if not is_noted(run):
         by = Folder(conf_dir(), place=run)
-        require_trust(
-            list(outside({"model": written}, by)), where, trusted=is_trusted(arguments.overrides)
-        )
+        require_trust(list(outside({"model": written}, by)), where, trusted=arguments.trusted)
         refuse_leaks(leaks({"model": written}, by), where)
     model = with_environment(written, "model")
     learn(model, written)
@@ -95,7 +92,7 @@ def with_limits(x: Any, arguments: Arguments) -> Any:
     if (
         not named
         or x.model.path in (None, *EMBEDDED)
-        or is_trusted(arguments.overrides)
+        or arguments.trusted
         or is_noted(runs.find_run(named, "run"))
     ):
         return x

@@ -30,7 +30,7 @@ from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check
 from rlkit.config.suggestions import RESOLVERS
-from rlkit.errors import ConfigError, nearest, not_yaml
+from rlkit.errors import ConfigError, nearest, not_yaml, refuse_problems
 from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import learn
 from rlkit.system.shared_state import FOLDER, guard_state
@@ -100,8 +100,7 @@ def compose(
     problems += check(plain) or range_problems(plain)
     problems += phase_problems(plain, overrides)
     problems += name_problems(plain) + own_score_problems(plain, trusted=trusted)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(problems)
     return Composed(plain, accepted, full)
 
 
@@ -683,9 +682,7 @@ def checked(x: Experiment) -> Experiment:
     with all problems at once."""
     # their functions run on fake data
     with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):
-        problems = run_problems(x)
-        if problems:
-            raise ConfigError("\n".join(problems))
+        refuse_problems(run_problems(x))
         for first in first_steps(x).values():
             dry_run(first)
     return x

@@ -14,7 +14,7 @@ from rlkit.config.compose import checked, compose, conf_dir
 from rlkit.config.parts import inside, name_tools, placed
 from rlkit.config.problems.schedules import phase_problems
 from rlkit.config.schema import build
-from rlkit.errors import ConfigError, written
+from rlkit.errors import ConfigError, refuse_problems, written
 from rlkit.training.experiment import Experiment, ModelSpec, TaskSource, model_spec
 from rlkit.training.schedules.paths import fields
 from rlkit.types import is_record
@@ -69,8 +69,7 @@ def experiment(
     problems = phase_problems(
         composed.config, [f"{path}={type(part).__name__}" for path, part in parts.items()]
     )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(problems)
     config = built = composed.config
     # Python objects that the function of an option is called with; the others replace what it gives
     early = [

@@ -233,7 +233,10 @@ def _json_text(value: Any) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """The value with None for every number that JSON does not know."""
+    """The value with None for every number that JSON does not know, and a NamedTuple as a
+    mapping."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

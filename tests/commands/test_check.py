@@ -3,6 +3,8 @@ instead of failing on it."""
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from email.message import Message
 from types import SimpleNamespace
 
@@ -17,11 +19,20 @@ from rlkit.config.problems.schedules import first_steps
 
 
 @pytest.fixture(scope="module")
-def report():
+def checked():
+    """The report of a check, and what it printed."""
     x = experiment(
         compose(["algorithm=ppo", "task.max_samples=40", "trainer.micro_batch_tokens=1000"])
     )
-    return check.run(first_steps(x)[""], load_tasks(x))
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        report = check.run(first_steps(x)[""], load_tasks(x))
+    return report, printed.getvalue()
+
+
+@pytest.fixture
+def report(checked):
+    return checked[0]
 
 
 def test_one_step_of_policy_and_critic_was_taken(report):
@@ -47,9 +58,9 @@ def test_memory_is_counted(report, tiny):
     assert report.memory.peak > sum(report.memory[:4])
 
 
-def test_the_header_tells_whether_activations_are_kept(report):
+def test_the_header_tells_whether_activations_are_kept(checked):
     """1,000 tokens, as trainer.micro_batch_tokens allows; whole rollouts."""
-    (line,) = [own for own in report.header.splitlines() if own.startswith("activations: ")]
+    (line,) = [own for own in checked[1].splitlines() if own.startswith("activations: ")]
     tokens = int(line.split(" tokens")[0].split()[-1].replace(",", ""))
     assert line.startswith("activations: kept (one micro-batch of ") and 500 < tokens <= 1000
 

@@ -78,7 +78,7 @@ def test_a_shelf_is_an_episodes_own_and_its_end_state_is_rewarded(tiny, chosen, 
 
 def test_the_tool_with_state_of_the_page_runs_as_it_is_shown(tiny, tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "own_parts.md").read_text()
-    for name in ("my_tools.py", "environment/shelf.yaml", "reward/shelved.yaml"):
+    for name in ("my_tools.py", "environment/till.yaml", "reward/thrifty.yaml"):
         shown = re.search(
             rf"^    # (?:my_conf/)?{name}\n((?:    .*\n|\n)+?)(?=    #|    PYTHONPATH)", text, re.M
         )[1]
@@ -89,24 +89,26 @@ def test_the_tool_with_state_of_the_page_runs_as_it_is_shown(tiny, tmp_path, mon
         compose(
             [
                 f"hydra.searchpath=[file://{tmp_path}]",
-                "environment=shelf",
-                "reward=shelved",
+                "environment=till",
+                "environment.tools.calculator.limit=1",
+                "reward=thrifty",
                 "task.max_samples=40",
             ]
         )
     )
-    load_tasks(x)  # a reward of the end state is taken, though no gold answer puts a book there
-    engine = saying(
-        lambda context, turn, seed: (
-            "done"
-            if turn
-            else call("put", name="a", text="7") + call("calculator", expression="1 + 1")
-        )
-    )
-    (rollout,) = collect(tiny, [TASK], engine=engine, environment=x.environment)
-    assert [r.content for r in rollout.steps[0].tool_results] == ["1 books", "2"] and score(
-        [rollout], x.reward
-    )[0].reward == 1.0
+    load_tasks(x)  # a reward of the end state is taken, though no gold answer leaves a tape
+
+    def reply(context, turn, seed):
+        calls = [call("calculator", expression="3 + 4")] * (1 + seed % 2)
+        return "#### 7" if turn else "".join(calls)
+
+    rollouts = collect(tiny, [TASK], engine=saying(reply), environment=x.environment, group_size=8)
+    results = {tuple(r.content for r in own.steps[0].tool_results) for own in rollouts}
+    assert results == {("7",), ("7", "Error: the tape is full.")}
+    assert {own.reward for own in score(rollouts, x.reward)} == {1.0}
+    for tape, worth in ((["3 + 4"], 1.0), ([], 0.5), (["1", "2"], 0.5)):
+        [own] = score([rollouts[0]._replace(state={"calculator": {"tape": tape}})], x.reward)
+        assert own.reward == worth
 
 
 def test_a_policy_plays_both_sides_and_each_reply_gets_its_own_players_reward(tiny, chosen):

@@ -4,9 +4,13 @@ project."""
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
+
+import pytest
 
 from rlkit import errors
 
@@ -74,3 +78,16 @@ def test_outside_a_checkout_the_distribution_is_named_even_beside_the_other_proj
     assert errors.install("math") == "pip install 'ours[math]'"
     monkeypatch.setattr(errors, "distributions", lambda: both[:1])
     assert "rlkit[" not in errors.install("math") and "'math'" in errors.install("math")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["wandb", "mlflow", "trackio"])
+def test_a_logger_installs_beside_the_pinned_versions(extra):
+    """trackio takes pillow below 13, which was pinned."""
+    words = ["install", "-q", "--dry-run", "--ignore-installed", "-c", "constraints.txt"]
+    wanted = PROJECT["optional-dependencies"][extra]
+    command = [sys.executable, "-m", "pip", *words, *wanted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    if "No matching distribution" in done.stderr or "Connection" in done.stderr:
+        pytest.skip(f"no package index here: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@ that rlkit takes and can run."""
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import re
@@ -369,11 +370,16 @@ def write(page: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("part", "metric"), [("advantage=signed", "test/accuracy"), ("my_games.Climb", "test/reward")]
+    ("part", "metrics"),
+    [
+        ("advantage=signed", ["test/accuracy"]),
+        ("environment=till", ["test/accuracy", "reward/mean"]),
+        ("my_games.Climb", ["test/reward"]),
+    ],
 )
-def test_the_own_parts_of_the_page_learn(part, metric, tmp_path, monkeypatch):
-    """The files and the command as they are shown: every reward is a number, and the test figure
-    rises by far more than its noise."""
+def test_the_own_parts_of_the_page_learn(part, metrics, tmp_path, monkeypatch):
+    """The files and the command as they are shown: every reward is a number, and the figures rise
+    by far more than their noise. A tool that the embedded model does not know gave 0 for ever."""
     write("own_parts.md", tmp_path)
     shown = re.findall(
         r"^    PYTHONPATH=\. rlkit (train .*)$", (ROOT / "docs" / "own_parts.md").read_text(), re.M
@@ -382,12 +388,13 @@ def test_the_own_parts_of_the_page_learn(part, metric, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main([*shlex.split(command), "evaluation.n=64", "logger=none"]) == 0
-    [metrics] = tmp_path.glob("outputs/**/metrics.jsonl")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    [file] = tmp_path.glob("outputs/*/*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     steps = [row for row in rows if "reward/mean" in row]
     assert len(steps) == 20 and all(row["reward/unscored_frac"] == 0 for row in steps)
-    figures = [row[metric] for row in rows if metric in row]
-    assert figures[-1] > figures[0] + 0.2
+    for metric in metrics:
+        figures = [row[metric] for row in rows if metric in row]
+        assert figures[-1] > figures[0] + 0.2, metric
 
 
 @pytest.mark.slow
@@ -403,11 +410,19 @@ def test_the_first_own_task_goes_as_the_page_tells(tmp_path, monkeypatch, capsys
         r"^    (?:PYTHONPATH=\. )?rlkit ((?:rollout|check|train) .*)$", page, re.M
     )
     assert [c.split()[0] for c in commands] == ["rollout", "check", "train"]
+    rows = Path("rows.jsonl").read_text().splitlines()
+    assert f"The file has {len(rows)} rows." in page
     for command in commands:
         assert (
             main([*shlex.split(command), *(["logger=none"] if command.startswith("train") else [])])
             == 0
         )
+    printed = capsys.readouterr().out
+    assert re.search(r"^episodes +32$", printed, re.M)
+    counts = re.search(r"^data: (\d+) training, (\d+) test problems$", printed, re.M)
+    assert counts and f"`{counts[0]}`" in page
+    validation = len(rows) - int(counts[1]) - int(counts[2])
+    assert f"The other {validation} rows are for validation" in page
     [played] = [
         json.loads(file.read_text()) for file in tmp_path.glob("outputs/rollout/*/summary.json")
     ]
@@ -516,9 +531,11 @@ def test_every_override_that_a_page_names_is_taken():
     assert len(named) > 20 and not refused, "\n".join(refused)
 
 
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
     pytest.importorskip("sphinx", reason="needs the extra docs")
+    tmp_path = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,
         "-m",
@@ -533,7 +550,12 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
     ]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    pages = list((tmp_path / "site").rglob("*.html"))
+    return tmp_path / "site"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {page.stem for page in pages}
     for page in pages:
         loaded = re.findall(
@@ -542,8 +564,36 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
         )
         outside = [a or b for a, b in loaded if re.match(r"(?:https?:)?//", a or b)]
         assert not outside, f"{page.name}: {outside}"
-    styles = "".join(style.read_text() for style in (tmp_path / "site").rglob("*.css"))
+    styles = "".join(style.read_text() for style in site.rglob("*.css"))
     assert not re.findall(r"@import|url\(['\"]?(?:https?:)?//", styles)
+
+
+@pytest.mark.slow
+def test_the_site_draws_formulas_and_colours_code(site):
+    """Formulas stood there as they are typed, and indented code was grey."""
+    step = (site / "rl_step.html").read_text()
+    assert step.count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 2
+    assert "$" not in re.sub(r"<script.*?</script>", "", step, flags=re.S)
+    own = (site / "own_parts.html").read_text()
+    for language in ("python", "yaml", "bash"):
+        blocks = re.findall(rf'<div class="highlight-{language} .*?</pre>', own, re.S)
+        assert blocks and all(block.count("<span") > 2 for block in blocks), language
+    bare = re.findall(r'<div class="highlight-none .*?<pre>(.*?)</pre>', own, re.S)
+    assert not [block for block in bare if re.search("rlkit train|import |_target_:", block)]
+
+
+@pytest.mark.slow
+def test_the_site_cuts_no_command(site):
+    """Each command of a page stands whole on its page of the site, in a block whose lines break."""
+    rules = (site / "_static" / "site.css").read_text()
+    assert re.search(r"\.highlight pre \{[^}]*white-space: pre-wrap", rules)
+    count = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        built = html.unescape(re.sub("<[^>]+>", "", (site / f"{page.stem}.html").read_text()))
+        shown = re.findall(r"^    ((?:PYTHONPATH=\. )?rlkit .*)$", page.read_text(), re.M)
+        assert [command for command in shown if command not in built] == [], page.name
+        count += len(shown)
+    assert count > 40
 
 
 def test_the_embedded_model_follows_the_task():

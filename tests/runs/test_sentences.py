@@ -67,8 +67,11 @@ SPEAKERS = {
         "rlkit compare, enough",
     ),
     "runs.verdicts.falls": ("rlkit compare, fall", "rlkit compare, fall's interval"),
-    "commands.plan.plan_lines": ("rlkit plan, seeds", "rlkit plan, pilot's spread"),
-    "commands.plan.in_power": ("rlkit plan, seen",),
+    "commands.plan.plan_seeds": (
+        "rlkit plan, seeds",
+        "rlkit plan, pilot's spread",
+        "rlkit plan, seen",
+    ),
     "extras.bench.matrix.pairs": (
         "rlkit bench, claims",
         "rlkit bench, equal arms",
@@ -105,15 +108,11 @@ WORDS = {
         "…; fewer than … claim nothing.",
         "…; this may be chance.",
     },
-    "commands.plan.plan_lines": {
-        "    With … seeds ….",
-        "  … against …: … seeds, … of runs, one at a time",
+    "commands.plan.need_text": {
+        "  … against …: … seeds, … of runs, one at a time\n    ….",
+        "\n    With … seeds a difference of … is found 4 times in 5.",
         "; if it is no larger than the pilot's, … seeds are enough",
         "The pilot's spread is … (… seeds), and the true one may be …",
-    },
-    "commands.plan.in_power": {
-        "a difference of … is found 4 times in 5",
-        "seeds=…: give a whole number, … or more; fewer seeds claim nothing",
     },
     "extras.bench.matrix.claims": {
         "- …: … (a difference of … would be seen)",

@@ -24,6 +24,7 @@ from rlkit.sandbox.level import probe
 from rlkit.system.processors import cores
 from rlkit.training.callbacks import terminal
 from rlkit.training.callbacks.terminal import (
+    LEGEND,
     ProgressLines,
     TimeLeft,
     evaluations_left,
@@ -77,6 +78,7 @@ def lines(monkeypatch, capsys):
     def run(steps, *, max_time=None):
         progress, trainer = ProgressLines(), SimpleNamespace(should_stop=False)
         progress.on_train_start(trainer, module_at(0, {"perf/eval_s": 4.0}))
+        assert capsys.readouterr().out == f"{LEGEND}\n"
         for step in range(1, steps + 1):
             trainer.should_stop = step == 10
             progress.on_train_batch_end(trainer, module_at(step, ROW, max_time=max_time))

@@ -11,7 +11,7 @@ from rlkit.config.problems.assumptions import assumption_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.episode import opening
 from rlkit.episodes.summary import by_part
-from rlkit.errors import ConfigError, DataError
+from rlkit.errors import ConfigError, DataError, refuse_problems
 from rlkit.rewards import Reward, RewardError, declared, named_rewards, tests_of
 from rlkit.rewards import score as score_rollouts
 from rlkit.rewards.declarations import truth_problems
@@ -196,9 +196,7 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
 def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
     """What the parts assume holds with the rewards that the rows name. Raises: ConfigError with all
     problems."""
-    problems = assumption_problems(x, tasks)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(assumption_problems(x, tasks))
 
 
 def check_reward(

@@ -16,6 +16,8 @@ import lightning as L
 from rlkit.system.output import clock
 
 COLUMNS = 80  # of a step's line
+# printed once, above the lines of the steps
+LEGEND = "each step: ... | seconds of sampling (+ scoring) + update, time left of the run"
 RECENT = 8  # steps to work the time left out from
 
 
@@ -33,6 +35,7 @@ class ProgressLines(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.evaluation = module.metrics.get("perf/eval_s", 0.0)
+        print(LEGEND)
         if not sys.stdout.isatty():
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rlkit.errors import ConfigError, nearest
+from rlkit.errors import nearest, refuse_problems
 from rlkit.training.schedules.controllers import condition, streak
 from rlkit.training.schedules.paths import fields, flat, replace, settable
 from rlkit.types import Controller, bound, safe
@@ -322,9 +322,7 @@ def unmeasured(experiment: Any, progress: Progress, metrics: Mapping[str, float]
 
 def require_measured(experiment: Any, progress: Progress, metrics: Mapping[str, float]) -> None:
     """Raises: ConfigError if something waits for a metric not measured in a step."""
-    problems = unmeasured(experiment, progress, metrics)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(unmeasured(experiment, progress, metrics))
 
 
 def _ended(until: Any, progress: Progress, metrics: Mapping[str, float]) -> tuple[bool, int]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from answers import ANSWERS, misfits
 from parametrise import cases, each
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose, conf_dir
@@ -549,6 +550,12 @@ def test_a_matrix_runs_and_goes_on_where_it_was(tmp_path, capsys):
         ("rloo", "1"),
     ]
     (pair,) = csv.DictReader((tmp_path / "comparisons.csv").read_text().splitlines())
+    capsys.readouterr()
+    assert main([*words, "seeds=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(misfits(found, ANSWERS["bench"])) == [] and found["finished"] == found["runs"] == 4
+    assert [{key: str(value) for key, value in row.items()} for row in found["rows"]] == rows
+    assert [own["mean"] for own in found["comparisons"]] == [float(pair["mean"])]
     between = [float(rows[i]["regret"]) - float(rows[i + 1]["regret"]) for i in (0, 2)]
     assert (pair["task"], pair["first"], pair["second"]) == ("noisy", "grpo", "rloo")
     assert float(pair["mean"]) == pytest.approx(sum(between) / 2, abs=2e-5)  # of rounded figures

@@ -9,13 +9,15 @@ from typing import Any
 
 import yaml
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.commands.arguments import Answer, Arguments, drop, option
 from rlkit.config.problems.names import part_problem
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs.sweeps.runner import summed_up
 from rlkit.system import owner
 from rlkit.system.files import write_atomic
 from rlkit.system.processors import cores
+
+GIVES_JSON = True
 
 SETTINGS = {
     "algorithms": "",
@@ -28,7 +30,7 @@ SETTINGS = {
 }
 
 
-def command(arguments: Arguments) -> int:
+def command(arguments: Arguments) -> Answer:
     """Train algorithms on small tasks with a known optimum, several seeds each, and compare them. A
     matrix that was interrupted goes on with the same command.
 
@@ -40,6 +42,7 @@ def command(arguments: Arguments) -> int:
     jobs=N          runs at the same time; by default the cores
     folder=FOLDER   outputs/bench by default
     KEY=VALUE       an override of every run
+    --json          rows and comparisons for a program
 
         rlkit bench algorithms=grpo,dapo tasks=needle seeds=3
         rlkit bench arms=arms.yaml jobs=2
@@ -47,8 +50,7 @@ def command(arguments: Arguments) -> int:
     from rlkit.extras.bench import matrix as bench
 
     given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
-    trusted = is_trusted(arguments.overrides)
-    common = drop(arguments.overrides, "trust", *SETTINGS)
+    common = drop(arguments.overrides, *SETTINGS)
     for key in ("seeds", "jobs"):
         if given[key] and not (given[key].isdigit() and int(given[key])):
             raise ConfigError(f"{key}={given[key]}: give a whole number, 1 or more")
@@ -56,7 +58,7 @@ def command(arguments: Arguments) -> int:
     folder = Path(given["folder"])
     tasks = tasks_of(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
-    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir, trusted=trusted)
+    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir, trusted=arguments.trusted)
     began = time.time()
     with owner.owned(folder, takeover=option(common, "takeover") == "true"):
         done, received = bench.run_all(
@@ -64,46 +66,53 @@ def command(arguments: Arguments) -> int:
             folder,
             jobs=int(given["jobs"] or cores()),
             config_dir=arguments.config_dir,
-            trusted=trusted,
+            trusted=arguments.trusted,
         )
         failed = {job.folder: job.reason for job in done if job.status == "failed"}
         rows = [row for cell in cells if (row := bench.read_row(cell))]
-        if rows:
-            print(write_page(folder, rows, failed))
-    print(summed_up(done, len(cells), began))
+        compared, page = write_page(folder, rows, failed) if rows else ([], "")
     finished = sum(job.status == "finished" for job in done)
+    lines = [page, summed_up(done, len(cells), began)]
     if finished < len(cells):
-        print(f"to go on         rlkit bench {shlex.join(arguments.words)}")
+        lines.append(f"to go on         rlkit bench {shlex.join(arguments.words)}")
+    text = "\n".join(filter(None, lines))
     if not rows and not received:
+        print(text)
         said = next(iter(failed.values()), "evaluation.n=0 leaves nothing to compare")
         raise RLKitError(f"rlkit bench: no run has a score; the first said: {said}")
-    return 128 + received[0] if received else int(finished < len(cells))
+    data = {
+        "folder": str(folder),
+        "runs": len(cells),
+        "finished": finished,
+        "failed": {str(place): why for place, why in failed.items()},
+        "rows": rows,
+        "comparisons": compared,
+    }
+    status = 128 + received[0] if received else int(finished < len(cells))
+    return Answer(data, text, status)
 
 
-def write_page(folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]) -> str:
-    """Writes results.csv, comparisons.csv and README.md from the runs' rows; the page and where
-    they are, to print."""
+def write_page(
+    folder: Path, rows: list[dict[str, Any]], failed: dict[Path, str]
+) -> tuple[list[dict[str, Any]], str]:
+    """Writes results.csv, comparisons.csv and README.md from the runs' rows; the comparisons, and
+    the page and where the files are, to print."""
     from rlkit.extras.bench import matrix as bench
 
     bench.write_rows(folder / "results.csv", rows)
     found = bench.scores(rows)
-    compared = bench.pairs(found) if len(found.seeds) > 1 else []
+    compared = [
+        {k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()}
+        for p in (bench.pairs(found) if len(found.seeds) > 1 else [])
+    ]
     if compared:
-        bench.write_rows(
-            folder / "comparisons.csv",
-            [
-                {k: round(v, 5) if isinstance(v, float) else v for k, v in p._asdict().items()}
-                for p in compared
-            ],
-        )
+        bench.write_rows(folder / "comparisons.csv", compared)
     else:
         (folder / "comparisons.csv").unlink(missing_ok=True)  # of an earlier, larger matrix
     text = bench.page(rows, failed)
     write_atomic(folder / "README.md", text.encode())
-    return (
-        f"\n{text}\nrows             {folder / 'results.csv'}\npage            "
-        f" {folder / 'README.md'}"
-    )
+    places = f"rows             {folder / 'results.csv'}\npage             {folder / 'README.md'}"
+    return compared, f"\n{text}\n{places}"
 
 
 def arms_of(given: dict[str, str]) -> dict[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlkit.algorithm import PARTS
-from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.commands.arguments import Arguments, drop, option
 
 if TYPE_CHECKING:
     from rlkit.extras.bench.prove import Figures
@@ -33,18 +33,15 @@ def command(arguments: Arguments) -> int:
     """
     from rlkit.runs.sweeps import expand
 
-    trusted = is_trusted(arguments.overrides)
     own = {key: path for key, path in OWN.items() if option(arguments.overrides, key)}
     parts = {path: str(option(arguments.overrides, key)) for key, path in own.items()}
-    words = drop(arguments.overrides, "trust")
-    for key in own:
-        words = drop(words, key)
+    words = drop(arguments.overrides, *own)
     print("each cell: angle, scale, bias, noise; by turn: scale, groups of 3, fresh\n")
     print(HEAD)
     named = [f"{key}={parts[path]}" for key, path in own.items()]
     for job in expand(words):
         label = shlex.join([*job, *named]) or "the defaults"
-        print(row(label, job, parts, arguments.config_dir, trusted=trusted), flush=True)
+        print(row(label, job, parts, arguments.config_dir, trusted=arguments.trusted), flush=True)
     return 0
 
 

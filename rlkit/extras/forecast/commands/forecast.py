@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlkit.commands import check
-from rlkit.commands.arguments import Arguments, drop, is_trusted
+from rlkit.commands.arguments import Answer, Arguments
 from rlkit.errors import ConfigError, nearest
 from rlkit.extras.forecast.load import load_of, shape_of_run
 from rlkit.extras.forecast.roofline import CARDS, changes, forecast, settle_checkpointing
@@ -20,15 +20,18 @@ from rlkit.types import Splits
 if TYPE_CHECKING:
     from rlkit.extras.forecast.timing import RunCost
 
+GIVES_JSON = True
+
 RANGES = {"prompt_tokens": (1, 1e7), "reply_share": (0.001, 1), "turns": (1, 1e4)}
 
 
-def command(arguments: Arguments) -> int:
+def command(arguments: Arguments) -> Answer:
     """Print what a run takes: on the card that check.device names, or here beside what its small
     step did.
 
     check.device=CARD  without a step, from the numbers of this card
     KEY=VALUE          the overrides of the run; GROUP=OPTION an option
+    --json             the same for a program
 
         rlkit forecast algorithm=grpo
         rlkit forecast model=qwen3_1.7b check.device=h100
@@ -38,18 +41,18 @@ def command(arguments: Arguments) -> int:
 
     given, overrides = asked(arguments.overrides)
     if "device" not in given:
-        x, tasks, phases = check.prepare(arguments._replace(overrides=overrides))
+        x, tasks, phases, doubts = check.prepare(arguments._replace(overrides=overrides))
         report, cost = measure_here(x, tasks, given)
-        print(check.show_report(report, phases=phases, costs=list_costs(cost, report.memory)))
-        return 0
+        text = check.show_report(report, phases=phases, costs=list_costs(cost, report.memory))
+        return Answer(check.describe_report(report, phases, doubts) | {"cost": cost}, text)
     composed = compose(
-        drop(overrides, "trust"),
+        overrides,
         config_dir=arguments.config_dir,
-        trusted=is_trusted(arguments.overrides),
+        trusted=arguments.trusted,
     )
     first = next(iter(first_steps(experiment(composed)).values()))
-    print(in_lines(first, composed.config, given))
-    return 0
+    data = forecast_card(first, composed.config, given)
+    return Answer(data, in_lines(data))
 
 
 def measure_here(
@@ -154,17 +157,30 @@ def asked(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return given, [o for o in overrides if not o.startswith("check.")]
 
 
-def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """The forecast: lengths, memory, seconds and where they go, decoding, what to change."""
-    card, shape, (load, lengths) = (
-        CARDS[given["device"]],
-        shape_of_run(x),
-        load_of(x, config, given),
-    )
+def forecast_card(
+    x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The forecast for a card, and what each change of a key would give."""
+    card = CARDS[given["device"]]
+    shape = shape_of_run(x)
+    load, lengths = load_of(x, config, given)
     if x.model.gradient_checkpointing == "auto":
         load = settle_checkpointing(card, shape, load)
+    return {
+        "device": card,
+        "lengths": lengths,
+        "load": load,
+        "forecast": forecast(card, shape, load),
+        "changes": dict(changes(card, shape, load)),
+    }
+
+
+def in_lines(data: Mapping[str, Any]) -> str:
+    """The forecast: lengths, memory, seconds and where they go, decoding, what to change."""
+    card = data["device"]
+    load = data["load"]
+    found = data["forecast"]
     word = "recomputed" if load.checkpointing else "kept"
-    found = forecast(card, shape, load)
     held = ", ".join(
         f"{name} {size / 1e9:.1f}" for name, size in found.memory.items() if size >= 5e7
     )
@@ -177,7 +193,7 @@ def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any])
     advice = [
         f"{words}: {f'{then.total:.3g} s a step' if then.fits else 'still too large'},"
         f" {then.held / 1e9:.1f} GB"
-        for words, then in changes(card, shape, load)
+        for words, then in data["changes"].items()
     ]
     rows = [
         (
@@ -189,7 +205,8 @@ def in_lines(x: Experiment, config: Mapping[str, Any], given: Mapping[str, Any])
         ),
         (
             "lengths",
-            f"{lengths}; check.prompt_tokens, check.reply_share and check.turns change them",
+            f"{data['lengths']}; check.prompt_tokens, check.reply_share and check.turns change"
+            " them",
         ),
         (
             "memory",

@@ -11,7 +11,6 @@ from rlkit.extras.pretrained.packages import KNOWN, fetch
 from rlkit.models.load import fetched_folder
 
 TAKES_TEXTS = True
-READS_NO_CODE = True
 
 
 def command(arguments: Arguments) -> int:

@@ -9,7 +9,7 @@ from rlkit.commands.agent import composed
 from rlkit.commands.arguments import Arguments
 from rlkit.commands.trust import with_limits
 from rlkit.config.problems.numbers import sampling_problems
-from rlkit.errors import ConfigError
+from rlkit.errors import refuse_problems
 from rlkit.extras.programs.serving import serving
 
 
@@ -27,9 +27,7 @@ def command(arguments: Arguments) -> int:
 
     config, checkpoint = composed(arguments, "serve")
     x = with_limits(build(config), arguments)
-    problems = sampling_problems(x.generation)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    refuse_problems(sampling_problems(x.generation))
     from rlkit.commands.evaluate import restored_policy
     from rlkit.system.device import autocast, on_device
 

@@ -7,7 +7,6 @@ from rlkit.errors import ConfigError
 from rlkit.extras.report import write_report
 
 TAKES_TEXTS = True
-READS_NO_CODE = True
 
 
 def command(arguments: Arguments) -> int:

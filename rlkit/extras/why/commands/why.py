@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs import folder as runs
 
@@ -69,7 +69,7 @@ def read_settings(arguments: Arguments) -> dict[str, str]:
     given = {
         key: value for key in SETTINGS if (value := option(arguments.overrides, key)) is not None
     }
-    unknown = drop(arguments.overrides, "trust", *SETTINGS)
+    unknown = drop(arguments.overrides, *SETTINGS)
     if unknown:
         raise ConfigError(
             f"'{unknown[0]}': rlkit why takes a run folder and"
@@ -130,7 +130,7 @@ def compose_run(
         changed(runs.saved_overrides(folder), mine),
         config_dir=arguments.config_dir,
         before_import=ask,
-        trusted=is_trusted(arguments.overrides),
+        trusted=arguments.trusted,
     )
     return Setting(Remedy(title, tuple(overrides)), experiment(composed), composed.config)
 
