@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, is_trusted, option
+from rlkit.commands.arguments import STARTED, Arguments, added, drop, option
 from rlkit.commands.trust import asker, with_limits
 from rlkit.episodes.record import failed_rollout_kept, save_rollouts
 from rlkit.errors import ConfigError, DataError
@@ -87,7 +87,7 @@ def _evaluate_greedily(
     x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
 ) -> dict[str, Any]:
     """The result of one greedy reply to each task; the rollouts are written to `out`."""
-    from rlkit.episodes import failures
+    from rlkit.episodes import failures, refusals
     from rlkit.episodes.evaluation import greedy_accuracy
     from rlkit.training.callbacks.evaluation import in_time
 
@@ -95,8 +95,7 @@ def _evaluate_greedily(
         result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
         with lenient("greedy.jsonl.gz"):
             save_rollouts(out / "greedy.jsonl.gz", rollouts)
-        said = failures(rollouts)
-        if said:
+        for said in filter(None, (failures(rollouts), refusals(rollouts))):
             print(f"warning: {said}", flush=True)
     return result
 
@@ -217,13 +216,11 @@ def command(arguments: Arguments) -> int:
     if named and run is not None:
         ask = asker(f"run={named}", run, overrides, arguments, entry="evaluate", own_model=True)
         overrides = added(runs.saved_overrides(run), overrides)
-    trusted = is_trusted(arguments.overrides)
     composed = compose(
         overrides,
         entry="evaluate",
         config_dir=arguments.config_dir,
         before_import=ask,
-        trusted=trusted,
     )
     x = with_limits(experiment(composed), arguments)
     if x.evaluation.n < 1:
