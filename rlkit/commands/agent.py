@@ -19,7 +19,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.commands.trust import model_of, with_limits
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.engines import Cached
@@ -431,10 +431,7 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     other = [o for o in overrides if re.match(r"[+~]*model\b", o)]
     if run is not None and other:
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
-    trusted = is_trusted(overrides)
-    composed = compose(
-        drop(overrides, "trust"), entry=entry, config_dir=arguments.config_dir, trusted=trusted
-    )
+    composed = compose(drop(overrides, "trust"), entry=entry, config_dir=arguments.config_dir)
     config = composed.config
     checkpoint = None
     if named and run is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted
+from rlkit.commands.arguments import Arguments, drop
 from rlkit.errors import ConfigError
 from rlkit.rewards import Reward, Term
 from rlkit.rewards import score as score_rollouts
@@ -282,7 +282,6 @@ def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str]]:
     composed = compose(
         drop(arguments.overrides, "trust"),
         config_dir=arguments.config_dir,
-        trusted=is_trusted(arguments.overrides),
     )
     x = experiment(composed)
     check_loggers(x.logger)

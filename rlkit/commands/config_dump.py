@@ -25,7 +25,7 @@ def command(name: str, arguments: Arguments) -> int:
         raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
     overrides = drop(arguments.overrides, "trust")
     composed = compose(
-        overrides, entry=ENTRIES[name], config_dir=arguments.config_dir, trusted=True
+        overrides, entry=ENTRIES[name], config_dir=arguments.config_dir
     )  # nothing of it is run
     if arguments.shown == "info":
         print("\n".join(choices(composed.full)))

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlkit.commands.arguments import Arguments, added, drop, is_trusted, key_of, option
+from rlkit.commands.arguments import Arguments, added, drop, key_of, option
 from rlkit.commands.trust import asker
 from rlkit.config.options import shelf_of
 from rlkit.config.origins import PHASE, Explained, Option, Value, explain
@@ -75,7 +75,6 @@ def command(arguments: Arguments) -> int:
         sources=sources,
         config_dir=arguments.config_dir,
         before_import=ask,
-        trusted=is_trusted(arguments.overrides),
     )
     if where:
         explained = explained._replace(

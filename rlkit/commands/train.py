@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.commands.arguments import STARTED, Arguments, added, drop, is_trusted, option, quote
+from rlkit.commands.arguments import STARTED, Arguments, added, drop, option, quote
 from rlkit.commands.trust import asker
 from rlkit.config.changes import difference, identify, refuse_changes
 from rlkit.distributed import launch, ranks
@@ -61,13 +61,11 @@ def command(arguments: Arguments) -> int:
         return sweep(
             overrides,
             config_dir=arguments.config_dir,
-            trusted=is_trusted(arguments.overrides),
             report=draw_page,
         )
     from rlkit.config.compose import compose, experiment, length_keys
     from rlkit.training.loggers import check_loggers
 
-    trusted = is_trusted(arguments.overrides)
     overrides = drop(arguments.overrides, "trust")
     named = option(overrides, "resume")
     folder = _given_folder(overrides)
@@ -82,9 +80,7 @@ def command(arguments: Arguments) -> int:
         ask = asker(f"resume={named}", folder, mine, arguments, entry="train")
         overrides = added(runs.saved_overrides(folder), mine)
     outputs = runs.OUTPUTS.absolute()  # before any code of the user's runs
-    composed = compose(
-        overrides, config_dir=arguments.config_dir, before_import=ask, trusted=trusted
-    )
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=ask)
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.must_start(x.trainer.devices, x.trainer.nodes):

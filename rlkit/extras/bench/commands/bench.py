@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.commands.arguments import Arguments, drop, option
 from rlkit.config.problems.names import part_problem
 from rlkit.errors import ConfigError, Refusal, RLKitError
 from rlkit.runs.sweeps.runner import summed_up
@@ -47,7 +47,6 @@ def command(arguments: Arguments) -> int:
     from rlkit.extras.bench import matrix as bench
 
     given = {key: option(arguments.overrides, key) or usual for key, usual in SETTINGS.items()}
-    trusted = is_trusted(arguments.overrides)
     common = drop(arguments.overrides, "trust", *SETTINGS)
     for key in ("seeds", "jobs"):
         if given[key] and not (given[key].isdigit() and int(given[key])):
@@ -56,7 +55,7 @@ def command(arguments: Arguments) -> int:
     folder = Path(given["folder"])
     tasks = tasks_of(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
-    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir, trusted=trusted)
+    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
     began = time.time()
     with owner.owned(folder, takeover=option(common, "takeover") == "true"):
         done, received = bench.run_all(
@@ -64,7 +63,6 @@ def command(arguments: Arguments) -> int:
             folder,
             jobs=int(given["jobs"] or cores()),
             config_dir=arguments.config_dir,
-            trusted=trusted,
         )
         failed = {job.folder: job.reason for job in done if job.status == "failed"}
         rows = [row for cell in cells if (row := bench.read_row(cell))]
@@ -162,7 +160,7 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
     return chosen
 
 
-def compose_all(cells: list, config_dir: str | None, *, trusted: bool) -> None:
+def compose_all(cells: list, config_dir: str | None) -> None:
     """Composes the first seed of every arm on every task. Raises ConfigError with what is wrong,
     before anything runs."""
     from rlkit.config.experiment import experiment
@@ -170,7 +168,7 @@ def compose_all(cells: list, config_dir: str | None, *, trusted: bool) -> None:
     problems: dict[str, str] = {}
     for cell in cells:
         try:
-            experiment(*cell.overrides, config_dir=config_dir, trust=trusted)
+            experiment(*cell.overrides, config_dir=config_dir)
         except Refusal as error:
             problems.setdefault(str(error), f"{cell.arm} on {cell.task}")
     if problems:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlkit.algorithm import PARTS
-from rlkit.commands.arguments import Arguments, drop, is_trusted, option
+from rlkit.commands.arguments import Arguments, drop, option
 
 if TYPE_CHECKING:
     from rlkit.extras.bench.prove import Figures
@@ -33,7 +33,6 @@ def command(arguments: Arguments) -> int:
     """
     from rlkit.runs.sweeps import expand
 
-    trusted = is_trusted(arguments.overrides)
     own = {key: path for key, path in OWN.items() if option(arguments.overrides, key)}
     parts = {path: str(option(arguments.overrides, key)) for key, path in own.items()}
     words = drop(arguments.overrides, "trust")
@@ -44,7 +43,7 @@ def command(arguments: Arguments) -> int:
     named = [f"{key}={parts[path]}" for key, path in own.items()]
     for job in expand(words):
         label = shlex.join([*job, *named]) or "the defaults"
-        print(row(label, job, parts, arguments.config_dir, trusted=trusted), flush=True)
+        print(row(label, job, parts, arguments.config_dir), flush=True)
     return 0
 
 
@@ -53,8 +52,6 @@ def row(
     words: Sequence[str],
     parts: dict[str, str] | None = None,
     config_dir: str | None = None,
-    *,
-    trusted: bool = False,
 ) -> str:
     """A line of the table.
 
@@ -71,7 +68,7 @@ def row(
     usual = {"generation.max_new_tokens": "1"} | (AROUND if parts else {})
     words = [f"{key}={value}" for key, value in usual.items() if not option(words, key)] + [*words]
     keywords: dict[str, Any] = {path.replace(".", "__"): part for path, part in given.items()}
-    x = experiment(*words, config_dir=config_dir, trust=trusted, **keywords)
+    x = experiment(*words, config_dir=config_dir, **keywords)
     x = next(iter(first_steps(x).values()))
     figures = [prove(x, size, staleness) for staleness in STALENESS for size in SIZES]
     turns = [" ".join(map(in_hundredths, own)) for own in figures[1].turns]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlkit.commands import check
-from rlkit.commands.arguments import Arguments, drop, is_trusted
+from rlkit.commands.arguments import Arguments, drop
 from rlkit.errors import ConfigError, nearest
 from rlkit.extras.forecast.load import load_of, shape_of_run
 from rlkit.extras.forecast.roofline import CARDS, changes, forecast, settle_checkpointing
@@ -45,7 +45,6 @@ def command(arguments: Arguments) -> int:
     composed = compose(
         drop(overrides, "trust"),
         config_dir=arguments.config_dir,
-        trusted=is_trusted(arguments.overrides),
     )
     first = next(iter(first_steps(experiment(composed)).values()))
     print(in_lines(first, composed.config, given))
