@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import (
     TYPE_CHECKING,
@@ -213,7 +213,8 @@ class Rollout(NamedTuple):
     metadata: Mapping[str, Any] = {}  # what its environment tells of it
     # component → how its score came about: ok, wrong, unparseable, timeout or error
     statuses: Mapping[str, str] = {}
-    # reward/TERM/NAME and aggregator/NAME → what the reward's functions measured beside the score
+    # reward/TERM/NAME and aggregator/NAME → what the reward's functions measured beside the score;
+    # program/NAME → what a program's endpoint counted
     metrics: Mapping[str, float] = {}
     # reward of each step by the environment alone; () where no term of the reward added to it
     environment_rewards: tuple[float | None, ...] = ()
@@ -263,8 +264,10 @@ class Rollout(NamedTuple):
 
     @property
     def final_content(self) -> str:
-        """Content of the last reply, thinking excluded: what an answer is read from."""
-        return self.steps[-1].content if self.steps else ""
+        """What an answer is read from: `metadata["final_content"]` where the environment says it,
+        else the content of the last reply, thinking excluded."""
+        last = self.steps[-1].content if self.steps else ""
+        return self.metadata.get("final_content", last)
 
     @property
     def response_length(self) -> int:
@@ -650,20 +653,6 @@ def safe(*names: str) -> Callable[[Part], Part]:
     return _with_verdicts("safe", dict.fromkeys(names, ""))
 
 
-def writes_reward(**when: Any) -> Callable[[Part], Part]:
-    """Declares with which value of a parameter a part's reward is written by the program that it
-    runs: `@writes_reward(score="file")`.
-
-    Such a value needs trust=true on the command line, in a config of the user's own too.
-    """
-
-    def mark(part: Part) -> Part:
-        setattr(part, "__writes_reward__", when)  # noqa: B010  a function has no such field
-        return part
-
-    return mark
-
-
 def _with_verdicts(kind: str, what: Mapping[str, str]) -> Callable[[Part], Part]:
     def mark(part: Part) -> Part:
         unknown = what.keys() - inspect.signature(part).parameters
@@ -1032,6 +1021,8 @@ class Environment(NamedTuple):
     # Plays an episode in a way of its own, async: it may wait before it begins, and ask for replies
     # in the place of a session. The rollout is not scored.
     play: Callable[[Playing], Awaitable[Rollout]] | None = None
+    # (task, fields of its metadata that the reward compares with) → why it cannot be played, or ""
+    check: Callable[[Task, Set[str]], str] | None = None
 
 
 class Engine(Protocol):

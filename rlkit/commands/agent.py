@@ -429,9 +429,7 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     other = [o for o in overrides if re.match(r"[+~]*model\b", o)]
     if run is not None and other:
         raise ConfigError(f"{other[0]}: run={named} brings its own model; take one of the two away")
-    config = compose(
-        overrides, entry=entry, config_dir=arguments.config_dir, trusted=arguments.trusted
-    ).config
+    config = compose(overrides, entry=entry, config_dir=arguments.config_dir).config
     if named is None or run is None:
         return config, None
     config["model"] = model_of(run, f"run={named}", arguments)

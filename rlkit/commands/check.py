@@ -267,9 +267,7 @@ def prepare(arguments: Arguments) -> tuple[Experiment, Splits, list[str], list[s
     from rlkit.tasks.splits import overlaps
     from rlkit.training.loggers import check_loggers
 
-    composed = compose(
-        arguments.overrides, config_dir=arguments.config_dir, trusted=arguments.trusted
-    )
+    composed = compose(arguments.overrides, config_dir=arguments.config_dir)
     x = experiment(composed)
     check_loggers(x.logger)
     tasks = load_tasks(x)

@@ -24,7 +24,7 @@ def command(name: str, arguments: Arguments) -> int:
     if name not in ENTRIES:
         raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
     composed = compose(
-        arguments.overrides, entry=ENTRIES[name], config_dir=arguments.config_dir, trusted=True
+        arguments.overrides, entry=ENTRIES[name], config_dir=arguments.config_dir
     )  # nothing of it is run
     if arguments.shown == "info":
         print("\n".join(choices(composed.full)))

@@ -87,7 +87,7 @@ def _evaluate_greedily(
     x: Experiment, policy: Policy, tasks: Sequence[Task], version: int, out: Path
 ) -> dict[str, Any]:
     """The result of one greedy reply to each task; the rollouts are written to `out`."""
-    from rlkit.episodes import failures
+    from rlkit.episodes import failures, refusals
     from rlkit.episodes.evaluation import greedy_accuracy
     from rlkit.training.callbacks.evaluation import in_time
 
@@ -95,8 +95,7 @@ def _evaluate_greedily(
         result, rollouts = greedy_accuracy(policy, tasks, version=version, **x.held_out(0.0))
         with lenient("greedy.jsonl.gz"):
             save_rollouts(out / "greedy.jsonl.gz", rollouts)
-        said = failures(rollouts)
-        if said:
+        for said in filter(None, (failures(rollouts), refusals(rollouts))):
             print(f"warning: {said}", flush=True)
     return result
 
@@ -227,7 +226,6 @@ def command(arguments: Arguments) -> int:
         entry="evaluate",
         config_dir=arguments.config_dir,
         before_import=ask,
-        trusted=arguments.trusted,
     )
     x = with_limits(experiment(composed), arguments)
     if x.evaluation.n < 1:

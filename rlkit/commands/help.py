@@ -42,7 +42,7 @@ HELP = """rlkit: reinforcement learning of language models on multi-turn, tool-u
   rlkit COMMAND --help   arguments, keys and examples of one command; rlkit --version
   debug=true          print the traceback of an error too
   trust=true          with run=, resume= or bundle=: a folder that is not your own may do what is not declared safe, which is printed.
-                      environment.score=file needs it too. Every command takes it
+                      Every command takes it
   -m, --multirun      a sweep
 
 groups and their options, those for everyday use first:

@@ -14,7 +14,7 @@ from rlkit.commands.arguments import STARTED, Arguments
 from rlkit.config.problems.numbers import sampling_problems
 from rlkit.environments import environment_of
 from rlkit.episodes.record import append_rollouts, failed_rollout_kept, save_rollouts
-from rlkit.episodes.summary import by_part, failing_tools, failures, summarize
+from rlkit.episodes.summary import by_part, failing_tools, failures, refusals, summarize
 from rlkit.errors import ConfigError, refuse_problems
 from rlkit.runs import folder as runs
 from rlkit.system.contents import PROMPTS
@@ -47,7 +47,7 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     from rlkit.training.kernels import settle_kernels
     from rlkit.training.selfcheck import check_contexts
 
-    check_truths(tasks, x.reward)
+    check_truths(tasks, x.reward, x.environment)
     policy, device = on_device(x)
     environment = limited(x.environment, x.max_steps)
     with autocast(x, device):
@@ -68,8 +68,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
                 **x.generation.params,
             )
             print(f"{tools}{settle_kernels(x.generation.engine, policy.model)}", flush=True)
-            said = failures(rollouts)
-            for line in [*([said] if said else []), *failing_tools(rollouts)]:
+            said = (failures(rollouts), refusals(rollouts), *failing_tools(rollouts))
+            for line in filter(None, said):
                 print(f"warning: {line}", file=sys.stderr)
             rollouts = score(rollouts, x.reward)
             with lenient(f"rollouts.{x.format}"):
@@ -196,7 +196,6 @@ def command(arguments: Arguments) -> int:
         arguments.overrides,
         entry="rollout",
         config_dir=arguments.config_dir,
-        trusted=arguments.trusted,
     )
     x = build(composed.config)
     for line in embedded_numbers(x):

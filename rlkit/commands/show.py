@@ -77,7 +77,6 @@ def command(arguments: Arguments) -> Answer:
         sources=sources,
         config_dir=arguments.config_dir,
         before_import=ask,
-        trusted=arguments.trusted,
     )
     if where:
         explained = explained._replace(

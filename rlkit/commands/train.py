@@ -60,7 +60,6 @@ def command(arguments: Arguments) -> int:
         return sweep(
             arguments.overrides,
             config_dir=arguments.config_dir,
-            trusted=arguments.trusted,
             report=draw_page,
         )
     from rlkit.config.compose import compose, experiment, length_keys
@@ -80,9 +79,7 @@ def command(arguments: Arguments) -> int:
         ask = asker(f"resume={named}", folder, mine, arguments, entry="train")
         overrides = added(runs.saved_overrides(folder), mine)
     outputs = runs.OUTPUTS.absolute()  # before any code of the user's runs
-    composed = compose(
-        overrides, config_dir=arguments.config_dir, before_import=ask, trusted=arguments.trusted
-    )
+    composed = compose(overrides, config_dir=arguments.config_dir, before_import=ask)
     x = experiment(composed)
     check_loggers(x.logger)
     if launch.must_start(x.trainer.devices, x.trainer.nodes):

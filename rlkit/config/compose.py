@@ -25,7 +25,6 @@ from rlkit.config.options import SHELVES, conf_dir
 from rlkit.config.problems import run_problems
 from rlkit.config.problems.names import name_problems
 from rlkit.config.problems.numbers import range_problems
-from rlkit.config.problems.own_score import own_score_problems
 from rlkit.config.problems.schedules import first_steps, phase_problems
 from rlkit.config.problems.trial import dry_run
 from rlkit.config.schema import build, check
@@ -67,7 +66,6 @@ def compose(
     entry: str = "train",
     config_dir: str | Path | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
-    trusted: bool = False,
 ) -> Composed:
     """Composes an entry config and refuses it, with all problems in one message, unless it can be
     built.
@@ -78,7 +76,6 @@ def compose(
       config_dir: a folder of the user's own options.
       before_import: looks at the config, with values of the environment as ${oc.env:NAME}, before a
         module that it names is imported; may refuse it.
-      trusted: whether the command line says trust=true.
     Raises: ConfigError.
     """
     import logging
@@ -99,7 +96,7 @@ def compose(
         before_import(with_variables(full))
     problems += check(plain) or range_problems(plain)
     problems += phase_problems(plain, overrides)
-    problems += name_problems(plain) + own_score_problems(plain, trusted=trusted)
+    problems += name_problems(plain)
     refuse_problems(problems)
     return Composed(plain, accepted, full)
 

@@ -34,7 +34,6 @@ class Configured(Experiment):
 def experiment(
     *overrides: str,
     config_dir: str | Path | None = None,
-    trust: bool = False,
     **keywords: Any,
 ) -> Experiment:
     """Compose an experiment from the options of conf/, as `rlkit train` does, and check it before a
@@ -45,7 +44,6 @@ def experiment(
     Args:
       overrides: as on the command line.
       config_dir: a folder of your own options.
-      trust: allows what the command line allows by trust=true.
       keywords: overrides as keywords, two underscores for a dot: trainer__steps=10 is
         trainer.steps=10. A Python object replaces the part itself: reward=my_reward,
         algorithm__advantage=my_advantage, reference=rlkit.references.ema(decay=0.99). A reward may
@@ -58,14 +56,13 @@ def experiment(
     if "--config-dir" in " ".join(overrides):
         raise ConfigError('--config-dir: from Python, give the folder as config_dir="my_conf"')
     given = {key.replace("__", "."): value for key, value in keywords.items()}
-    trusted = trust or "trust=true" in overrides
     parts = {path: value for path, value in given.items() if is_part(path, value)}
     # what is set beside a task or a model that is replaced is an option's
     above = tuple(f"{path}." for path in parts if path not in ("task", "model"))
     parts |= {path: value for path, value in given.items() if path.startswith(above)}
-    words = [text for text in overrides if text not in ("trust=true", "trust=false")]
-    words += [override(path, value) for path, value in given.items() if path not in parts]
-    composed = compose(words, config_dir=config_dir, trusted=trusted)
+    more = [override(path, value) for path, value in given.items() if path not in parts]
+    words = [*overrides, *more]
+    composed = compose(words, config_dir=config_dir)
     problems = phase_problems(
         composed.config, [f"{path}={type(part).__name__}" for path, part in parts.items()]
     )

@@ -73,18 +73,15 @@ def explain(
     sources: Mapping[str, str] | None = None,
     config_dir: str | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
-    trusted: bool = False,
 ) -> Explained:
     """Options, values and extras of `rlkit train` with these overrides, with their origins.
 
     Args:
       sources: key of an override → the file or folder that it was read from.
-      config_dir, before_import, trusted: as for `compose`.
+      config_dir, before_import: as for `compose`.
     Raises: ConfigError.
     """
-    composed = compose(
-        overrides, config_dir=config_dir, before_import=before_import, trusted=trusted
-    )
+    composed = compose(overrides, config_dir=config_dir, before_import=before_import)
     files = layers(composed, config_dir=config_dir)
     standard = compose([])
     groups = {layer.option.partition("=")[0] for layer in files} | set(_choices(composed))

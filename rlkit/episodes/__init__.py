@@ -16,7 +16,7 @@ from rlkit.episodes.record import (
     save_rollouts,
     transcript,
 )
-from rlkit.episodes.summary import failures, summarize
+from rlkit.episodes.summary import failures, refusals, summarize
 
 if TYPE_CHECKING:
     from rlkit.episodes._assemble import assemble

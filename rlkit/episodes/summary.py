@@ -48,10 +48,14 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, float]:
                         length, as types.FinishReason has them
     dropped_frac        share of episodes whose context dropped its oldest turns
     think_closed_frac   share of episodes without an unclosed thinking block
-    answer_found_frac   share of episodes whose last reply has content and is no tool call
+    answer_found_frac   share of episodes with content and no tool call in the last reply, or with
+                        an answer by their environment
     parse_fail_frac     share of episodes with at least one tool call that could not be read
     tools/*             calls and failures per episode, replies per episode
     rollout/empty_frac  share of episodes that said nothing at all
+    program/*           means over the episodes of programs: refused and retries (requests), rows,
+                        thinking_rows (the client dropped thinking), prompt_tokens, and
+                        thinking_tokens (in thinking_rows)
     """
     metrics = _summary(rollouts)
     for part, own in by_part(rollouts).items():
@@ -93,6 +97,18 @@ def failing_tools(rollouts: Sequence[Rollout]) -> list[str]:
     ]
 
 
+def refusals(rollouts: Sequence[Rollout]) -> str:
+    """In how many episodes requests of a program were refused, and the first one's sentence;
+    nothing where all were answered."""
+    refused = [r for r in rollouts if r.metadata.get("refused")]
+    if not refused:
+        return ""
+    return (
+        f"requests were refused in {len(refused)} of {len(rollouts)} episodes; the first:"
+        f" {refused[0].metadata['refusal']}"
+    )
+
+
 def by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """The rollouts of each part of a mixture, by name; nothing where there is no mixture."""
     parts: dict[str, list[Rollout]] = {
@@ -105,15 +121,13 @@ def by_part(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    scores = [total for r in rollouts if (total := r.total_reward) is not None]
     lengths = [r.response_length for r in rollouts]
+    totals = [r.total_reward for r in rollouts]
+    scored = [(n, s) for n, s in zip(lengths, totals, strict=True) if s is not None]
+    scores = [score for _, score in scored]
     ended = [r for r in rollouts if r.status == "terminated"]
-    solved = [
-        r.response_length for r in rollouts if r.total_reward is not None and r.total_reward > 0
-    ]
-    unsolved = [
-        r.response_length for r in rollouts if r.total_reward is not None and r.total_reward <= 0
-    ]
+    solved = [length for length, score in scored if score > 0]
+    unsolved = [length for length, score in scored if score <= 0]
     calls = [[call for step in r.steps for call in step.tool_calls] for r in rollouts]
     results = [[result for step in r.steps for result in step.tool_results] for r in rollouts]
     return {
@@ -147,7 +161,8 @@ def _summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "dropped_frac": _share(any(s.dropped for s in r.steps) for r in rollouts),
         "think_closed_frac": _share(all(s.thinking_closed for s in r.steps) for r in rollouts),
         "answer_found_frac": _share(
-            bool(r.final_content) and not r.steps[-1].tool_calls for r in rollouts
+            bool(r.final_content) and ("final_content" in r.metadata or not r.steps[-1].tool_calls)
+            for r in rollouts
         ),
         "parse_fail_frac": _share(any(call.error for call in made) for made in calls),
         "tools/calls": _mean([len(made) for made in calls]),

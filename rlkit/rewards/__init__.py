@@ -3,7 +3,7 @@ scored.
 
 Each file imports only from the ones above it.
 
-declarations.py  declarations of a function about itself: batched, no_gold, reads_truth
+declarations.py  declarations of a function about itself: batched, no_gold, reads_truth and others
 verdicts.py      the input and the values of a reward function
 aggregators.py   from named components to one reward
 terms.py         Term and Reward, the records of a config
@@ -41,7 +41,14 @@ from rlkit.rewards.behaviour import (
     tool_usage,
 )
 from rlkit.rewards.checks import RewardError
-from rlkit.rewards.declarations import batched, declared, no_gold, reads_truth, reads_truths
+from rlkit.rewards.declarations import (
+    batched,
+    declared,
+    no_gold,
+    reads_fields,
+    reads_truth,
+    reads_truths,
+)
 from rlkit.rewards.terms import Reward, Term
 from rlkit.rewards.text import contains, exact_match, format_match
 from rlkit.rewards.verdicts import Verdict, final_answer

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from rlkit.errors import DataError
-from rlkit.rewards.declarations import batched
+from rlkit.rewards.declarations import batched, reads_fields
 from rlkit.rewards.fences import code_blocks
 from rlkit.rewards.verdicts import Verdict, final_answer
 from rlkit.sandbox import (
@@ -46,6 +46,7 @@ class Judgement(NamedTuple):
 @gives("non_negative", wrong=0)
 @gives("raw")
 @batched
+@reads_fields("tests")
 def code_exec(
     rollouts: Sequence[Rollout],
     *,

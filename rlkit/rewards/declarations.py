@@ -20,11 +20,13 @@ class Declared(NamedTuple):
     batched   it takes the list of all rollouts and returns a list of scores
     no_gold   its rows have no gold answer to try
     problems  (tasks) → why it cannot read the truth of each, "" if it can; None: it reads none
+    fields    of `task.metadata` that it compares with
     """
 
     batched: bool = False
     no_gold: bool = False
     problems: Callable[..., list[str]] | None = None
+    fields: tuple[str, ...] = ()
 
 
 def declared(fn: Callable[..., Any]) -> Declared:
@@ -73,6 +75,12 @@ def reads_truths(problems: Callable[..., list[str]]) -> Callable[[F], F]:
     """`reads_truth` for a question about all rows at once: (tasks, keywords) → one
     problem for each task."""
     return partial(_declare, problems=problems)
+
+
+def reads_fields(*fields: str) -> Callable[[F], F]:
+    """Mark a reward function as one that compares with these fields of `task.metadata`, of which no
+    program is told."""
+    return partial(_declare, fields=fields)
 
 
 def truth_problems(fn: Callable[..., Any], tasks: Sequence[Task]) -> list[str]:

@@ -10,15 +10,16 @@ ScoreStatus = Literal["ok", "wrong", "unparseable", "timeout", "error"]
 
 
 def final_answer(rollout: Rollout) -> str | None:
-    """Content of the last reply, thinking excluded, or None if the episode ended without a final
-    answer.
+    """`rollout.final_content`, or None if the episode ended without a final answer.
 
     There is none in an episode without a reply, in a truncated one, in a reply cut off by the
-    length limit (its rest is unknown), and in a reply still calling
-    tools.
+    length limit (its rest is unknown), and in a reply still calling tools, unless the environment
+    gives the answer itself (`metadata["final_content"]`).
     """
     if not rollout.steps or rollout.status == "truncated":
         return None
+    if "final_content" in rollout.metadata:
+        return rollout.final_content
     last = rollout.steps[-1]
     return None if last.finish_reason == "length" or last.tool_calls else rollout.final_content
 

@@ -13,7 +13,7 @@ from rlkit.tasks.source import Row, check_message, read_split
 from rlkit.tasks.splits import in_order
 from rlkit.types import Message, Task, ranges, reaches, safe
 
-FIELDS = ("prompt", "answer", "id", "reward", "environment")
+FIELDS = ("prompt", "answer", "id", "reward", "environment", "metadata")
 NO_TASKS = (
     "task: {!r:.100} is no task; give a list of Task or of rows with a prompt and an answer, a"
     " Splits, or a function (split=…) → tasks"
@@ -48,7 +48,9 @@ def jsonl(
       seed: of the order. It moves no row from one split to another.
       fields: our name → the row's field; null for a name that is not used. `prompt` (text, or a
         list of messages) is needed; `answer` (text or a number) as soon as the reward has a truth;
-        `id`, `reward` and `environment` let each row choose its own.
+        `id`, `reward` and `environment` let each row choose its own. `metadata` is a mapping,
+        the task's metadata. Its `files`, a mapping of path to text or a folder beside the rows, are
+        copied by environment=program into the folder of each episode.
       validation_path, test_path: other sources for "validation" and "test".
       validation, held_out: shares of the different prompts that are "validation" and "test", at
         least 0 and together below 1. The cut goes by the hash of the prompt (`split_of`), whatever
@@ -123,7 +125,24 @@ def _task(
         answer=text("answer", ""),
         reward=text("reward", defaults.reward),
         environment=text("environment", defaults.environment),
+        metadata=_metadata(where, row, fields),
     )
+
+
+def _metadata(where: str, row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
+    """The row's metadata. A folder of its files must be one beside the rows, so that the rows of a
+    stranger name no other."""
+    own = (_value(where, row, "metadata", fields) if "metadata" in fields else None) or {}
+    if not isinstance(own, Mapping):
+        raise DataError(f"{where}: task.fields.metadata names a field that is no mapping")
+    files = own.get("files")
+    if not isinstance(files, str):
+        return dict(own)
+    base = Path(where).parent.resolve()
+    folder = (base / files).resolve()
+    if not folder.is_dir() or not folder.is_relative_to(base):
+        raise DataError(f"{where}: its files: there is no folder {files!r:.100} in {base}")
+    return {**own, "files": str(folder)}
 
 
 def _value(where: str, row: Row, name: str, fields: Mapping[str, str]) -> Any:

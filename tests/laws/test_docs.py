@@ -109,7 +109,6 @@ NEEDS = {  # what a shown command leaves to the reader
     **{
         word: ["environment=program", "environment.command=[python]"]
         for word in (
-            "environment.score=file",
             "environment.score=exit",
             "environment.dropped_thinking=continue",
         )

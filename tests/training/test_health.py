@@ -40,6 +40,13 @@ HEALTHY = {
     "perf/update_s": 1.9,
     "perf/update_processor_s": 0.9,
 }
+PROGRAMS = {  # of a step that programs play
+    "program/rows": 2.0,
+    "program/prompt_tokens": 100.0,
+    "program/thinking_tokens": 10.0,
+    "answer_found_frac": 0.1,
+    "reward/numeric/ok_frac": 0.0,
+}
 ILL = {  # check → (what makes it speak, words of the message)
     "broken_policy": (
         {"group/frac_all_bad": 1.0, "group/frac_zero_std": 1.0, LEAST_BAD: 0.25},
@@ -57,6 +64,14 @@ ILL = {  # check → (what makes it speak, words of the message)
     "parse_failures": ({"parse_fail_frac": 0.25}, ["25%", "samples/", "environment/parse_calls"]),
     "reward_failures": ({"reward/format/timeout_frac": 0.05}, ["format", "5.0%", "timeout_frac"]),
     "environment_failures": ({"stop_reason/error": 0.25}, ["25%", "environment", "not scored"]),
+    "dropped_thinking": (
+        {"program/thinking_tokens": 11.0, "program/prompt_tokens": 100.0},
+        ["11%", "environment.dropped_thinking=continue"],
+    ),
+    "no_answers": (
+        {"program/rows": 2.0, "answer_found_frac": 0.0, "reward/numeric/ok_frac": 0.0},
+        ["every final content is empty", "environment.answer"],
+    ),
     "ratio_off": ({"ratio/first_mean": 1.02}, ["1.020", "not 1"]),
     "sampler_off": ({"mismatch/logp_abs_mean": 0.06}, ["0.060 nats", "0.05"]),
     "no_gradient": ({"optim/grad_norm": 0.0}, ["exactly 0", "adv/abs_mean"]),
@@ -84,7 +99,7 @@ class Module:
 
 def test_a_healthy_row_is_silent():
     """Every value at the edge of its bound, or just within."""
-    assert spoken(HEALTHY) == {}
+    assert spoken(HEALTHY) == {} == spoken(HEALTHY | PROGRAMS)
 
 
 def test_groups_of_one_are_no_fault_where_rewards_differ():

@@ -7,7 +7,7 @@ assume of one another (assumptions.py), their maths on fake data (trial.py) and 
 (rows.py). doubts.py has what is legal but probably not meant.
 
 Files in the order of their imports: assumptions, asynchrony, combinations, names, numbers,
-own_score, schedules, trial, doubts, rows.
+schedules, trial, doubts, rows.
 """
 
 from __future__ import annotations

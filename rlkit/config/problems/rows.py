@@ -46,7 +46,7 @@ def _checked_tasks(x: Experiment) -> Splits:
     train = x.task(split="train")
     if not train:
         raise ConfigError("the task has no train problems; give it some")
-    check_truths(train, x.evaluation.reward)
+    check_truths(train, x.evaluation.reward, x.environment)
     check_verifier(train, x.evaluation.reward, x.reward)
     validation = load_split(x, "validation") if x.evaluation.n and x.evaluation.every else []
     test = load_split(x, "test") if x.evaluation.n else []
@@ -55,7 +55,7 @@ def _checked_tasks(x: Experiment) -> Splits:
         # else it is only measured
         if "reward" in phase.algorithm.streams or not phase.algorithm.streams:
             own = [task for task in train if rewarded.of(task.part)]
-            check_truths(own, phase.reward)
+            check_truths(own, phase.reward, x.environment)
             check_reward(own, phase.reward, x.environment)
         check_assumptions(train, phase)
         check_streams(train, phase)
@@ -74,7 +74,7 @@ def load_split(x: Experiment, split: Split) -> Sequence[Task]:
             "test": "set task.held_out above 0 or evaluation.n=0",
         }
         raise ConfigError(f"the task has no {split} problems; {instead.get(split, 'give it some')}")
-    check_truths(tasks, x.evaluation.reward)
+    check_truths(tasks, x.evaluation.reward, x.environment)
     check_verifier(tasks, x.evaluation.reward, x.reward)
     return tasks
 
@@ -123,22 +123,33 @@ def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | Non
             )
 
 
-def check_truths(tasks: Sequence[Task], reward: Reward) -> None:
+def check_truths(
+    tasks: Sequence[Task],
+    reward: Reward,
+    environment: Environment | Callable[[Task], Environment],
+) -> None:
     """Every row's truth can be read by the terms of the reward that compare with it, on all rows: a
     row that cannot would be left out of every step without a word. A term of weight 0 is only
-    logged, and not asked.
+    logged, and not asked. The environment can play each row (`Environment.check`).
 
     Raises: DataError naming the row, and how many there are.
     """
+    fns = [term.fn for term in reward.terms.values()]
+    fns += [own for fn in fns for own in named_rewards(fn).values()]
+    read = {field for fn in fns for field in declared(fn).fields}
+    for task in tasks:
+        check = environment_of(environment, task).check
+        problem = check(task, read) if check else ""
+        if problem:
+            raise DataError(f"row {task.id}: {problem}")
     asked = [truth_problems(term.fn, tasks) for term in reward.terms.values() if term.weight]
-    problems = [next(filter(None, said), "") for said in zip(*asked, strict=True)] if asked else []
-    found = [(task, problem) for task, problem in zip(tasks, problems, strict=False) if problem]
+    found = [(task, said) for task, *said in zip(tasks, *asked, strict=True) if any(said)]
     if found:
-        task, problem = found[0]
+        task, said = found[0]
         more = f" ({len(found) - 1} more rows are like it)" if len(found) > 1 else ""
         raise DataError(
             f"row {task.id}: the gold answer '{task.answer[:80]}' of reward '{task.reward}'"
-            f" {problem}{more}"
+            f" {next(filter(None, said))}{more}"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkit.errors import ConfigError, install, nearest
-from rlkit.rewards import final_answer, no_gold
+from rlkit.rewards import final_answer, no_gold, reads_fields
 from rlkit.tasks.splits import check_split, cut, in_order
 from rlkit.types import Message, Rollout, Task, ranges, reaches, safe
 
@@ -151,6 +151,7 @@ def _task(
 
 
 @no_gold
+@reads_fields("reasoning_gym")
 def reasoning_gym_reward(rollout: Rollout) -> float:
     """`score_answer` of the row's data set: mostly in 0 to 1, and for some data sets above 0 for a
     wrong answer of the right form.

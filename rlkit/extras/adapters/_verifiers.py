@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlkit.errors import ConfigError, DataError, install
-from rlkit.rewards import no_gold
+from rlkit.rewards import no_gold, reads_fields
 from rlkit.tasks.splits import check_split, cut, in_order
 from rlkit.types import Message, Rollout, Task, ranges, reaches, safe
 
@@ -175,6 +175,7 @@ def _messages(where: str, data: Any) -> tuple[Message, ...]:
 
 
 @no_gold
+@reads_fields("verifiers")
 async def verifiers_reward(rollout: Rollout) -> float:
     """The weighted sum of the rewards of the row's own task, of the episode as a trace.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 
-from rlkit.rewards.declarations import no_gold
+from rlkit.rewards.declarations import no_gold, reads_fields
 from rlkit.types import Rollout, gives
 
 
 @gives("binary", "non_negative", "raw")
 @no_gold
+@reads_fields("right")
 def listed(rollout: Rollout) -> float | None:
     """1 if the last reply is one of `task.metadata["right"]`, else 0; None, cannot be scored, if
     the row has no list.
@@ -34,6 +35,7 @@ def listed(rollout: Rollout) -> float | None:
 
 @gives("non_negative", "raw")
 @no_gold
+@reads_fields("right")
 def paid(rollout: Rollout) -> float | None:
     """`listed`, times the number >= 0 `task.metadata["pay"]` if there is one."""
     score = listed(rollout)
@@ -42,6 +44,7 @@ def paid(rollout: Rollout) -> float | None:
 
 @gives("raw")
 @no_gold
+@reads_fields("right")
 def priced(rollout: Rollout) -> float | None:
     """`listed` - `task.metadata["price"]` · (characters of the last reply beyond the shortest
     right one's)."""

@@ -111,7 +111,6 @@ def run_all(
     *,
     jobs: int,
     config_dir: str | None,
-    trusted: bool = False,
     start: Start | None = None,
 ) -> tuple[list[RunJob], list[int]]:
     """Run what is not finished, `jobs` at a time, on one thread each.
@@ -120,19 +119,18 @@ def run_all(
     `folder` (`owner.owned`), which all cells are below.
 
     Args:
-      trusted: whether the command line says trust=true, which every run is told too.
       start: starts a job's process; by default as a copy of one that has imported what runs need.
     Returns: what became of each cell, in their order, and the signals that stopped the queue.
     Raises: Occupied or ConfigError where one of the runs is in use; nothing has begun then.
     """
     refuse_running(folder)
     overrides = {cell: [*cell.overrides, "resume=auto"] for cell in cells}
-    devices = prepare(cells, overrides, config_dir, trusted=trusted)
+    devices = prepare(cells, overrides, config_dir)
     todo = [RunJob(number, overrides[cell], cell.folder) for number, cell in enumerate(cells)]
     waiting = [job for job in todo if not runs.is_finished(job.folder)]
     done = len(todo) - len(waiting)
     print(f"{len(todo)} runs, {done} of them done earlier, {jobs} at a time", flush=True)
-    sweep = make_sweep(folder, config_dir, jobs, threads=1, trusted=trusted)
+    sweep = make_sweep(folder, config_dir, jobs, threads=1)
     environment = {**sweep.environment, fresh.STARTS: str((folder / "starts").resolve())}
     sweep = sweep._replace(environment=environment)
     places = {job.folder: cell for job, cell in zip(todo, cells, strict=True)}
@@ -162,17 +160,15 @@ def prepare(
     cells: Sequence[MatrixRun],
     overrides: Mapping[MatrixRun, Sequence[str]],
     config_dir: str | None,
-    *,
-    trusted: bool,
 ) -> int:
     """Set aside the runs of other settings, and say so; the devices that each run asks for."""
     from rlkit.config.compose import compose
 
-    first = compose(overrides[cells[0]], config_dir=config_dir, trusted=trusted).config
+    first = compose(overrides[cells[0]], config_dir=config_dir).config
     aside: dict[str, int] = {}
     for cell in cells:
         if runs.is_run(cell.folder) or runs.is_finished(cell.folder):
-            config = compose(overrides[cell], config_dir=config_dir, trusted=trusted).config
+            config = compose(overrides[cell], config_dir=config_dir).config
             living = None if config.get("takeover") else owner.occupied(cell.folder)
             if living:
                 raise owner.Occupied(living)

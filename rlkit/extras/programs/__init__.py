@@ -4,12 +4,14 @@ come from MCP servers, games have two players or many boards.
 What needs aiohttp is imported when it is asked for.
 
 Files in the order of their imports: _confinement, _guard_child, _gymnasium_vector, _two_players,
-contract, slots, tool_servers, wire, _mcp, conversations, server, _program, serving, commands.
+contract, slots, tool_servers, wire, _mcp, conversations, server, _processes, _verifier, _players,
+_program, serving, commands.
 """
 
 from rlkit.extras.programs._gymnasium_vector import gymnasium_vector
 from rlkit.extras.programs._mcp import mcp
-from rlkit.extras.programs._program import Client, program
+from rlkit.extras.programs._players import Client
+from rlkit.extras.programs._program import program
 from rlkit.extras.programs._two_players import two_players
 from rlkit.extras.programs.contract import Ask, Ended, RequestRefused
 from rlkit.extras.programs.conversations import asking

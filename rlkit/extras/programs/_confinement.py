@@ -98,9 +98,9 @@ def bpf_of_programs(machine: str) -> list[tuple[int, int, int, int]]:
     return [*program, allow]
 
 
-def confinement(readable: Sequence[str], port: int) -> dict[str, Any]:
+def confinement(readable: Sequence[str], port: int | None) -> dict[str, Any]:
     """What the guard is told of the limits: the program, and what it starts, reads and runs
-    `readable`, writes its own folder and connects to `port`, no more."""
+    `readable`, writes its own folder and connects to `port` if there is one, no more."""
     return {
         "by": str(CHILD),
         "paths": [*((path, RUN) for path in readable), (".", OWN)],

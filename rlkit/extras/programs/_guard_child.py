@@ -5,8 +5,9 @@ killed.
                                          nothing until its end
 
 It takes over every orphan of the program (PR_SET_CHILD_SUBREAPER), so that a process which left its
-session is found too. Standard output is the program's. `exit STATUS` goes to standard error once no
-process is left; a signal is 128 + its number. No rlkit is imported.
+session is found too. The program prints to this process's standard output and error. Once no
+process is left, the line `exit STATUS` follows on standard error; a signal is 128 + its number. No
+rlkit is imported.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ import tempfile
 SUBREAPER = 36
 DEATH_SIGNAL = 1
 POLL_MS = 1000  # between two looks at whether the parent lives
+REWARD_FD = 3  # a verifier's; one digit, as the plain shell needs it
+OPEN_FILES = 64  # more than the guard and its parent hand down
 
 
 def prctl(option: int, value: int) -> None:
@@ -29,12 +32,19 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def begin(command: list[str], task: str, memory_mb: int | None, confine: dict | None = None) -> int:
+def begin(
+    command: list[str],
+    task: str,
+    memory_mb: int | None,
+    confine: dict | None = None,
+    reward_fd: int | None = None,
+) -> int:
     """The program's process id. It cannot outlive this process, and reads the task on standard
     input.
 
     `confine`: "by", the path of rlkit/sandbox/_child.py, and what its functions take
-    (`_confinement.confinement`); None: it has the user's rights.
+    (`_confinement.confinement`); None: it has the user's rights. `reward_fd`: a descriptor that the
+    program has as REWARD_FD.
     """
     with tempfile.TemporaryFile() as given:
         given.write(task.encode())
@@ -46,8 +56,11 @@ def begin(command: list[str], task: str, memory_mb: int | None, confine: dict | 
             os.setsid()
             prctl(DEATH_SIGNAL, signal.SIGKILL)
             os.dup2(given.fileno(), 0)
-            os.dup2(1, 2)
-            os.closerange(3, 64)
+            if reward_fd is None:
+                os.closerange(REWARD_FD, OPEN_FILES)
+            else:
+                os.dup2(reward_fd, REWARD_FD)
+                os.closerange(REWARD_FD + 1, max(OPEN_FILES, reward_fd + 1))
             if memory_mb:
                 import resource
 
@@ -131,11 +144,14 @@ def _main() -> None:
     """See the head of this file."""
     job = json.loads(job_line())
     prctl(SUBREAPER, 1)
-    child = begin(job["command"], job["task"], job["memory_mb"], job.get("confine"))
+    reward_fd = job.get("reward_fd")
+    child = begin(job["command"], job["task"], job["memory_mb"], job.get("confine"), reward_fd)
+    if reward_fd is not None:
+        os.close(reward_fd)
     status = wait(child)
     end_all(child)
     code = os.waitstatus_to_exitcode(status)
-    os.write(2, f"exit {128 - code if code < 0 else code}\n".encode())
+    os.write(2, f"\nexit {128 - code if code < 0 else code}\n".encode())
 
 
 if __name__ == "__main__":

@@ -3,102 +3,51 @@ through an endpoint on loopback."""
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import inspect
 import json
-import math
 import os
 import shlex
 import shutil
-import sys
-import threading
-import urllib.request
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
 
 from rlkit.environments import hermes
-from rlkit.errors import ConfigError, place
-from rlkit.extras.programs._confinement import confinement
+from rlkit.episodes.episode import cut_off, failed
+from rlkit.errors import ConfigError, DataError
+from rlkit.extras.programs._players import Launch, call_function, make_launch, run_program
+from rlkit.extras.programs._processes import Limits, check_confinable
+from rlkit.extras.programs._verifier import Verifier, make_verifier
+from rlkit.extras.programs._verifier import verify as verify_left
 from rlkit.extras.programs.contract import Ask, Ended
 from rlkit.extras.programs.conversations import asking
 from rlkit.extras.programs.slots import AtMost
 from rlkit.sandbox.process import folder
 from rlkit.system.deadline import Countdown, DeadlinePassed
-from rlkit.system.loops import closing
 from rlkit.system.plain_files import read_plain_file
 from rlkit.system.waiting import Wait, waiting
 from rlkit.types import (
     Environment,
     Messages,
+    Playing,
+    Rollout,
     Step,
     Task,
     ToolParser,
     reaches,
     safe,
-    writes_reward,
 )
 
-GUARD = Path(__file__).with_name("_guard_child.py")
-KEPT = 2000  # last bytes of a program's output, for the reason of a failure
-GRACE = 10.0  # seconds that the guard has to end a program and all that it started
-# variables that every program gets
-PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
-LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
-# What a confined program reads and runs: programs and libraries, and what the C library and TLS
-# look at
-SYSTEM = (
-    "/usr",
-    "/lib",
-    "/lib64",
-    "/bin",
-    "/sbin",
-    "/etc/ld.so.cache",
-    "/etc/ssl",
-    "/etc/hosts",
-    "/etc/nsswitch.conf",
-    "/etc/passwd",
-    "/etc/group",
-    "/etc/localtime",
-    "/etc/os-release",
-    "/etc/mime.types",
-)
-SCORE = "reward.txt"  # in the program's folder
-LONGEST_SCORE = 64  # bytes of it
-Score = Literal["file", "exit"]
+ANSWER = "answer.txt"  # in the program's folder
+LONGEST_ANSWER = 1 << 16  # bytes of it
+# fields of a task that hold its answer; a reward declares others (`rlkit.rewards.reads_fields`)
+TRUTHS = ("answer", "tests", "solution", "messages")
 
 
-class Client(NamedTuple):
-    """What a Python function plays its episode with: an address and a key for any client, and one
-    plain request of its own."""
-
-    base_url: str  # ends in /v1
-    api_key: str
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        **settings: Any,
-    ) -> dict[str, Any]:
-        """The policy's message to a conversation, in the form of OpenAI's chat completions. Raises:
-        OSError where it is refused."""
-        body = {"model": "policy", "messages": list(messages), "tools": list(tools), **settings}
-        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        asked = urllib.request.Request(
-            f"{self.base_url}/chat/completions", json.dumps(body).encode(), headers
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(asked) as reply:
-            return json.load(reply)["choices"][0]["message"]
-
-
-@reaches(command="program", variables="variable", readable="path")
-@safe("function")
-@writes_reward(score="file")
+@reaches(command="program", verify="program", variables="variable", readable="path")
+@safe("function", "score", "answer", "metadata", "reward_range")
 def program(
     *,
     command: Sequence[str] = (),
@@ -107,7 +56,12 @@ def program(
     time_limit: float = 300.0,
     output_kb: int = 1024,
     memory_mb: int | None = None,
-    score: Score | None = None,
+    score: str | None = None,
+    answer: str = "last_reply",
+    metadata: Sequence[str] = (),
+    verify: Sequence[str] = (),
+    verify_time_limit: float = 60.0,
+    reward_range: Sequence[float] = (0.0, 1.0),
     dropped_thinking: Literal["new_row", "continue"] = "new_row",
     variables: Mapping[str, str] | None = None,
     confined: bool = False,
@@ -118,11 +72,11 @@ def program(
     """A program, or a Python function, plays each episode; all that it asks the policy is recorded
     and trained on.
 
-    A program has a process and a working folder of its own, the task as JSON ({"id", "messages"})
-    in `RLKIT_TASK` and on standard input, and its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other variables but PATH and
-    the language, and ends with its episode, with all that it started. It is not confined otherwise,
-    unless `confined`: it has the rights of the run's user.
+    A program has a process and a working folder of its own, the task as JSON ({"id", "messages",
+    "metadata"}) in `RLKIT_TASK` and on standard input, and its endpoint in OPENAI_BASE_URL and
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. It has none of the run's other
+    variables but PATH and the language, and ends with its episode, with all that it started. It is
+    not confined otherwise, unless `confined`: it has the rights of the run's user.
 
     Args:
       command: the program and its arguments; those that name a file are found from where the run
@@ -137,11 +91,23 @@ def program(
       output_kb: that a program may print, at least 1; more ends it.
       memory_mb: address space of each process of the program, at least 1; one that asks for more is
         refused it. None: no limit.
-      score: `exit`: an exit status of 0 gives the reward 1, any other 0. `file`: the number in
-        reward.txt in the program's folder, a regular file of at most 64 bytes, read when all
-        processes of the program are dead; the command line has to say trust=true. Either is added
-        to the reward (reward `environment` is 0). None: nothing is added, and a status other than 0
-        is a failure.
+      score: `exit`: an exit status of 0 gives the reward 1, any other 0, which is added to the
+        reward (reward `environment` is 0). None: nothing is added, and a status other than 0 is a
+        failure.
+      answer: what rewards read as the final content: `last_reply`; `stdout`, what the program
+        prints there, without white space around it; `file`, answer.txt in the program's folder, of
+        at most 64 KiB, read when all its processes are dead ("" where there is none); `tool:NAME`,
+        the last call of this tool (a single argument's text, else the arguments as JSON; "" where
+        there is none).
+      metadata: fields of the task's metadata that the program is told. Those that hold a truth are
+        refused.
+      verify: a command that judges what the program left once all processes of the episode are
+        dead, also after its time was up. It writes a number to the descriptor RLKIT_REWARD_FD,
+        which is added to the reward, see `rlkit.extras.programs._verifier.verify`. Where it gives
+        none, the episode has failed. It is confined where the program is, without a network. Needs
+        Linux and a command.
+      verify_time_limit: seconds, > 0, of a verifier.
+      reward_range: least and greatest number that a verifier may give.
       dropped_thinking: a conversation that comes back without the thinking of a reply is another
         one, and begins a new row (new_row), or it continues the row, in which the thinking stays
         (continue).
@@ -159,26 +125,97 @@ def program(
     Raises: ConfigError for no or two programs, one that is not there, a limit out of range, a
       parser that needs the tools' functions.
     """
+    _check_choice(command, function, score, answer, metadata, verify, confined)
+    _check_settings(time_limit, confined, readable, parse_calls)
+    require_positive(
+        max_turns=max_turns, output_kb=output_kb, memory_mb=memory_mb, max_programs=max_programs
+    )
+    player = function or make_launch(
+        command,
+        Limits(output_kb << 10, memory_mb),
+        score=score == "exit",
+        variables=variables or {},
+        answer=answer,
+        fields=metadata,
+        confined=confined,
+        readable=readable,
+    )
+    verifier = make_verifier(
+        verify,
+        time_limit=verify_time_limit,
+        reward_range=reward_range,
+        confined=confined,
+        readable=readable,
+        memory_mb=memory_mb,
+    )
+    strict = dropped_thinking == "new_row"
+    slots = AtMost(max_programs) if max_programs else None
+    return Environment(
+        parse_calls=parse_calls,
+        max_steps=max_turns,
+        check=partial(check_task, tuple(metadata)),
+        play=partial(_play, player, verifier, time_limit, answer, strict, slots),
+    )
+
+
+def _check_choice(
+    command: Sequence[str],
+    function: Callable[..., Any] | None,
+    score: str | None,
+    answer: str,
+    metadata: Sequence[str],
+    verify: Sequence[str],
+    confined: bool,
+) -> None:
+    """Raises: ConfigError for choices that do not go together, or that are none."""
     if bool(command) == (function is not None):
         raise ConfigError(
             "environment: set one of environment.command=[PROGRAM, …] and"
             " environment.function._target_=MODULE.NAME"
         )
-    require_positive(
-        max_turns=max_turns,
-        output_kb=output_kb,
-        memory_mb=memory_mb,
-        max_programs=max_programs,
-    )
+    if score == "file":
+        raise ConfigError(
+            "environment.score=file is gone, since the policy could write that file; judge what the"
+            " program leaves by environment.verify=[COMMAND, …]"
+        )
+    if score not in (None, "exit"):
+        raise ConfigError(f"environment.score is {score!r}; it is exit or null")
+    tool = answer.removeprefix("tool:") if answer.startswith("tool:") else ""
+    if not tool and answer not in ("last_reply", "stdout", "file"):
+        raise ConfigError(
+            f"environment.answer is {answer!r}; it is last_reply, stdout, file or tool:NAME"
+        )
+    if function is not None and confined:
+        raise ConfigError(
+            "environment.confined: a function runs in this process and cannot be confined; give"
+            " environment.command"
+        )
+    if function is not None and (answer in ("stdout", "file") or verify):
+        key = "verify" if verify else "answer"
+        raise ConfigError(
+            f"environment.{key} needs a process and a folder, which a function has not; set"
+            " environment.command=[PROGRAM, …]"
+        )
+    if verify and score:
+        raise ConfigError(
+            "environment.verify and environment.score=exit both give the reward; set one of them"
+        )
+    told = [name for name in metadata if name in TRUTHS]
+    if told:
+        raise ConfigError(
+            f"environment.metadata: {told[0]!r} holds what the reward compares with; name fields"
+            " that the program may know"
+        )
+
+
+def _check_settings(
+    time_limit: float, confined: bool, readable: Sequence[str], parse_calls: ToolParser
+) -> None:
+    """Raises: ConfigError for a setting that nothing can be done with here."""
     if not time_limit > 0:
         raise ConfigError(f"environment.time_limit is {time_limit}; it must be > 0 seconds")
-    if score == "file" and sys.platform != "linux":
-        raise ConfigError(
-            "environment.score=file needs Linux, where all that a program started is ended before"
-            " its file is read"
-        )
     if confined:
-        _check_confinable(function)
+        check_confinable()
     lost = [path for path in readable if not os.path.exists(path)]
     if lost:
         raise ConfigError(f"environment.readable: there is no {lost[0]!r}")
@@ -187,22 +224,6 @@ def program(
             "environment.parse_calls needs the tools' functions, which the program has; choose"
             " hermes"
         )
-    if function is not None:
-        play: Callable[..., Awaitable[Ended]] = partial(_called, function)
-    else:
-        words = _found(command)
-        own = dict(variables or {})
-        paths = _readable(words, own.get("PYTHONPATH", ""), readable) if confined else None
-        play = partial(_executed, words, output_kb << 10, memory_mb, paths, score, own)
-    return Environment(
-        parse_calls=parse_calls,
-        max_steps=max_turns,
-        play=asking(
-            partial(_played, play, time_limit, function or shlex.join(words)),
-            strict_thinking=dropped_thinking == "new_row",
-            slots=AtMost(max_programs) if max_programs else None,
-        ),
-    )
 
 
 def require_positive(**limits: int | None) -> None:
@@ -212,32 +233,132 @@ def require_positive(**limits: int | None) -> None:
             raise ConfigError(f"environment.{key} is {limit}; it must be at least 1")
 
 
-def _found(command: Sequence[str]) -> list[str]:
-    """The command with the paths of its files made absolute; `python` is the one of this
-    process."""
-    out = [str(Path(word).absolute()) if os.path.isfile(word) else str(word) for word in command]
-    return [sys.executable if out[0] == "python" else out[0], *out[1:]]
+# --------------------------------------------------------------------------------------- an episode
 
 
-def landlock_version() -> int:
-    """Of Landlock on this machine; 0 where there is none, or no filter of system calls for it."""
-    if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
-        return 0
-    return max(0, ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
+async def _play(
+    player: Launch | Callable[..., Any],
+    verifier: Verifier | None,
+    time_limit: float,
+    answer: str,
+    strict_thinking: bool,
+    slots: AtMost | None,
+    at: Playing,
+) -> Rollout:
+    """`Environment.play` of a program. Its folder lives until its verifier is done; the engine
+    forgets the episode before."""
+    async with nullcontext() if slots is None else slots.held(at.give_way):
+        with ExitStack() as held:
+            left: list[bool] = []
+            if isinstance(player, Launch):
+                where = held.enter_context(folder())
+                write_files(at.task, where)
+                play: Callable[..., Awaitable[Ended]] = partial(run_program, player, where, left)
+                named: Any = shlex.join(player.command)
+            else:
+                where = ""
+                play = partial(call_function, player)
+                named = player
+            episode = partial(_played, play, time_limit, named)
+            rollout = await asking(episode, strict_thinking=strict_thinking)(at)
+            rollout = _with_answer(_with_requests(rollout), answer, where)
+            if verifier is None or not rollout.steps or rollout.truncation == "error":
+                return rollout
+            if left != [False]:
+                why = (
+                    "the program ended its guard, so its processes may live and nothing is verified"
+                )
+                return failed(rollout, why)
+            reward = await verify_left(verifier, at.task, where)
+            if isinstance(reward, str):
+                return failed(rollout, f"environment.verify: {reward}")
+            last = rollout.steps[-1]._replace(reward=reward)
+            return rollout._replace(steps=(*rollout.steps[:-1], last))
 
 
-def _readable(command: Sequence[str], python_path: str, more: Sequence[str]) -> list[str]:
-    """What a confined program reads and runs, beside its own folder."""
-    started = [shutil.which(command[0]) or command[0], *command[1:]]
-    files = [os.path.realpath(word) for word in started if os.path.isfile(word)]
-    folders = [path for path in python_path.split(os.pathsep) if path]
-    return [
-        *SYSTEM,
-        sys.prefix,
-        sys.base_prefix,
-        *files,
-        *(os.path.abspath(path) for path in (*folders, *more)),
-    ]
+def check_task(told: Sequence[str], task: Task, truths: Set[str]) -> str:
+    """Why a task cannot be played, as `Environment.check` says it. `told`: fields of its metadata
+    that the program is told."""
+    for field in told:
+        if field in truths:
+            return (
+                f"environment.metadata: {field!r} holds what the reward compares with; name fields"
+                " that the program may know"
+            )
+    files = task.metadata.get("files") or {}
+    if isinstance(files, str):
+        return "" if os.path.isdir(files) else f"its files: there is no folder {files!r:.100}"
+    if not isinstance(files, Mapping):
+        return "its files are neither a mapping of path to text nor a folder"
+    for name, text in files.items():
+        path = PurePosixPath(str(name))
+        inside = path.name and not path.is_absolute() and ".." not in path.parts
+        # columns of a data set have None where a row lacks the file
+        if not inside or not isinstance(text, str | None):
+            return f"its file {name!r:.100} needs a relative path without '..' and a text"
+    return ""
+
+
+def write_files(task: Task, where: str) -> None:
+    """Put the files of a task, `metadata["files"]`, into the folder of its episode. Raises:
+    DataError naming the row."""
+    problem = check_task((), task, frozenset())
+    if problem:
+        raise DataError(f"row {task.id}: {problem}")
+    files = task.metadata.get("files") or {}
+    try:
+        if isinstance(files, str):
+            shutil.copytree(files, where, symlinks=True, dirs_exist_ok=True)
+            os.chmod(where, 0o700)  # the copy has the rights of the original
+            return
+        for name, text in files.items():
+            if text is not None:
+                path = Path(where, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(text.encode())
+    except (OSError, ValueError) as error:
+        raise DataError(f"row {task.id}: its files cannot be written: {error}") from error
+
+
+def _with_requests(rollout: Rollout) -> Rollout:
+    """The rollout with its refused and retried requests as metrics. An episode of refusals alone
+    says so, and has failed unless a limit ended it."""
+    refused = rollout.metadata.get("refused", 0)
+    retries = rollout.metadata.get("retries", 0)
+    counts = {"program/refused": float(refused), "program/retries": float(retries)}
+    rollout = rollout._replace(metrics={**rollout.metrics, **counts})
+    if rollout.steps or not refused:
+        return rollout
+    why = f"all {refused} requests were refused, the first: {rollout.metadata['refusal']}"
+    rollout = cut_off(rollout, rollout.truncation or "error")
+    return rollout._replace(error="; ".join(filter(None, (why, rollout.error))))
+
+
+def _with_answer(rollout: Rollout, answer: str, where: str) -> Rollout:
+    """The rollout with the final content that rewards read, where it is not the last reply's."""
+    if answer == "file":
+        try:
+            path = os.path.join(where, ANSWER)
+            text = read_plain_file(path, most=LONGEST_ANSWER).decode(errors="replace").strip()
+        except OSError:  # no file, or one that is no plain file: no answer
+            text = ""
+    elif answer.startswith("tool:"):
+        text = answer_by_tool(rollout, answer.removeprefix("tool:"))
+    else:
+        return rollout
+    return rollout._replace(metadata={**rollout.metadata, "final_content": text})
+
+
+def answer_by_tool(rollout: Rollout, name: str) -> str:
+    """The last call of a tool: the text of a single argument, else the arguments as JSON; "" where
+    there is no call."""
+    made = [call for step in rollout.steps for call in step.tool_calls]
+    calls = [call for call in made if call.name == name and not call.error]
+    if not calls:
+        return ""
+    arguments = dict(calls[-1].arguments)
+    value = next(iter(arguments.values())) if len(arguments) == 1 else arguments
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 async def _played(
@@ -255,247 +376,12 @@ async def _played(
         with wait.paused():  # meanwhile the program waits for the policy
             return await ask(messages, tools, limit)
 
+    said: dict[str, Any] = {}
     try:
-        async with Countdown(time_limit).running(), opened_door(answer) as (door, address):
+        async with Countdown(time_limit).running(), opened_door(answer, counts=said) as opened:
             with waiting(wait):
-                ended = await play(task, door, address)
-            counts = {"retries": door.retries, "refused": door.refused}
-            return ended._replace(
-                metadata={**ended.metadata, **{k: n for k, n in counts.items() if n}}
-            )
+                ended = await play(task, *opened)
     except DeadlinePassed:
-        return Ended(
-            "deadline",
-            error=f"the program ran for more than environment.time_limit={time_limit} s",
-        )
-
-
-def task_text(task: Task) -> str:
-    """What a program is told of its task. The answer is not."""
-    return json.dumps({"id": task.id, "messages": list(task.messages)})
-
-
-# --------------------------------------------------------------------------------------- a function
-
-
-async def _called(function: Callable[..., Any], task: Task, door: Any, address: str) -> Ended:
-    """A Python function plays the episode. A plain one has a thread of its own: a pool could be too
-    small for all to begin."""
-    client = Client(f"{address}/v1", door.token)
-    loop = asyncio.get_running_loop()
-    inner = getattr(function, "func", function)
-    done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
-
-    def tell(value: Any, error: Exception | None) -> None:
-        if not done.done():
-            done.set_result((value, error))
-
-    def work() -> None:
-        said: tuple[Any, Exception | None] = (None, None)
-        try:
-            said = function(task, client), None
-        except (Exception, SystemExit) as error:
-            said = (
-                None,
-                (
-                    error
-                    if isinstance(error, Exception)
-                    else RuntimeError(f"it asked to exit with {error}")
-                ),
-            )
-        with suppress(RuntimeError):  # the loop is closed: the episode is long over
-            loop.call_soon_threadsafe(tell, *said)
-
-    if inspect.iscoroutinefunction(inner):
-        try:
-            value = await function(task, client)
-            failed = None
-        except Exception as error:
-            value = None
-            failed = error
-    else:
-        threading.Thread(target=work, daemon=True, name="rlkit-program").start()
-        value, failed = await done
-    if failed is not None:
-        return Ended(
-            "error",
-            error=(
-                f"environment.function raised {type(failed).__name__}: {failed} at {place(failed)}"
-            ),
-        )
-    if value is None:
-        return Ended()
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return Ended(reward=float(value))
-    return Ended(
-        "error",
-        error=f"environment.function returned {value!r:.200}; give a number, or nothing",
-    )
-
-
-# ---------------------------------------------------------------------------------------- a process
-
-
-def _check_confinable(function: Callable[..., Any] | None) -> None:
-    """Raises: ConfigError where a function is given, and where this machine cannot confine."""
-    if function is not None:
-        raise ConfigError(
-            "environment.confined: a function runs in this process and cannot be confined; give"
-            " environment.command"
-        )
-    version = landlock_version()
-    if version < LANDLOCK:
-        raise ConfigError(
-            f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or"
-            f" aarch64, and this machine has {version or 'none'}; set it to false for programs that"
-            " you trust"
-        )
-
-
-async def _start_guard(
-    where: str, variables: Mapping[str, str], endpoint: Mapping[str, str], text: str
-) -> asyncio.subprocess.Process:
-    """The process that starts a program in its folder and ends all that it leaves."""
-    own = {name: os.environ[name] for name in PASSED if name in os.environ}
-    own |= {
-        "HOME": where,
-        "TMPDIR": where,
-        "PYTHONUNBUFFERED": "1",
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
-        **endpoint,
-    }
-    own |= {"RLKIT_TASK": text} if len(text) < 1 << 16 else {}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-I",
-        "-S",
-        "-B",
-        str(GUARD),
-        cwd=where,
-        env={**own, **variables},
-        start_new_session=True,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-
-
-async def _executed(
-    command: list[str],
-    output: int,
-    memory_mb: int | None,
-    readable: Sequence[str] | None,
-    score: Score | None,
-    variables: Mapping[str, str],
-    task: Task,
-    door: Any,
-    address: str,
-) -> Ended:
-    """A program plays the episode, in a folder that is removed afterwards."""
-    from rlkit.extras.programs.server import addresses
-
-    with folder() as where, opened_folder(where) as place:
-        text = task_text(task)
-        guard = await _start_guard(where, variables, addresses(door, address), text)
-        try:
-            assert guard.stdin is not None
-            job: dict[str, Any] = {"command": command, "task": text, "memory_mb": memory_mb}
-            if readable is not None:
-                job["confine"] = confinement(readable, int(address.rpartition(":")[2]))
-            guard.stdin.write(json.dumps(job).encode() + b"\n")
-            with suppress(ConnectionError):
-                await guard.stdin.drain()
-            printed, flooded = await _printed(guard, output)
-            if flooded:
-                return Ended(
-                    "error",
-                    error=f"the program printed more than environment.output_kb={output >> 10} kB",
-                )
-            return _result(await _status(guard), printed, score, place)
-        finally:
-            with closing():
-                await _ended(guard)
-
-
-async def _printed(guard: asyncio.subprocess.Process, limit: int) -> tuple[str, bool]:
-    """The end of what the program prints until it has ended; and whether it was more than
-    allowed."""
-    assert guard.stdout is not None
-    last = b""
-    count = 0
-    while chunk := await guard.stdout.read(1 << 16):
-        last = (last + chunk)[-KEPT:]
-        count += len(chunk)
-        if count > limit:
-            return "", True
-    return last.decode(errors="replace").strip(), False
-
-
-async def _status(guard: asyncio.subprocess.Process) -> int:
-    """The exit status as the guard tells it, which has ended all processes of the program before;
-    137 where something killed the guard."""
-    assert guard.stderr is not None
-    said = (await guard.stderr.read(KEPT)).decode(errors="replace").split()
-    if await guard.wait():  # a program that ended it may have spoken for it
-        return 137
-    return int(said[1]) if len(said) == 2 and said[0] == "exit" and said[1].isdigit() else 137
-
-
-def _result(status: int, printed: str, score: Score | None, place: int) -> Ended:
-    """How the program left its episode; `place` is its folder, held open."""
-    said = {"exit": status}
-    if score == "exit" and status < 126:
-        return Ended(reward=float(status == 0), metadata=said)
-    if status:
-        tail = f"; its last output: {printed[-500:]}" if printed else ""
-        return Ended(
-            "error", metadata=said, error=f"the program ended with exit status {status}{tail}"
-        )
-    if score == "file":
-        reward = read_score(place)
-        if isinstance(reward, str):
-            return Ended("error", metadata=said, error=reward)
-        return Ended(reward=reward, metadata=said)
-    return Ended(metadata=said)
-
-
-@contextmanager
-def opened_folder(path: str) -> Iterator[int]:
-    """A descriptor of a folder: the same one, whatever a program puts in its place."""
-    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield place
-    finally:
-        os.close(place)
-
-
-def read_score(place: int) -> float | str:
-    """The number that a program left in its folder; else why there is none, without a word of what
-    the file holds."""
-    where = f"{SCORE} in the program's folder"
-    try:
-        reward = float(read_plain_file(SCORE, most=LONGEST_SCORE, folder=place).decode("ascii"))
-    except OSError as error:
-        return f"{where} cannot be read: {error.strerror}"
-    except ValueError:
-        return f"{where} holds no number"
-    return reward if math.isfinite(reward) else f"{where} holds {reward}, which is no finite number"
-
-
-async def _ended(guard: asyncio.subprocess.Process) -> None:
-    """The guard ends the program where it still runs, and then itself."""
-    assert guard.stdin is not None and guard.stdout is not None
-    guard.stdin.close()
-    try:
-        async with asyncio.timeout(GRACE):
-            while await guard.stdout.read(1 << 16):
-                pass
-            await guard.wait()
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            guard.kill()
-        await guard.wait()
-    # its pipes; else they are closed by the garbage collector, with a warning
-    transport = getattr(guard, "_transport", None)
-    if transport is not None:
-        transport.close()
+        why = f"the program ran for more than environment.time_limit={time_limit} s"
+        ended = Ended("deadline", error=why)
+    return ended._replace(metadata={**ended.metadata, **said})

@@ -39,3 +39,6 @@ class Ended(NamedTuple):
     reward: float | None = None  # what the program says that the episode is worth
     metadata: Mapping[str, Any] = {}
     error: str = ""  # what failed, in words
+    # It ended by an error of its own. After a call that could not be read this is the policy's
+    # fault, and the episode is scored.
+    crashed: bool = False

@@ -39,6 +39,8 @@ from rlkit.types import (
     SamplingParams,
     Step,
     Task,
+    ToolCall,
+    ToolParser,
     ToolResult,
 )
 
@@ -52,6 +54,7 @@ class Call(NamedTuple):
     parent: Call | None  # the reply whose row it continues
     after: int | None  # number of the last reply before it was asked for
     step: Step  # with its whole context as prompt_ids
+    dropped: bool  # its row begins because the client dropped the thinking of a reply
 
     @property
     def path(self) -> list[Call]:
@@ -85,7 +88,8 @@ class Conversations:
         strict_thinking: bool = True,
     ):
         self.policy = policy
-        self.environment = environment
+        parse = environment.parse_calls
+        self.environment = environment._replace(parse_calls=parse and partial(read_whole, parse))
         self.engine = engine
         self.params = params
         self.task = task
@@ -96,6 +100,7 @@ class Conversations:
         self.calls: list[Call] = []
         # digest of a conversation with its reply → the replies that end it
         self.known: dict[bytes, list[Call]] = {}
+        self.bare: set[bytes] = set()  # digests of the same without thinking
         self.drawn: Counter[tuple[int, ...]] = Counter()  # context → replies to it
         # requests; the limit that the last one met
         self.asked = 0
@@ -115,12 +120,11 @@ class Conversations:
         self.asked += 1
         messages = copied(messages)  # the program may go on with its own
         digests = self._digests(messages, tools)
+        bare = self._digests(messages, tools, thinking=False)
         parent = self._continued(messages, digests)
-        new = (
-            self._named(messages[len(messages) - self._new(messages) :], parent)
-            if parent
-            else list(messages)
-        )
+        known = len(messages) - self._new(messages)
+        dropped = parent is None and known < len(messages) and bare[known] in self.bare
+        new = self._named(messages[known:], parent) if parent else list(messages)
         try:
             ids = self._context(parent, new, tools)
         except TemplateError as error:
@@ -135,10 +139,11 @@ class Conversations:
         after = len(self.calls) - 1 if self.calls else None
         step = await self._sampled(parent, new, ids, limit)
         self.refused = ""
-        call = Call(len(self.calls), parent, after, step)
+        call = Call(len(self.calls), parent, after, step, dropped)
         self.calls.append(call)
-        said = self._digest(digests[-1], reply_message(step, step.content))
-        self.known.setdefault(said, []).append(call)
+        reply = reply_message(step, step.content)
+        self.known.setdefault(self._digest(digests[-1], reply), []).append(call)
+        self.bare.add(self._digest(bare[-1], reply, thinking=False))
         return step
 
     async def _sampled(
@@ -225,22 +230,22 @@ class Conversations:
             for m in messages
         ]
 
-    def _digests(self, messages: Messages, tools: Schemas) -> list[bytes]:
+    def _digests(self, messages: Messages, tools: Schemas, *, thinking: bool = True) -> list[bytes]:
         """One digest for each number of first messages."""
         out = [hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()).digest()]
         for message in messages:
-            out.append(self._digest(out[-1], message))
+            out.append(self._digest(out[-1], message, thinking=thinking))
         return out
 
-    def _digest(self, before: bytes, message: Message) -> bytes:
+    def _digest(self, before: bytes, message: Message, *, thinking: bool = True) -> bytes:
         """Of a conversation with one more message. White space in a call's arguments and the order
         of its keys make no difference."""
         calls = [call["function"] for call in message.get("tool_calls") or ()]
-        thinking = message.get("reasoning_content", "") if self.strict_thinking else ""
+        thought = message.get("reasoning_content", "")
         said = [
             message["role"],
             message.get("content", ""),
-            thinking,
+            thought if thinking and self.strict_thinking else "",
             calls,
             message.get("tool_call_id", ""),
         ]
@@ -257,9 +262,9 @@ class Conversations:
         it continues where that can be.
 
         What was said last stands last. `metadata["rows"]` tells where a row begins: at which step,
-        from which one, and whether it forks off (`fork`: the context it shares is not trained
-        twice) or begins with a context of its own (`new`; then `from` is the reply before it in
-        time).
+        from which one, and why: it forks off (`fork`: the context it shares is not trained twice),
+        or it begins with a context of its own, which the client changed (`new`) or gave without the
+        thinking of a reply (`thinking`); then `from` is the reply before it in time.
         """
         children: dict[int | None, list[Call]] = {}
         last: dict[int, int] = {}  # the newest reply of a subtree
@@ -282,14 +287,32 @@ class Conversations:
             rollout = rollout.add(_answered(call, children.get(call.number, [])))
             if i and (call.parent is None or place[call.parent.number] != i - 1):
                 origin = call.after if call.parent is None else call.parent.number
+                why = "thinking" if call.dropped else "new"
                 begun.append(
                     {
                         "step": i,
                         "from": None if origin is None else place[origin],
-                        "why": "fork" if call.parent else "new",
+                        "why": "fork" if call.parent else why,
                     }
                 )
-        return rollout._replace(metadata={"rows": begun} if begun else {})
+        metrics = self._metrics(len(begun) + bool(ordered))
+        return rollout._replace(metadata={"rows": begun} if begun else {}, metrics=metrics)
+
+    def _metrics(self, rows: int) -> dict[str, float]:
+        """Rows and prompt tokens of the episode, and those of rows that begin because the client
+        dropped thinking."""
+        dropped = [len(call.step.prompt_ids) for call in self.calls if call.dropped]
+        prompts = 0
+        for call in self.calls:
+            before = call.parent.step if call.parent else None
+            kept = len(before.prompt_ids) + len(before.response_ids) if before else 0
+            prompts += len(call.step.prompt_ids) - kept
+        return {
+            "program/rows": float(rows),
+            "program/thinking_rows": float(len(dropped)),
+            "program/prompt_tokens": float(prompts),
+            "program/thinking_tokens": float(sum(dropped)),
+        }
 
 
 def _answered(call: Call, children: list[Call]) -> Step:
@@ -311,6 +334,14 @@ def _answered(call: Call, children: list[Call]) -> Step:
         for m in said
     ]
     return call.step._replace(tool_results=tuple(results))
+
+
+def read_whole(parse: ToolParser, content: str) -> tuple[str, list[ToolCall]]:
+    """The calls of a reply. Where one cannot be read, the content stays whole and is no call to the
+    client, as vLLM's parsers have it; the broken calls are recorded."""
+    text, calls = parse(content)
+    broken = [call for call in calls if call.error]
+    return (content, broken) if broken else (text, calls)
 
 
 Program = Callable[[Task, Ask], Awaitable[Ended]]
@@ -353,7 +384,8 @@ async def play_program(program: Program, conversations: Conversations) -> Rollou
 
     Returns: the unscored rollout. `truncation` is that of the program (deadline, error), else
       "length" where its last reply was cut, "steps" or "context" where its last request was refused
-      for that.
+      for that. A crash after a call that could not be read is the policy's fault and truncates
+      nothing.
     Raises: what the engine raises.
     """
     work = asyncio.ensure_future(program(copied(conversations.task), conversations.ask))
@@ -377,5 +409,7 @@ async def play_program(program: Program, conversations: Conversations) -> Rollou
             steps=(*rollout.steps[:-1], rollout.steps[-1]._replace(reward=ended.reward))
         )
     cut = "length" if rollout.steps and rollout.steps[-1].finish_reason == "length" else ""
-    why = ended.truncation or conversations.refused or cut
+    broken = bool(rollout.steps) and any(call.error for call in rollout.steps[-1].tool_calls)
+    failure = "" if ended.crashed and broken else ended.truncation
+    why = failure or conversations.refused or cut
     return cut_off(rollout, why) if why else rollout

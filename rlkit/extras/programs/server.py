@@ -32,6 +32,14 @@ ANSWER_SECONDS = 60.0  # until an answer is in the kernel's buffers, which hold 
 FINAL = {"x-should-retry": "false"}  # else clients ask again after 409 and 5xx
 
 
+class Refused(Exception):
+    """A request that gets no reply, by a fault of its client."""
+
+    def __init__(self, status: int, sentence: str):
+        super().__init__(sentence)
+        self.status = status
+
+
 class Door:
     """An episode's place at the server.
 
@@ -47,7 +55,7 @@ class Door:
         self.replies: dict[bytes, asyncio.Task[Step]] = {}
         self.numbers: dict[asyncio.Task[Step], int] = {}
         self.retries = 0
-        self.refused = 0  # requests that got no reply
+        self.refusals: list[str] = []  # a sentence for each request that the client got wrong
         self.created = int(time.time())
 
     def reply(self, request: ChatRequest, digest: bytes, *, retry: bool) -> asyncio.Task[Step]:
@@ -70,6 +78,11 @@ class Door:
         self.numbers[task] = len(self.numbers)
         self.replies[digest] = task
         return task
+
+    def counts(self) -> dict[str, Any]:
+        """What its client did, for the episode's metadata; nothing where all went well."""
+        refused = {"refused": len(self.refusals), "refusal": next(iter(self.refusals), "")}
+        return {key: value for key, value in {"retries": self.retries, **refused}.items() if value}
 
     async def close(self) -> None:
         """The episode is over: what is still being sampled is given up, and what comes later is
@@ -168,18 +181,18 @@ class Endpoint:
                     ],
                 }
             )
-        if wire is None:
-            return refusal(
-                written, 404, f"there is no {path[:100]!r} here; there are {', '.join(WIRES)}"
-            )
-        if request.method != "POST":
-            return refusal(wire, 405, f"{path} takes POST")
-        response = await self._answered(request, wire, door)
-        if response.status >= 400:
-            door.refused += 1
-        return response
+        try:
+            if wire is None:
+                raise Refused(404, f"there is no {path[:100]!r} here; there are {', '.join(WIRES)}")
+            if request.method != "POST":
+                raise Refused(405, f"{path} takes POST")
+            return await self._answered(request, wire, door)
+        except Refused as error:
+            door.refusals.append(str(error))
+            return refusal(written, error.status, str(error))
 
     async def _answered(self, request: web.Request, wire: Wire, door: Door) -> web.Response:
+        """The answer of a request to sample. Raises: Refused."""
         try:
             # not read at all; one without a length is counted as it comes
             if (request.content_length or 0) > MAX_BODY:
@@ -187,18 +200,18 @@ class Endpoint:
             async with asyncio.timeout(BODY_SECONDS):
                 raw = await request.read()
         except web.HTTPRequestEntityTooLarge:
-            return refusal(wire, 413, f"a request has at most {MAX_BODY >> 20} MiB")
+            raise Refused(413, f"a request has at most {MAX_BODY >> 20} MiB") from None
         except TimeoutError:
-            return refusal(wire, 408, f"the body did not arrive within {BODY_SECONDS:g} s")
+            raise Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
         except web.RequestPayloadError as error:
-            return refusal(wire, 400, f"the body cannot be decoded: {error}")
+            raise Refused(400, f"the body cannot be decoded: {error}") from error
         try:
             body = json.loads(raw)
             if not isinstance(body, dict):
                 raise ValueError("the body must be a JSON object")
             asked = wire.read(body)
         except (ValueError, RecursionError, TypeError, AttributeError) as error:
-            return refusal(wire, 400, str(error) or "the body cannot be read")
+            raise Refused(400, str(error) or "the body cannot be read") from error
         retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         task = door.reply(
             asked, hashlib.sha256(request.path.encode() + b"\0" + raw).digest(), retry=retry
@@ -207,7 +220,7 @@ class Endpoint:
         try:
             step = await asyncio.shield(task)
         except RequestRefused as error:
-            return refusal(wire, 400, str(error))
+            raise Refused(400, str(error)) from error
         except asyncio.CancelledError:
             if task.cancelled():
                 return refusal(wire, 409, "the episode is over")
@@ -250,11 +263,14 @@ SERVERS: WeakKeyDictionary[Any, Endpoint] = WeakKeyDictionary()  # event loop â†
 
 
 @asynccontextmanager
-async def opened_door(ask: Ask, *, port: int = 0) -> AsyncIterator[tuple[Door, str]]:
+async def opened_door(
+    ask: Ask, *, port: int = 0, counts: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Door, str]]:
     """An episode's place at the server of this event loop, and the server's address,
     `http://127.0.0.1:PORT`.
 
-    The server starts with its first episode and stops with its last one.
+    The server starts with its first episode and stops with its last one. `counts` gets
+    `Door.counts` at the end.
     """
     server = SERVERS.setdefault(asyncio.get_running_loop(), Endpoint())
     door = Door(ask)
@@ -264,6 +280,8 @@ async def opened_door(ask: Ask, *, port: int = 0) -> AsyncIterator[tuple[Door, s
         server.doors[door.token] = door
         yield door, f"http://127.0.0.1:{server.port}"
     finally:
+        if counts is not None:
+            counts.update(door.counts())
         await door.close()
         server.users -= 1
         if not server.users:

@@ -40,11 +40,12 @@ class Reply(NamedTuple):
 
     @property
     def calls(self) -> list[tuple[str, str, str]]:
-        """(id, name, arguments as a JSON text) of each tool call. An unreadable call has the
-        sentence that says why as its arguments."""
+        """(id, name, arguments as a JSON text) of each tool call. One that cannot be read is part
+        of the content."""
         return [
-            (c.id, c.name or "unreadable", c.error or json.dumps(dict(c.arguments)))
+            (c.id, c.name, json.dumps(dict(c.arguments)))
             for c in self.step.tool_calls
+            if not c.error
         ]
 
 
@@ -341,7 +342,7 @@ def _chat_usage(reply: Reply) -> dict[str, Any]:
 def _finish(reply: Reply) -> str:
     if reply.step.finish_reason == "length":
         return "length"
-    return "tool_calls" if reply.step.tool_calls else "stop"
+    return "tool_calls" if reply.calls else "stop"
 
 
 def _named(reply: Reply, kind: str) -> dict[str, Any]:
@@ -488,16 +489,15 @@ def responses_events(reply: Reply, request: ChatRequest) -> Iterator[Event]:
 
 
 def write_messages(reply: Reply) -> dict[str, Any]:
-    """A message of Anthropic's protocol. The input of an unreadable call is an object with the
-    reason under `error`."""
+    """A message of Anthropic's protocol."""
     blocks: list[dict[str, Any]] = []
     if reply.step.thinking:
         blocks.append({"type": "thinking", "thinking": reply.step.thinking, "signature": ""})
     if reply.content or not reply.calls:
         blocks.append({"type": "text", "text": reply.content})
-    for call, (id, name, _) in zip(reply.step.tool_calls, reply.calls, strict=True):
-        given = {"error": call.error} if call.error else dict(call.arguments)
-        blocks.append({"type": "tool_use", "id": id, "name": name, "input": given})
+    for id, name, arguments in reply.calls:
+        given = {"id": id, "name": name, "input": json.loads(arguments)}
+        blocks.append({"type": "tool_use", **given})
     why = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}[_finish(reply)]
     return {
         "id": f"msg_{reply.number}",
@@ -563,14 +563,11 @@ def cut_at(text: str, stops: Sequence[str]) -> str:
 
 
 def reply_message(step: Step, content: str) -> Message:
-    """A reply as the message that a client sends back which changed nothing. An unreadable call
-    comes back with its reason."""
+    """A reply as the message that a client sends back which changed nothing."""
     message: Message = {"role": "assistant", "content": content}
     if step.thinking:
         message["reasoning_content"] = step.thinking
-    if step.tool_calls:
-        message["tool_calls"] = [
-            _call(c.id, c.name or "unreadable", c.error or dict(c.arguments))
-            for c in step.tool_calls
-        ]
+    calls = [_call(c.id, c.name, dict(c.arguments)) for c in step.tool_calls if not c.error]
+    if calls:
+        message["tool_calls"] = calls
     return message

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     varied: list[str]  # keys with several values
 
 
-def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool = False) -> Plan:
+def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError
     with all problems at once."""
     given = [read_override(text)[1] for text in arguments]
@@ -66,9 +66,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None, *, trusted: bool
     ]
     varied = [key for key, texts in _values(every, intervals=search).items() if len(texts) > 1]
     jobs = corners(every) if search else expand(every)
-    added = check_jobs(
-        jobs, config_dir, None if search else root, resume == "auto", trusted=trusted
-    )
+    added = check_jobs(jobs, config_dir, None if search else root, resume == "auto")
     refuse_running(root)
     if not varied and not search:
         raise ConfigError(
@@ -95,8 +93,6 @@ def check_jobs(
     config_dir: str | None,
     root: Path | None,
     resume: bool,
-    *,
-    trusted: bool = False,
 ) -> set[str]:
     """Composes, checks and dry-runs every job; the keys that only a signature knows, which Hydra
     has to be told to add.
@@ -113,7 +109,7 @@ def check_jobs(
     added: set[str] = set()
     for job in jobs:
         try:
-            composed = compose(job, config_dir=config_dir, trusted=trusted)
+            composed = compose(job, config_dir=config_dir)
             added |= {
                 key[2:]
                 for text in composed.overrides

@@ -31,7 +31,6 @@ def sweep(
     arguments: Sequence[str],
     *,
     config_dir: str | None = None,
-    trusted: bool = False,
     report: Callable[[Sequence[Path], Path], None] | None = None,
 ) -> int:
     """Runs all jobs of a command line and compares them; the exit status: 0 all done, 1 one failed,
@@ -40,10 +39,9 @@ def sweep(
     Args:
       arguments: overrides, those with several values among them.
       config_dir: a folder with the user's own options.
-      trusted: the command line says trust=true, which every job is told too.
       report: writes one page of the run folders to a file, and prints where it is.
     """
-    plan = make_plan(arguments, config_dir, trusted=trusted)
+    plan = make_plan(arguments, config_dir)
     jobs = plan.root / "jobs"
     began = time.time()
 
@@ -51,7 +49,7 @@ def sweep(
         return end_line(job, shared, plan.total, label(job.overrides, plan.varied))
 
     with owner.owned(plan.root, takeover=bool(plan.config.takeover)):
-        shared = make_sweep(plan.root, config_dir, parallel(plan), trusted=trusted)
+        shared = make_sweep(plan.root, config_dir, parallel(plan))
         task = functools.partial(run_job, shared=shared, search=is_search(plan.config))
         print(
             f"sweep of {plan.total} jobs in {plan.root}; what each prints is in {jobs}", flush=True
@@ -74,7 +72,6 @@ def sweep(
         again = [
             *(text for text in arguments if text.partition("=")[0] not in ONCE),
             "resume=auto",
-            *(["trust=true"] if trusted else []),
         ]
         folder = f" --config-dir {shlex.quote(config_dir)}" if config_dir else ""
         print(f"to go on         rlkit train -m {shlex.join(again)}{folder}")
@@ -128,9 +125,7 @@ def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float
     if elsewhere and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep passes it on
     if search and runs.is_run(folder):
-        set_aside_changed(
-            folder, compose(overrides, config_dir=shared.config_dir, trusted=shared.trusted).config
-        )
+        set_aside_changed(folder, compose(overrides, config_dir=shared.config_dir).config)
     job = RunJob(int(state.job.num), overrides, folder)
     devices = int(OmegaConf.select(config, "trainer.devices", default=1))
     done = do_job(job, shared, devices=devices)

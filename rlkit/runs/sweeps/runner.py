@@ -46,7 +46,6 @@ class Sweep(NamedTuple):
     parallel: int  # jobs that share this machine's cores
     environment: Mapping[str, str]  # of every job, see `settle`
     process: Mapping[str, Any]  # the one that handles signals, as `owner.describe_process` has it
-    trusted: bool = False  # the command line says trust=true, which every job is told too
 
 
 class Process(Protocol):
@@ -69,8 +68,6 @@ def make_sweep(
     config_dir: str | None,
     parallel: int,
     threads: int | None = None,
-    *,
-    trusted: bool = False,
 ) -> Sweep:
     """The sweep that this process conducts, with what it settles once for all its jobs.
 
@@ -78,12 +75,9 @@ def make_sweep(
       root: the sweep's folder, which this process owns.
       parallel: jobs at once. threads: of each job; None: the cores are shared, and a single job at
         a time takes what it likes.
-      trusted: whether the command line says trust=true.
     """
     environment = settle(root, parallel, threads)
-    return Sweep(
-        root, config_dir, parallel, environment, owner.describe_process(os.getpid()), trusted
-    )
+    return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()))
 
 
 def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
@@ -259,7 +253,6 @@ def _words(job: RunJob, sweep: Sweep) -> list[str]:
     """The command line of a job, behind `rlkit`."""
     place = str(job.folder).replace("\\", "\\\\").replace("'", "\\'")
     words = ["train", *job.overrides, f"hydra.run.dir='{place}'"]
-    words += ["trust=true"] if sweep.trusted else []
     return [*words, "--config-dir", sweep.config_dir] if sweep.config_dir else words
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import lightning as L
 
-from rlkit.episodes import failures
-from rlkit.episodes.summary import failing_tools
+from rlkit.episodes.summary import failing_tools, failures, refusals
 from rlkit.training.callbacks.pathologies import (
     CHECKS,
     LEAST_BAD,
@@ -29,6 +28,8 @@ class Health(L.Callback):
         self.least_bad = row[LEAST_BAD]
         found = {check.__name__: text for check in CHECKS if (text := check(row)) is not None}
         found |= {text.partition(" failed")[0]: text for text in failing_tools(module.rollouts)}
+        refused = refusals(module.rollouts)
+        found |= {"refusals": refused} if refused else {}
         for name, text in found.items():
             if name not in self.said:
                 first = failures(module.rollouts) if name == environment_failures.__name__ else ""

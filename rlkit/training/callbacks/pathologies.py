@@ -174,6 +174,29 @@ def environment_failures(row: Row) -> str | None:
     )
 
 
+def dropped_thinking(row: Row) -> str | None:
+    """Rows that begin because a program drops the thinking of a reply cost over a tenth of the
+    prompt tokens."""
+    share = row.get("program/thinking_tokens", 0.0) / (row.get("program/prompt_tokens") or 1.0)
+    return (
+        f"{share:.0%} of the prompt tokens are in rows that begin because the program drops the"
+        " thinking of a reply: environment.dropped_thinking=continue goes on with the row"
+        if share > 0.1
+        else None
+    )
+
+
+def no_answers(row: Row) -> str | None:
+    """Every final content of a step of programs is empty, and a reward reads it."""
+    reads = any(name.endswith("/ok_frac") and name != "reward/environment/ok_frac" for name in row)
+    return (
+        "every final content is empty, and the reward reads it: set environment.answer to where"
+        " the program leaves its answer (tool:NAME, stdout, file)"
+        if "program/rows" in row and row["answer_found_frac"] == 0 and reads
+        else None
+    )
+
+
 def no_gradient(row: Row) -> str | None:
     """Updates were made and moved nothing, for a reason beyond the rewards."""
     known = all_rewards_equal(row) or broken_policy(row)
@@ -220,6 +243,8 @@ CHECKS: tuple[Callable[[Row], str | None], ...] = (
     parse_failures,
     reward_failures,
     environment_failures,
+    dropped_thinking,
+    no_answers,
     ratio_off,
     sampler_off,
     no_gradient,

@@ -16,7 +16,6 @@ from many_runs import (
     disturbances,
     undisturbed_rows,
 )
-from parametrise import available
 from rlkit.commands.arguments import drop, option
 from rlkit.commands.cli import main
 from rlkit.config.compose import compose
@@ -187,11 +186,3 @@ def test_an_arm_of_the_bench_is_a_plain_folder(arm, tmp_path, monkeypatch, capsy
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "arms=arms.yaml" in said
     assert [p.name for p in tmp_path.iterdir()] == ["arms.yaml"]
-
-
-@pytest.mark.skipif(not available("environment=program"), reason="needs the extra programs")
-def test_a_bench_asks_for_consent(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    words = ["environment=program", "environment.command=[python]", "environment.score=file"]
-    assert main(["bench", "algorithms=grpo", "tasks=needle", "seeds=1", *words]) == 2
-    assert "trust=true" in capsys.readouterr().err and not list(tmp_path.iterdir())

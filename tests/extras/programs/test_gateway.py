@@ -30,7 +30,7 @@ from rlkit.episodes import collect
 from rlkit.episodes._assemble import rows
 from rlkit.errors import ConfigError, DataError, EnvironmentFailed
 from rlkit.extras.programs import Client, program, reply_message
-from rlkit.extras.programs._program import LANDLOCK, landlock_version
+from rlkit.extras.programs._processes import LANDLOCK, landlock_version
 from rlkit.extras.programs.server import MAX_BODY, Endpoint, opened_door
 from rlkit.extras.programs.serving import serving
 from rlkit.extras.programs.wire import WIRES, ChatRequest, Reply
@@ -229,11 +229,6 @@ def test_what_extends_the_record_continues_its_row(tiny):
         ],  # white space
         lambda messages: [{"role": "user", "content": "In short: a"}, messages[-1]],  # compaction
         lambda messages: [{"role": "system", "content": "Be brief."}, *messages],
-        lambda messages: [
-            messages[0],
-            {**messages[1], "reasoning_content": ""},
-            *messages[2:],
-        ],  # dropped thinking
     ],
 )
 def test_a_rewritten_history_begins_a_row_linked_to_the_reply_before(tiny, change):
@@ -688,7 +683,7 @@ def test_an_episode_at_its_limit_of_replies_is_truncated(tiny):
     ],
 )
 def test_settings_out_of_range_are_refused(settings, monkeypatch):
-    monkeypatch.setattr("rlkit.extras.programs._program.landlock_version", lambda: 0)
+    monkeypatch.setattr("rlkit.extras.programs._processes.landlock_version", lambda: 0)
     with pytest.raises(ConfigError, match="environment"):
         program(**settings)
 
@@ -789,8 +784,6 @@ def process(tiny, tmp_path, code: str, **settings):
 @pytest.mark.parametrize(
     "code, settings, truncation, reward",
     [
-        ("open('reward.txt', 'w').write('0.5')", {"score": "file"}, "", 0.5),
-        ("open('reward.txt', 'w').write('nan')", {"score": "file"}, "error", None),
         ("sys.exit(said != 'a')", {"score": "exit"}, "", 1.0),
         ("raise ValueError('my fault')", {}, "error", None),
         ("while True: print('x' * 1000)", {"output_kb": 8}, "error", None),
@@ -959,7 +952,7 @@ def test_what_a_program_started_ends_with_it(tiny, tmp_path):
 def test_a_program_ends_with_a_run_that_was_killed(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text("import os, time\nprint('here', flush=True)\n" + LEAVES + "time.sleep(600)")
-    guard = Path(sys.modules["rlkit.extras.programs._program"].GUARD)
+    guard = Path(sys.modules["rlkit.extras.programs._processes"].GUARD)
     job = json.dumps({"command": [sys.executable, str(file)], "task": "{}", "memory_mb": None})
     run = (
         f"import subprocess, sys\nc = subprocess.Popen([sys.executable, {str(guard)!r}], stdin=-1,"

@@ -58,7 +58,7 @@ def command(arguments: Arguments) -> Answer:
     folder = Path(given["folder"])
     tasks = tasks_of(given["tasks"], arguments.config_dir)
     cells = bench.matrix(folder, tasks, arms, range(int(given["seeds"])), common)
-    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir, trusted=arguments.trusted)
+    compose_all(cells[: len(tasks) * len(arms)], arguments.config_dir)
     began = time.time()
     with owner.owned(folder, takeover=option(common, "takeover") == "true"):
         done, received = bench.run_all(
@@ -66,7 +66,6 @@ def command(arguments: Arguments) -> Answer:
             folder,
             jobs=int(given["jobs"] or cores()),
             config_dir=arguments.config_dir,
-            trusted=arguments.trusted,
         )
         failed = {job.folder: job.reason for job in done if job.status == "failed"}
         rows = [row for cell in cells if (row := bench.read_row(cell))]
@@ -171,7 +170,7 @@ def tasks_of(text: str, config_dir: str | None) -> list[str]:
     return chosen
 
 
-def compose_all(cells: list, config_dir: str | None, *, trusted: bool) -> None:
+def compose_all(cells: list, config_dir: str | None) -> None:
     """Composes the first seed of every arm on every task. Raises ConfigError with what is wrong,
     before anything runs."""
     from rlkit.config.experiment import experiment
@@ -179,7 +178,7 @@ def compose_all(cells: list, config_dir: str | None, *, trusted: bool) -> None:
     problems: dict[str, str] = {}
     for cell in cells:
         try:
-            experiment(*cell.overrides, config_dir=config_dir, trust=trusted)
+            experiment(*cell.overrides, config_dir=config_dir)
         except Refusal as error:
             problems.setdefault(str(error), f"{cell.arm} on {cell.task}")
     if problems:

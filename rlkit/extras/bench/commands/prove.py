@@ -41,7 +41,7 @@ def command(arguments: Arguments) -> int:
     named = [f"{key}={parts[path]}" for key, path in own.items()]
     for job in expand(words):
         label = shlex.join([*job, *named]) or "the defaults"
-        print(row(label, job, parts, arguments.config_dir, trusted=arguments.trusted), flush=True)
+        print(row(label, job, parts, arguments.config_dir), flush=True)
     return 0
 
 
@@ -50,8 +50,6 @@ def row(
     words: Sequence[str],
     parts: dict[str, str] | None = None,
     config_dir: str | None = None,
-    *,
-    trusted: bool = False,
 ) -> str:
     """A line of the table.
 
@@ -68,7 +66,7 @@ def row(
     usual = {"generation.max_new_tokens": "1"} | (AROUND if parts else {})
     words = [f"{key}={value}" for key, value in usual.items() if not option(words, key)] + [*words]
     keywords: dict[str, Any] = {path.replace(".", "__"): part for path, part in given.items()}
-    x = experiment(*words, config_dir=config_dir, trust=trusted, **keywords)
+    x = experiment(*words, config_dir=config_dir, **keywords)
     x = next(iter(first_steps(x).values()))
     figures = [prove(x, size, staleness) for staleness in STALENESS for size in SIZES]
     turns = [" ".join(map(in_hundredths, own)) for own in figures[1].turns]

@@ -48,7 +48,6 @@ def command(arguments: Arguments) -> Answer:
     composed = compose(
         overrides,
         config_dir=arguments.config_dir,
-        trusted=arguments.trusted,
     )
     first = next(iter(first_steps(experiment(composed)).values()))
     data = forecast_card(first, composed.config, given)

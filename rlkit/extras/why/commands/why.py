@@ -130,7 +130,6 @@ def compose_run(
         changed(runs.saved_overrides(folder), mine),
         config_dir=arguments.config_dir,
         before_import=ask,
-        trusted=arguments.trusted,
     )
     return Setting(Remedy(title, tuple(overrides)), experiment(composed), composed.config)
 

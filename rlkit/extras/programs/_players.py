@@ -1,0 +1,180 @@
+"""Who plays an episode: a Python function of the user's, or a command."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import threading
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from rlkit.errors import place
+from rlkit.extras.programs._processes import (
+    Limits,
+    find_files,
+    fresh_variables,
+    readable_paths,
+    run_guarded,
+)
+from rlkit.extras.programs.contract import Ended
+from rlkit.types import Task
+
+
+class Launch(NamedTuple):
+    """A command that plays an episode."""
+
+    command: Sequence[str]
+    limits: Limits
+    score: bool  # its exit status is the reward
+    variables: Mapping[str, str]
+    answer: str  # what the final content is
+    fields: Sequence[str]  # of the task's metadata, which it is told
+
+
+def make_launch(
+    command: Sequence[str],
+    limits: Limits,
+    *,
+    score: bool,
+    variables: Mapping[str, str],
+    answer: str,
+    fields: Sequence[str],
+    confined: bool,
+    readable: Sequence[str],
+) -> Launch:
+    """How the programs of a run are started. `readable`: where they are confined, what they read
+    beside the system, the files of the command and the folders of PYTHONPATH."""
+    words = find_files(command)
+    if confined:
+        folders = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
+        limits = limits._replace(readable=readable_paths(words, [*folders, *readable]))
+    return Launch(words, limits, score, variables, answer, fields)
+
+
+class Client(NamedTuple):
+    """What a Python function plays its episode with: an address and a key for any client, and one
+    plain request of its own."""
+
+    base_url: str  # ends in /v1
+    api_key: str
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        **settings: Any,
+    ) -> dict[str, Any]:
+        """The policy's message to a conversation, in the form of OpenAI's chat completions. Raises:
+        OSError where it is refused."""
+        body = {"model": "policy", "messages": list(messages), "tools": list(tools), **settings}
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        asked = urllib.request.Request(
+            f"{self.base_url}/chat/completions", json.dumps(body).encode(), headers
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(asked) as reply:
+            return json.load(reply)["choices"][0]["message"]
+
+
+def task_text(task: Task, fields: Sequence[str] = ()) -> str:
+    """What a program is told of its task: not the answer, and of its metadata these fields."""
+    told = {"id": task.id, "messages": list(task.messages)}
+    own = {name: task.metadata[name] for name in fields if name in task.metadata}
+    return json.dumps({**told, **({"metadata": own} if fields else {})})
+
+
+# --------------------------------------------------------------------------------------- a function
+
+
+async def call_function(function: Callable[..., Any], task: Task, door: Any, address: str) -> Ended:
+    """A Python function plays the episode. A plain one has a thread of its own: a pool could be too
+    small for all to begin."""
+    client = Client(f"{address}/v1", door.token)
+    loop = asyncio.get_running_loop()
+    inner = getattr(function, "func", function)
+    done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
+
+    def tell(value: Any, error: Exception | None) -> None:
+        if not done.done():
+            done.set_result((value, error))
+
+    def work() -> None:
+        said: tuple[Any, Exception | None] = (None, None)
+        try:
+            said = function(task, client), None
+        except (Exception, SystemExit) as error:
+            said = (
+                None,
+                (
+                    error
+                    if isinstance(error, Exception)
+                    else RuntimeError(f"it asked to exit with {error}")
+                ),
+            )
+        with suppress(RuntimeError):  # the loop is closed: the episode is long over
+            loop.call_soon_threadsafe(tell, *said)
+
+    if inspect.iscoroutinefunction(inner):
+        try:
+            value = await function(task, client)
+            failed = None
+        except Exception as error:
+            value = None
+            failed = error
+    else:
+        threading.Thread(target=work, daemon=True, name="rlkit-program").start()
+        value, failed = await done
+    if failed is not None:
+        why = f"environment.function raised {type(failed).__name__}: {failed} at {place(failed)}"
+        return Ended("error", error=why, crashed=True)
+    if value is None:
+        return Ended()
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return Ended(reward=float(value))
+    return Ended(
+        "error",
+        error=f"environment.function returned {value!r:.200}; give a number, or nothing",
+    )
+
+
+# ---------------------------------------------------------------------------------------- a process
+
+
+async def run_program(
+    launch: Launch, where: str, left: list[bool], task: Task, door: Any, address: str
+) -> Ended:
+    """A program plays the episode in this folder. `left`: see `run_guarded`."""
+    from rlkit.extras.programs.server import addresses
+
+    text = task_text(task, launch.fields)
+    variables = {
+        **fresh_variables(where, text),
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        **addresses(door, address),
+        **launch.variables,
+    }
+    limits = launch.limits._replace(port=int(address.rpartition(":")[2]))
+    done = await run_guarded(launch.command, where, variables, text, limits, left=left)
+    if done.flooded:
+        most = limits.output >> 10
+        return Ended(
+            "error", error=f"the program printed more than environment.output_kb={most} kB"
+        )
+    said: dict[str, Any] = {"exit": done.status}
+    if launch.answer == "stdout":
+        said["final_content"] = done.printed
+    # 126 and above: it was not started, or a signal ended it
+    ended_itself = done.status < 126
+    if launch.score and ended_itself:
+        return Ended(reward=float(done.status == 0), metadata=said)
+    if not done.status:
+        return Ended(metadata=said)
+    printed = (done.complained or done.printed)[-500:]
+    tail = f"; its last output: {printed}" if printed else ""
+    why = f"the program ended with exit status {done.status}{tail}"
+    return Ended("error", metadata=said, error=why, crashed=ended_itself)

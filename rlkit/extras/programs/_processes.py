@@ -1,0 +1,219 @@
+"""A command in a folder of its own: started by a guard, read, and ended with all that it
+started."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlkit.errors import ConfigError
+from rlkit.extras.programs._confinement import confinement
+from rlkit.system.loops import closing
+
+GUARD = Path(__file__).with_name("_guard_child.py")
+GRACE = 10.0  # seconds that the guard has to end a program and all that it started
+LOST = 137  # status of a program whose guard was killed
+# variables that every program gets
+PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV")
+LONGEST_VARIABLE = 1 << 16  # characters of RLKIT_TASK; a longer task is on standard input alone
+LANDLOCK = 6  # the version that bars TCP, abstract sockets and signals
+# What a confined program reads and runs: programs and libraries, and what the C library and TLS
+# look at
+SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/etc/ld.so.cache",
+    "/etc/ssl",
+    "/etc/hosts",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/localtime",
+    "/etc/os-release",
+    "/etc/mime.types",
+)
+
+
+class Limits(NamedTuple):
+    """What a command may use."""
+
+    output: int  # bytes that it prints
+    memory_mb: int | None = None  # address space of each process
+    readable: Sequence[str] | None = None  # where it is confined; None: it has the user's rights
+    port: int | None = None  # that a confined one may connect to
+
+
+class Finished(NamedTuple):
+    """How a command ended."""
+
+    status: int  # a signal is 128 + its number
+    printed: str  # on standard output
+    complained: str  # on standard error
+    flooded: bool = False  # it printed more than it may
+
+
+def landlock_version() -> int:
+    """Of Landlock on this machine; 0 where there is none, or no filter of system calls for it."""
+    if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
+        return 0
+    return max(0, ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1))
+
+
+def check_confinable() -> None:
+    """Raises: ConfigError where this machine cannot confine."""
+    version = landlock_version()
+    if version < LANDLOCK:
+        raise ConfigError(
+            f"environment.confined needs Landlock in version {LANDLOCK} (Linux 6.12) on x86-64 or"
+            f" aarch64, and this machine has {version or 'none'}; set it to false for programs that"
+            " you trust"
+        )
+
+
+def find_files(command: Sequence[str], found: Callable[[str], bool] = os.path.isfile) -> list[str]:
+    """The command with the paths of its files made absolute; `python` is the one of this process.
+    `found`: which words are paths."""
+    out = [str(Path(word).absolute()) if found(word) else str(word) for word in command]
+    return [sys.executable if out[0] == "python" else out[0], *out[1:]]
+
+
+def readable_paths(command: Sequence[str], more: Sequence[str]) -> list[str]:
+    """What a confined command reads and runs, beside its own folder."""
+    started = [shutil.which(command[0]) or command[0], *command[1:]]
+    named = [os.path.realpath(word) for word in started if os.path.isfile(word)]
+    return [*SYSTEM, sys.prefix, sys.base_prefix, *named, *map(os.path.abspath, more)]
+
+
+def fresh_variables(where: str, task: str) -> dict[str, str]:
+    """An environment from scratch for a command in this folder: the run's path and language, and
+    the task."""
+    own = {name: os.environ[name] for name in PASSED if name in os.environ}
+    own |= {"HOME": where, "TMPDIR": where, "PYTHONUNBUFFERED": "1"}
+    return own | ({"RLKIT_TASK": task} if len(task) < LONGEST_VARIABLE else {})
+
+
+async def run_guarded(
+    command: Sequence[str],
+    where: str,
+    variables: Mapping[str, str],
+    task: str,
+    limits: Limits,
+    *,
+    left: list[bool],
+    reward_fd: int | None = None,
+) -> Finished:
+    """Run a command until it ends, and end all that it started, also where this call is cancelled.
+
+    Args:
+      where: its working folder.
+      task: text on its standard input.
+      left: gets one entry at the end: whether processes of the command may be left, since its guard
+        was killed.
+      reward_fd: a descriptor of this process that the command has as 3.
+    """
+    guard = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",
+        "-S",
+        "-B",
+        str(GUARD),
+        cwd=where,
+        env=dict(variables),
+        start_new_session=True,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        pass_fds=() if reward_fd is None else (reward_fd,),
+    )
+    try:
+        await _give_job(guard, command, task, limits, reward_fd)
+        return await _read(guard, limits.output)
+    finally:
+        with closing():
+            await _end(guard)
+        left.append(guard.returncode != 0)
+
+
+async def _give_job(
+    guard: asyncio.subprocess.Process,
+    command: Sequence[str],
+    task: str,
+    limits: Limits,
+    reward_fd: int | None,
+) -> None:
+    assert guard.stdin is not None
+    job: dict[str, Any] = {
+        "command": list(command),
+        "task": task,
+        "memory_mb": limits.memory_mb,
+        "reward_fd": reward_fd,
+    }
+    if limits.readable is not None:
+        job["confine"] = confinement(limits.readable, limits.port)
+    guard.stdin.write(json.dumps(job).encode() + b"\n")
+    with suppress(ConnectionError):
+        await guard.stdin.drain()
+
+
+async def _read(guard: asyncio.subprocess.Process, most: int) -> Finished:
+    """What a command prints until it has ended, and its status as the guard tells it at last."""
+    assert guard.stdin is not None and guard.stdout is not None and guard.stderr is not None
+    stdin = guard.stdin
+    room = most
+
+    async def read(stream: asyncio.StreamReader) -> bytes:
+        nonlocal room
+        kept = bytearray()
+        while chunk := await stream.read(1 << 16):
+            room -= len(chunk)
+            if room >= 0:
+                kept += chunk
+            else:
+                stdin.close()  # the guard ends the program
+        return bytes(kept)
+
+    printed, complained = await asyncio.gather(read(guard.stdout), read(guard.stderr))
+    # a program that killed its guard may have spoken for it
+    killed = await guard.wait() != 0
+    before, _, told = complained.rstrip().rpartition(b"\nexit ")
+    status = int(told) if told.isdigit() and not killed else LOST
+    return Finished(status, _text(printed), _text(before), room < 0)
+
+
+def _text(printed: bytes) -> str:
+    return printed.decode(errors="replace").strip()
+
+
+async def _end(guard: asyncio.subprocess.Process) -> None:
+    """The guard ends the command where it still runs, and then itself."""
+    assert guard.stdin is not None and guard.stdout is not None and guard.stderr is not None
+    guard.stdin.close()
+    try:
+        async with asyncio.timeout(GRACE):
+            # a full pipe would hold the guard up
+            await asyncio.gather(_drain(guard.stdout), _drain(guard.stderr))
+            await guard.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            guard.kill()
+        await guard.wait()
+    # its pipes; else they are closed by the garbage collector, with a warning
+    transport = getattr(guard, "_transport", None)
+    if transport is not None:
+        transport.close()
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    while await stream.read(1 << 16):
+        pass

@@ -1,0 +1,195 @@
+"""`environment.verify`: a command of the user's judges what a program left, once every process of
+the episode is dead."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlkit.errors import ConfigError
+from rlkit.extras.programs._processes import (
+    Limits,
+    find_files,
+    fresh_variables,
+    readable_paths,
+    run_guarded,
+)
+from rlkit.sandbox.process import folder
+from rlkit.system.deadline import Countdown, DeadlinePassed
+from rlkit.types import Task
+
+LONGEST_NUMBER = 64  # bytes
+OUTPUT = 1 << 20  # bytes that a verifier may print
+
+State = tuple[int, ...]
+
+
+class Verifier(NamedTuple):
+    """A command that gives the reward of an episode."""
+
+    command: Sequence[str]
+    limits: Limits
+    time_limit: float
+    least: float
+    most: float
+    state: dict[str, State]  # of its files, when the run began
+
+
+def make_verifier(
+    command: Sequence[str],
+    *,
+    time_limit: float,
+    reward_range: Sequence[float],
+    confined: bool,
+    readable: Sequence[str],
+    memory_mb: int | None,
+) -> Verifier | None:
+    """The verifier of a run; None without a command. Raises: ConfigError for a range or a limit
+    that is none, and elsewhere than on Linux."""
+    if not command:
+        return None
+    if sys.platform != "linux":
+        raise ConfigError(
+            "environment.verify needs Linux, where all that a program started is ended before its"
+            " files are judged"
+        )
+    if not time_limit > 0:
+        raise ConfigError(f"environment.verify_time_limit is {time_limit}; it must be > 0 seconds")
+    ends = [float(end) for end in reward_range]
+    if len(ends) != 2 or not all(map(math.isfinite, ends)) or not ends[0] < ends[1]:
+        raise ConfigError(
+            f"environment.reward_range is {list(reward_range)}; give two finite numbers, the"
+            " smaller one first"
+        )
+    words = find_files(command, os.path.exists)
+    paths = readable_paths(words, [*readable, *filter(os.path.isdir, words)]) if confined else None
+    # a confined program cannot write them
+    state = {} if confined else file_states(words)
+    return Verifier(words, Limits(OUTPUT, memory_mb, paths), time_limit, ends[0], ends[1], state)
+
+
+def file_states(command: Sequence[str]) -> dict[str, State]:
+    """What changes where somebody writes or replaces a file that the command names, or one in a
+    folder that it names."""
+    named = [word for word in command if os.path.isabs(word)]
+    found = {word: _state(os.stat(word)) for word in named}
+    for word in named:
+        for place, _, files in os.walk(word):
+            paths = [os.path.join(place, name) for name in files]
+            found |= {path: _state(os.lstat(path)) for path in paths}
+    return found
+
+
+def _state(at: os.stat_result) -> State:
+    if stat.S_ISDIR(at.st_mode):
+        return at.st_dev, at.st_ino
+    return at.st_dev, at.st_ino, at.st_size, at.st_ctime_ns
+
+
+def keep_plain_files(where: str) -> None:
+    """Make what a program left in its folder data: files and folders that can be read.
+
+    Links, files with a second name, pipes, sockets and devices are removed, so a verifier that
+    opens a name reads that file and no other, and never hangs. Files lose their right to be
+    executed. Raises: OSError where the folder cannot be walked.
+    """
+    if not stat.S_ISDIR(os.lstat(where).st_mode):
+        raise OSError("the program replaced its folder")
+    os.chmod(where, 0o700)  # a program may have closed it, or one inside
+    for _, folders, files, place in os.fwalk(where, onerror=_raise):
+        for name in (*folders, *files):
+            at = os.stat(name, dir_fd=place, follow_symlinks=False)
+            if stat.S_ISDIR(at.st_mode):
+                os.chmod(name, 0o700, dir_fd=place)
+            elif stat.S_ISREG(at.st_mode) and at.st_nlink == 1:
+                os.chmod(name, 0o400, dir_fd=place)
+            else:
+                os.unlink(name, dir_fd=place)
+                folders[:] = [other for other in folders if other != name]
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def whole_task(task: Task) -> str:
+    """What a verifier is told of its task: all of it."""
+    return json.dumps(
+        {
+            "id": task.id,
+            "messages": list(task.messages),
+            "answer": task.answer,
+            "metadata": dict(task.metadata),
+        }
+    )
+
+
+async def verify(verifier: Verifier, task: Task, left_in: str) -> float | str:
+    """The reward of an episode by what its program left in a folder; else why there is none.
+
+    Every process of the episode must be dead. The verifier has a working folder of its own, an
+    environment from scratch, the whole task in RLKIT_TASK (up to 65,536 characters) and on standard
+    input, and the program's folder in RLKIT_FOLDER. It writes one number to the descriptor that
+    RLKIT_REWARD_FD names. That is a socket: another process cannot open it by its name in /proc.
+    """
+    try:
+        if verifier.state and file_states(verifier.command) != verifier.state:
+            return "a file that environment.verify names was changed during the run"
+        keep_plain_files(left_in)
+    except (OSError, RecursionError) as error:
+        return f"what the program left cannot be verified: {error}"
+    text = whole_task(task)
+    limits = verifier.limits
+    if limits.readable is not None:
+        limits = limits._replace(readable=[*limits.readable, left_in])
+    ours, theirs = socket.socketpair()
+    with folder() as where, ours, theirs:
+        variables = fresh_variables(where, text)
+        variables |= {
+            "RLKIT_FOLDER": left_in,
+            "RLKIT_REWARD_FD": "3",
+            # Python imports neither from a script's folder nor from this one
+            "PYTHONSAFEPATH": "1",
+            # else a folder of `verifier.state` changes
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        left: list[bool] = []
+        try:
+            async with Countdown(verifier.time_limit).running():
+                done = await run_guarded(
+                    verifier.command,
+                    where,
+                    variables,
+                    text,
+                    limits,
+                    left=left,
+                    reward_fd=theirs.fileno(),
+                )
+        except DeadlinePassed:
+            return f"it ran for more than environment.verify_time_limit={verifier.time_limit} s"
+        theirs.close()
+        if done.flooded:
+            return f"it printed more than {OUTPUT >> 20} MiB"
+        if done.status:
+            return f"it ended with exit status {done.status}: {done.complained[-500:]}"
+        ours.setblocking(False)
+        return read_number(ours.recv(LONGEST_NUMBER + 1), verifier.least, verifier.most)
+
+
+def read_number(data: bytes, least: float, most: float) -> float | str:
+    """The number that a verifier wrote; else why it is none."""
+    try:
+        number = float(data.decode("ascii")) if len(data) <= LONGEST_NUMBER else math.nan
+    except ValueError:
+        number = math.nan
+    if least <= number <= most:
+        return number
+    if math.isnan(number):
+        return "it wrote no number to the descriptor RLKIT_REWARD_FD"
+    return f"it wrote {number}, which is outside environment.reward_range=[{least}, {most}]"
