@@ -27,7 +27,7 @@ def with_least_bad(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
 
 def broken_policy(row: Row) -> str | None:
     """Most prompts were solved, and hardly one is now: the problems are not too hard."""
-    if not (row["group/frac_all_bad"] >= 0.9 and row.get(LEAST_BAD, 1) < 0.5):
+    if not (row.get("group/frac_all_bad", 0) >= 0.9 and row.get(LEAST_BAD, 1) < 0.5):
         return None
     return (
         f"{1 - row[LEAST_BAD]:.0%} of the prompts were solved by some sample, and"
