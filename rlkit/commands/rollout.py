@@ -77,8 +77,8 @@ def roll_out(x: RolloutRun, *, parent: Path, started: float) -> tuple[list[Rollo
     with lenient(PROMPTS):
         write_atomic(out / PROMPTS, prompts.encode(errors="backslashreplace"))
     with lenient("conversations.txt"):
-        said = "\n\n".join([prompts, *(transcript(r) for r in rollouts[:8])])
-        write_atomic(out / "conversations.txt", said.encode(errors="backslashreplace"))
+        text = "\n\n".join([prompts, *(transcript(r) for r in rollouts[:8])])
+        write_atomic(out / "conversations.txt", text.encode(errors="backslashreplace"))
     figures = {
         "split": x.split,
         "seconds": round(time.perf_counter() - started, 2),

@@ -59,8 +59,9 @@ def command(arguments: Arguments) -> Answer:
         if len(words) != 3 or arguments.overrides:
             raise ConfigError("rlkit runs diff takes two run folders: rlkit runs diff A B")
         a, b = (runs.find_run(text, "runs diff") for text in words[1:])
-        found = compare_runs(a, b)
-        return Answer(found, "\n".join([f"A  {a}", f"B  {b}", "", *side_by_side(**found)]))
+        compared = compare_runs(a, b)
+        lines = [f"A  {a}", f"B  {b}", "", *side_by_side(**compared)]
+        return Answer(compared, "\n".join(lines))
     limit = option(arguments.overrides, "limit") or str(SHOWN)
     if not limit.isdigit():
         raise ConfigError(f"limit={limit}: give a whole number, 0 for all")

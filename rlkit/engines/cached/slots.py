@@ -321,8 +321,8 @@ class Slots:
                 continue
             wanted = self.pages.span(int(reach[slot])) - len(row.pages)
             if len(self.pages.left) > PLENTY * n:
-                most = self.pages.span(int(self.most[slot])) - len(row.pages)
-                wanted = max(wanted, min(AHEAD, most))
+                further = self.pages.span(int(self.most[slot])) - len(row.pages)
+                wanted = max(wanted, min(AHEAD, further))
             while row.slot >= 0 and not self._find(wanted, row):
                 weakest = self._weakest()
                 cut.append((weakest, weakest.slot))

@@ -13,7 +13,7 @@ INTERVALS = {"accuracy": "interval", "reward": "reward_interval"}
 MISMATCH = 0.05  # nats a token between sampler and trainer in float32, at most
 
 
-LEAST_BAD = "group/least_bad"  # the least group/frac_all_bad of the run so far
+LEAST_BAD = "least_bad"  # the least group/frac_all_bad of the run so far
 
 
 def with_least_bad(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
