@@ -60,7 +60,6 @@ from rlkit.types import ToolResult as ToolResult
 def experiment(
     *overrides: str,
     config_dir: str | Path | None = None,
-    trust: bool = False,
     name: str = ...,
     seed: int = ...,
     batch: Mapping[str, int] = ...,

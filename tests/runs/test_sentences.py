@@ -72,6 +72,10 @@ SPEAKERS = {
         "rlkit plan, pilot's spread",
         "rlkit plan, seen",
     ),
+    "commands.plan.need_text": ("rlkit plan, pilot's spread", "rlkit plan, seen"),
+    # the pairs are a run's prompts
+    "extras.why.effects.list_effects": ("rlkit compare, claim", "rlkit compare, interval"),
+    "commands.train._compare_tests": ("report, marks",),
     "extras.bench.matrix.pairs": (
         "rlkit bench, claims",
         "rlkit bench, equal arms",

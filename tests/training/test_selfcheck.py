@@ -21,7 +21,7 @@ from rlkit.models import make_renderer
 from rlkit.rewards import Reward, Term, by_task, exact_match, few_turns, numeric, weighted_sum
 from rlkit.tasks import arithmetic
 from rlkit.training.selfcheck import check_contexts, check_policy
-from rlkit.types import Task
+from rlkit.types import Environment, Task
 
 
 def reward_of(function) -> Reward:
@@ -70,7 +70,7 @@ def test_a_truth_that_is_not_one_number_names_its_row_wherever_it_is(truth, func
     """Far behind the first rows too: it would be read in part, or leave its row out of every step
     without a word."""
     fine = rows(*map(str, range(300)), r"\frac{3}{4}", "#### 1,000", "18 apples", "- 5")
-    check_truths(fine, reward_of(function))
+    check_truths(fine, reward_of(function), Environment())
     with pytest.raises(
         DataError,
         match=(
@@ -78,9 +78,8 @@ def test_a_truth_that_is_not_one_number_names_its_row_wherever_it_is(truth, func
             r" rows are like it\)"
         ),
     ) as refusal:
-        check_truths(
-            rows(*(task.answer for task in fine), truth, "6", "seven"), reward_of(function)
-        )
+        late = rows(*(task.answer for task in fine), truth, "6", "seven")
+        check_truths(late, reward_of(function), Environment())
     assert f"'{truth}'" in str(refusal.value)
 
 
@@ -88,11 +87,12 @@ def test_truths_are_asked_of_terms_that_read_them_and_count():
     shadow = Reward(
         "mine", {"mine": Term(1.0, exact_match), "number": Term(0.0, numeric)}, weighted_sum
     )
-    check_truths(rows("two"), shadow)
+    check_truths(rows("two"), shadow, Environment())
     by_row = partial(by_task, rewards={"mine": exact_match, "number": numeric})
-    check_truths(rows("two"), reward_of(by_row))
+    check_truths(rows("two"), reward_of(by_row), Environment())
     with pytest.raises(DataError, match=r"row rows.jsonl:1: the gold answer 'two'"):
-        check_truths([rows("two")[0]._replace(reward="number")], reward_of(by_row))
+        named = rows("two")[0]._replace(reward="number")
+        check_truths([named], reward_of(by_row), Environment())
 
 
 def test_an_empty_answer_that_counts_as_right_names_its_row():

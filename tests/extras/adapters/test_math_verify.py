@@ -18,7 +18,7 @@ from rlkit.errors import ConfigError, DataError, install
 from rlkit.extras.adapters import _math_verify as module
 from rlkit.extras.adapters import math_verify
 from rlkit.rewards import Reward, RewardError, Term, by_task, score
-from rlkit.types import Rollout, Step, Task
+from rlkit.types import Environment, Rollout, Step, Task
 
 ask, stop = module.ask, module.stop
 
@@ -443,10 +443,10 @@ def test_a_truth_that_cannot_be_read_is_refused_at_the_start_with_its_row(real, 
         "by_task",
         {"task": Term(1.0, partial(by_task, rewards={"math_verify": math_verify, "numeric": len}))},
     )
-    check_truths([*tasks[:-1], other], reward)
+    check_truths([*tasks[:-1], other], reward, Environment())
     with pytest.raises(
         DataError, match=r"(?s)row rows\.jsonl:41: the gold answer .* cannot be read by math_verify"
     ):
-        check_truths(tasks, reward)
+        check_truths(tasks, reward, Environment())
     with pytest.raises(DataError, match="row of"):
         verdict("0.5", truth)
