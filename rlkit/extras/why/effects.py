@@ -80,9 +80,10 @@ def sum_up(control: Fork, forks: Sequence[Fork], effects: Sequence[Effect]) -> l
     prompts = max((own.found.n for own in effects), default=0)
     seconds = sum(own.seconds for own in (control, *forks))
     count = control.steps * (1 + len(forks))
+    tried = "1 remedy" if len(forks) == 1 else f"{len(forks)} remedies"
     place = f"step {control.start}" if control.start else "the start"
     lines.append(
-        f"({len(forks)} remedies tried from {place}, {count} steps, {seconds / 60:.1f} minutes;"
+        f"({tried} tried from {place}, {count} steps, {seconds / 60:.1f} minutes;"
         f" reward of {prompts} further prompts of this run, paired, 95 % corrected for the number"
         " of remedies. It speaks of this run at this place, and not of the algorithm.)"
     )
