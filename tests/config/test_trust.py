@@ -68,11 +68,10 @@ def test_code_of_a_stranger_is_not_even_imported(stranger, command, capsys):
     said = capsys.readouterr().err
     assert f"model calls {name}.call" in said and "say trust=true" in said and said.count("\n") == 1
     assert not trace.exists()
-    with pytest.raises(
-        Exception, match=r"it ran|path"
-    ):  # it is imported and called; then there is no model
-        assert main([*words, "trust=true"]) == 2
-        raise ConfigError(capsys.readouterr().err)
+    # it is imported and called; then there is no model
+    assert main([*words, "trust=true"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert "it ran" in said or "path" in said
     assert trace.exists()
     assert (
         main([*words, "trust=perhaps"]) == 2
