@@ -708,7 +708,7 @@ def test_rlkit_serve_answers_one_conversation_after_another(tiny):
 
 
 @pytest.mark.slow
-def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path, monkeypatch):
+def test_rlkit_serve_of_a_run_answers_a_client_until_ctrl_c(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = [
         "trainer.steps=1",
@@ -750,11 +750,7 @@ def test_rlkit_serve_of_a_run_answers_a_client_and_ends_in_one_line(tmp_path, mo
             last = serve.communicate(timeout=60)[1]
         finally:
             serve.kill()
-    assert (
-        reply["role"] == "assistant"
-        and serve.returncode == 130
-        and len(last.strip().splitlines()) == 1
-    ), last
+    assert reply["role"] == "assistant" and serve.returncode == 0 and not last.strip(), last
 
 
 # ---------------------------------------------------------------------------------------- processes
