@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -190,16 +189,11 @@ def begin(words, place, **settings):
     )
 
 
-@pytest.mark.parametrize("seconds", [0.03, 0.06, 0.12, 0.3, 0.6])
-def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path, seconds):
-    process = begin(["train", *SMALL], tmp_path)
-    time.sleep(seconds)  # no event tells how far the imports are
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert (
-        process.returncode in (-signal.SIGINT, 130)
-        and "rlkit/" not in errors.partition("interrupted")[0]
-    )
+def test_ctrl_c_during_the_imports_of_the_command_line_ends_without_a_traceback():
+    """From rlkit.__main__ on; what Python itself imports before it cannot be guarded."""
+    said = "import signal, rlkit.__main__; signal.raise_signal(signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_what_libraries_print_goes_into_no_file_where_the_streams_are_closed(tmp_path):
