@@ -1,8 +1,8 @@
-"""Digests of what was written, so that damage is found before anything is read.
+"""Digests of written files, to find damage before anything is read.
 
-A checkpoint ends with a line that holds the SHA-256 of all bytes before it; `torch.load` ignores
-whatever follows the archive. A folder of weights holds `rlkit.sha256`, a list that `sha256sum -c
-rlkit.sha256` reads as well.
+A checkpoint ends with a line with the SHA-256 of all bytes before it. `torch.load` ignores bytes
+after the archive. A folder of weights holds `rlkit.sha256`, a list in the format of
+`sha256sum -c rlkit.sha256`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 
 
 class Hashing:
-    """A binary file to write to, and the digest of all that was written."""
+    """A binary file to write to, and the digest of everything written."""
 
     def __init__(self, file: IO[bytes]):
         self.file = file
@@ -44,7 +44,7 @@ def seal(file: IO[bytes], write: Callable[[Any], object]) -> None:
 
 
 def damage(path: Path) -> str:
-    """Why a sealed file is not what was written, in a few words; empty if it is whole."""
+    """Say why a sealed file is damaged, in a few words; empty if it is whole."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -79,8 +79,8 @@ def write_sums(folder: Path) -> None:
 
 
 def only_listed(folder: Path) -> bool:
-    """Whether a folder holds nothing but files that its rlkit.sha256 lists, so that nobody else's
-    is lost with it."""
+    """Whether a folder holds no other files than its rlkit.sha256 lists. Then nobody else's file is
+    lost with it."""
     try:
         names = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
     except (OSError, ValueError):
@@ -92,12 +92,11 @@ def only_listed(folder: Path) -> bool:
 
 
 def folder_damage(folder: Path, *, weights: bool = True) -> str:
-    """Which file of a folder is not the one that rlkit.sha256 lists, as a phrase; empty where all
-    are, or where there is no list.
+    """Name a file of a folder with another digest than in rlkit.sha256, as a phrase; empty if there
+    is none, or no list.
 
     Args:
-      weights: whether *.safetensors files are read too, which takes a second for each gigabyte or
-        two.
+      weights: whether *.safetensors files are read too, at about a second for each gigabyte or two.
     """
     try:
         listed = (folder / SUMS).read_bytes()
