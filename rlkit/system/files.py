@@ -114,7 +114,8 @@ def append_once(path: Path, data: bytes) -> None:
         sync(path)
 
 
-LOST: dict[str, str] = {}  # outputs this process could not write, and has not written since → the reason
+# output that could not be written, and has not been written since → the reason
+LOST: dict[str, str] = {}
 
 
 @contextmanager
