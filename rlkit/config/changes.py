@@ -1,4 +1,4 @@
-"""Compare two configs, and decide with which changes a run can go on."""
+"""Compare two configs, and decide which changes a run can go on with."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def other_run(
 
 
 def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError for changes no run can go on with."""
+    """Raise ConfigError for changes that no run can go on with."""
     fixed = [key for key in changed if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
     if fixed:
         was, wanted = changed[fixed[0]]

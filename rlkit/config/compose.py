@@ -584,8 +584,8 @@ def _listed_options(group: str, search: Sequence[str] = ()) -> list[str]:
 def _check_overrides(
     overrides: Sequence[str], search: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the problems of the overrides, and the overrides Hydra can compose. Values become
-    additions where necessary."""
+    """Return the problems of the overrides, and the overrides that Hydra can compose, in its
+    grammar."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

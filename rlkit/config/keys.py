@@ -52,7 +52,7 @@ class Leak(NamedTuple):
 
 def leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
     """Find values of the environment and secrets on their way to an address, a program or a
-    function only the folder names.
+    function that only the folder names.
 
     Even trust=true does not allow it. A key beside such an address is a leak. If there is any such
     address, every value the folder takes from the environment is a leak too, even one put into a
@@ -137,7 +137,7 @@ def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def refuse_leaks(found: Sequence[Leak], where: str) -> None:
-    """Raise ConfigError for the first value on its way to a place only the folder names."""
+    """Raise ConfigError for the first value on its way to a place that only the folder names."""
     if found:
         raise ConfigError(f"{where}: {found[0]}")
 

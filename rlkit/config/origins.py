@@ -105,7 +105,7 @@ def explain(
 
 
 def extras_of(config: Mapping[str, Any]) -> list[str]:
-    """The extras with functions in a config, sorted."""
+    """The extras whose functions a config names, sorted."""
     names = (EXTRA.match(target) for target in _targets(config))
     return sorted({found[1] for found in names if found})
 

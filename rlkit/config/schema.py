@@ -1,10 +1,10 @@
 """A function's signature is the schema of its config node: one walk checks a config, and one builds
 it.
 
-Every mapping in a config has a `_target_`, or is a mapping of named parts its parent's signature
-asks for. The signature of the target lists the keys and their types. So one walk finds every
-unknown key, even one added with `+`, every wrong type and every missing value. A walk of the same
-shape builds the plain functions.
+Every mapping in a config has a `_target_`, or holds named parts where a signature asks for them.
+The target's signature lists the keys and their types. So one walk finds every unknown key, even one
+added with `+`, every wrong type and every missing value. A walk of the same shape builds the plain
+functions.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _check_call(
 
 
 def _check_suggestions(given: Any, path: str) -> list[str]:
-    """Suggestions of an option with no reader or the wrong type, even if a set value hides them."""
+    """Find suggestions of an option that nothing reads or that have the wrong type, even if a set
+    value hides them."""
     if not isinstance(given, dict):
         return [f"{path}: {given!r} is not a mapping of suggestions"]
     problems = []
@@ -171,7 +172,7 @@ def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> li
 
 
 def mismatch(value: Any, hint: Any, where: str) -> list[str]:
-    """Find each value, at any depth, of another type than its signature's."""
+    """Find each value, at any depth, whose type differs from its signature's."""
     if isinstance(value, dict) and "_target_" in value:
         return _bare_function(value, hint, where)
     if value == MISSING:
@@ -207,8 +208,8 @@ def mismatch(value: Any, hint: Any, where: str) -> list[str]:
 
 
 def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
-    """A function in place of a part with one inside, for example a reward function in place of a
-    term."""
+    """Report a bare function in the place of a part that holds one, for example a reward function
+    in place of a term."""
     wanted = [option for option in alternatives(hint) if option is not type(None)]
     if not node.get("_partial_") or not wanted or not all(map(is_record, wanted)):
         return []

@@ -1,8 +1,8 @@
 """Defaults computed from the suggestions of several options: `${rlkit_lr:…}`,
 `${rlkit_reply_length:…}`, `${rlkit_answer_room:…}`, `${rlkit_weights:}` in conf/.
 
-An option gives its advice under `suggests`. The group with the key interpolates the advice as its
-default.
+An option gives its advice under `suggests`. The group that owns a key interpolates the advice as
+its default.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Decide which values of a folder's config need the user's trust. Values rlkit's own functions
-declare safe do not; all others do.
+"""Decide which values of a folder's config need the user's trust: all except those that rlkit's own
+functions declare safe.
 
 Each value of the config is one of four: a shipped option's value, the user's own value, a value of
 a parameter safe by its type or declaration (`rlkit.types.safe`), or a value to print and refuse
@@ -177,7 +177,7 @@ def safe_by_type(hint: Any) -> bool:
 
 
 class Folder(NamedTuple):
-    """The measures for a folder's config."""
+    """The context for judging a folder's config."""
 
     conf: Path  # rlkit's own options
     mine: frozenset[str] = frozenset()  # functions the user names himself
@@ -188,7 +188,7 @@ class Folder(NamedTuple):
 
 
 def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterator[str]:
-    """Every value without a safe declaration, as "path=value can reach a program".
+    """Every value that is not declared safe, as "path=value can reach a program".
 
     Args:
       node: the config; a value of the environment stands there as ${oc.env:NAME}.

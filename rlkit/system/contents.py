@@ -23,7 +23,7 @@ from rlkit.system.files import open_regular, read_regular, reason
 from rlkit.system.rows import digest_line
 from rlkit.system.shards import members
 
-ASIDE = "aside"  # folder for files of others, each under its own name
+ASIDE = "aside"  # folder for files that are not the run's own, each under its own name
 METRICS = "metrics.jsonl"
 PROMPTS = "prompts.txt"  # first prompts as the policy reads them, tools included
 APPENDED = (  # files that grow while a run goes on; the part listed in a checkpoint never changes
@@ -123,8 +123,8 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def clear_places(folder: Path) -> None:
-    """Move everything in the place of one of the run's files to aside/, unless it is a regular
-    file. Reading a FIFO would never end.
+    """Move anything but a regular file away from the places of the run's files, to aside/. Reading
+    a FIFO would never end.
 
     Raises: DataError naming a file or folder without read permission.
     """
@@ -188,8 +188,8 @@ def free_place(folder: Path, name: str) -> str:
 
 
 def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: int) -> None:
-    """Compare the run's files with the list in the checkpoint of RL step `step`. Report files
-    missing or not the run's own.
+    """Compare the run's files with the list in the checkpoint of RL step `step`. Report files that
+    are missing or not the run's own.
 
     A file of another run is moved to aside/ whole. Bytes behind the listed ones belong to later
     steps, and stay.

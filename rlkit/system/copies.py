@@ -1,5 +1,5 @@
-"""Copies of rows and episodes, for a user's function to change without changing them for anybody
-else."""
+"""Copy rows and episodes, so that a user's function may change them without changing them for
+anybody else."""
 
 from __future__ import annotations
 

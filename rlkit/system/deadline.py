@@ -1,4 +1,4 @@
-"""Limits for plain Python of the user: its wall-clock time, and a guard against ending the
+"""Limits for the user's plain Python: its wall-clock time, and a guard against ending the
 process."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_THREADS = 256  # at work for one event loop at the same time; further calls
 
 
 class DeadlinePassed(TimeoutError):
-    """The call gave nothing in time. A TimeoutError from the call itself is another class."""
+    """The call gave no result in time. This is not a TimeoutError raised by the call itself."""
 
 
 class ProcessEndAsked(RuntimeError):
@@ -57,7 +57,7 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
     SystemExit, KeyboardInterrupt, any other BaseException from the block, and os._exit in its
     thread become ProcessEndAsked. Interruptions from outside pass: signals handled by rlkit, and
     Ctrl-C with Python's own handler in place. An exit from C, or a crash, cannot be stopped here,
-    so such code belongs into a child process. Exceptions of `passing` pass too.
+    so such code belongs in a child process. Exceptions of `passing` pass too.
     """
     outer = CALLED.get()
     CALLED.set(os.getpid())
@@ -124,8 +124,8 @@ class _Work(Generic[T]):
             self.future.set_result(result)
 
     def give_up(self, what: str = "") -> None:
-        """Stop waiting for the call. End it in its own way if it gave one (`ended_by`). Otherwise
-        it goes on, and `what` is named once."""
+        """Stop waiting for the call. If the call has said how to end it (`ended_by`), it is ended;
+        otherwise it goes on, and `what` is named once."""
         with self.lock:  # so no call is ended after it is over
             if self.future.done() or self.given_up:
                 return
@@ -181,7 +181,7 @@ def in_thread(call: Callable[[], T], seconds: float | None) -> T:
 
     A thread cannot be killed. A call given up without a way to end it (`ended_by`) goes on in the
     background. A call that never lets go of the interpreter (a single huge power, a C function
-    holding the lock) is not even noticed in time. Code that may truly hang belongs into a child
+    holding the lock) is not even noticed in time. Code that may truly hang belongs in a child
     process, as in the python tool and math_verify.
 
     Args:
@@ -207,8 +207,8 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
     """`in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS
     calls at the same time.
 
-    A call is given up too if its coroutine is cancelled. `what` names the call, for the warning
-    about a call without an end.
+    A call is given up too if its coroutine is cancelled. `what` names the call, for the warning if
+    it cannot be ended.
     """
     async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
         work = _Work(call)

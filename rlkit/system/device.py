@@ -122,7 +122,7 @@ def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextMa
 
 
 def quiet() -> None:
-    """Silence adverts and tips of the frameworks, but not their warnings about our own use."""
+    """Silence the frameworks' adverts and tips, but not their warnings about our calls."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):

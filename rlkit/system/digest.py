@@ -79,8 +79,8 @@ def write_sums(folder: Path) -> None:
 
 
 def only_listed(folder: Path) -> bool:
-    """Whether a folder holds no other files than its rlkit.sha256 lists. Then nobody else's file is
-    lost with it."""
+    """Whether rlkit.sha256 lists every file of a folder. If so, deleting the folder loses nobody
+    else's file."""
     try:
         names = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
     except (OSError, ValueError):
@@ -92,8 +92,8 @@ def only_listed(folder: Path) -> bool:
 
 
 def folder_damage(folder: Path, *, weights: bool = True) -> str:
-    """Name a file of a folder with another digest than in rlkit.sha256, as a phrase; empty if there
-    is none, or no list.
+    """Name a file whose digest differs from rlkit.sha256, as a phrase; empty if there is none, or
+    no list.
 
     Args:
       weights: whether *.safetensors files are read too, at about a second for each gigabyte or two.

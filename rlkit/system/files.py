@@ -1,5 +1,4 @@
-"""Write a run's files whole or not at all, and handle files that cannot be written: one place for
-all of them.
+"""Write a run's files whole or not at all, and handle failed writes: one place for all of them.
 
 Before the first step, a file that cannot be written refuses the run (`refusing`). From then on
 no file is worth a run: each loss is reported at once, the run goes on, and its end names the
@@ -127,7 +126,7 @@ def lenient(what: str, kind: str = "") -> Iterator[None]:
     can name it.
 
     Args:
-      what: the file, under the user's name for it.
+      what: the file, as the user knows it.
       kind: the key in LOST; `what` by default.
     """
     try:

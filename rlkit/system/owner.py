@@ -214,7 +214,7 @@ def _clock(seconds: float) -> str:
 
 
 def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) -> str:
-    """Write a record to the folder's owner.json. Returns the fate of an earlier owner, or nothing.
+    """Write a record to the folder's owner.json. Returns a text about an earlier owner, or nothing.
 
     Raises: Occupied if another process lives there and `takeover` is not set; OSError if the file
     cannot be written.

@@ -75,7 +75,7 @@ def recorded(folder: Path) -> dict[int, Part]:
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of many steps each, in their order."""
+    """The files of recorded steps, in their order."""
     return sorted(folder.glob("steps_*.jsonl.gz"))
 
 

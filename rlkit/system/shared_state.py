@@ -110,7 +110,7 @@ def _word(value: Any) -> str:
 
 
 FOLDER = "the working directory"
-OWN = ("rlkit", "torch", "builtins", "None")  # modules with functions other than the user's
+OWN = ("rlkit", "torch", "builtins", "None")  # modules whose functions are not the user's
 OF_PYTHON: Mapping[str, Kind] = {
     FOLDER: Kind(_folder, os.chdir),
     "the signal handlers": Kind(_handlers, _set_handlers, "thread"),
@@ -185,7 +185,7 @@ def all_kinds() -> Mapping[str, Kind]:
 
 
 def named_kinds(names: Sequence[str]) -> Mapping[str, Kind]:
-    """These kinds; all of them without names."""
+    """The kinds of these names; all of them if none is named."""
     return {name: OF_PYTHON[name] for name in names} if names else all_kinds()
 
 

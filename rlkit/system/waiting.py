@@ -35,8 +35,8 @@ CALL_LIMIT = 1800.0
 CLOSE_LIMIT = 30.0  # seconds of an async close
 THREAD = "rlkit watcher"
 MAX_STEP_TIME = "trainer.max_step_time"
-# A call may hold the interpreter, so no watcher can run. This many seconds after the limit the
-# process ends even then.
+# Seconds after the limit: then the process ends even if a call holds the interpreter, so that no
+# watcher can run.
 LATE = 5.0
 end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in os
 
@@ -78,7 +78,7 @@ class Wait:
             WATCHER.moved = self.since
 
     def age(self, now: float) -> float:
-        """Seconds so far. For a coroutine, seconds with a decoder in its event loop do not
+        """Seconds so far. For a coroutine, seconds in which a decoder keeps its event loop do not
         count."""
         return (
             now - self.since - (WORK.seconds(now) - self.worked if self.task is not None else 0.0)
@@ -92,14 +92,14 @@ class Work:
     """Computation in this process, and computation elsewhere for it."""
 
     def __init__(self) -> None:
-        # seconds of a decoder in the event loop, up to its last block
+        # seconds in which a decoder kept the event loop, up to its last block
         self.total = 0.0
         self.decoding: float | None = None  # since when it does now
         self.begun: float | None = None  # since when the model decodes or learns
         self.outside = 0  # blocks waiting for a model, a rank or a process outside of this one
 
     def seconds(self, now: float) -> float:
-        """Seconds of a decoder in the event loop, up to now."""
+        """Seconds in which a decoder kept the event loop, up to now."""
         begun = self.decoding
         return self.total + (0.0 if begun is None else now - begun)
 
@@ -236,7 +236,7 @@ def decoding() -> Iterator[None]:
 
 @contextmanager
 def waiting_outside() -> Iterator[None]:
-    """A block of waiting for a model, a rank or a process of rlkit outside of this one.
+    """A block of waiting for a model, a rank or a process of rlkit outside of this process.
 
     Each of them has a limit of its own, so this process is not ended meanwhile.
     """
@@ -374,7 +374,7 @@ def _line(name: str, number: int, age: float) -> str:
 
 
 def _rank() -> str:
-    """The speaking rank among several."""
+    """The start of a message that names its rank; empty for a single process."""
     return (
         f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     )

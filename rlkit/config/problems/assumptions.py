@@ -41,7 +41,7 @@ class Words(NamedTuple):
         return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
 
     def through(self, part: Any, path: str, why: str) -> Words:
-        """The words after a part has changed the rewards: it keeps the declared ones."""
+        """Pass the rewards through a part: only the words it declares to keep stay."""
         kept = declarations(part, "keeps")
         if kept is None:
             return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))

@@ -220,8 +220,8 @@ def _check_corrections(x: Experiment) -> list[str]:
 
 
 def _check_old(x: Experiment) -> list[str]:
-    """Problems of an old policy other than the policy before the update (`algorithm.old`): settings
-    that lose their meaning or get two."""
+    """Find settings that lose their meaning, or get a second one, if the ratio's old policy is not
+    the one before the update (`algorithm.old`)."""
     from rlkit.algorithm import asks
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
 

@@ -94,7 +94,7 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
-    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows with a
+    """Check that the verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows with a
     reward marked `no_gold` have no gold answer to try. This reward may belong to `training` alone.
 
     The tests of programs are read in every row.
@@ -217,12 +217,12 @@ def check_reward(
     reward: Reward,
     environment: Environment | Callable[[Task], Environment] | None = None,
 ) -> None:
-    """The training reward runs, and can score at least one of the first rows, of every part of a
-    mixture, with their gold answers.
+    """Check that the training reward runs, and can score the gold answer of at least one of the
+    first rows, for every part of a mixture.
 
     A reward of a session's end state sees the state at the session's beginning.
-    Check that tools running model-written code get the isolation they ask for, in every environment
-    of the data.
+    Raises: ConfigError if a term raises or nothing can be scored. So a broken reward is found
+    before a model is loaded.
     """
     gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
     if environment is not None:
@@ -245,8 +245,8 @@ def check_reward(
 def check_tools(
     tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
 ) -> None:
-    """Check for the isolation required by tools with model-written code, in every environment of
-    the data.
+    """Check that tools running model-written code get the isolation they ask for, in every
+    environment of the data.
 
     Raises: ConfigError, before a model is loaded.
     """

@@ -21,8 +21,8 @@ def dry_run(x: Experiment) -> None:
     """One update on fake data through advantage, weights, loss and backward, in milliseconds and
     without a model.
 
-    Skipped if a part asks for `metadata`, because a user's rows cannot be made up, and if the loss
-    has no reward.
+    Skipped if a part asks for `metadata`, because a user's rows cannot be made up, and if the
+    reward is no part of the loss.
 
     Raises: ConfigError if a part fails, if the gradient is zero or not finite, or if a part falsely
       declares a vanishing gradient.
