@@ -67,7 +67,7 @@ def compose(
     config_dir: str | Path | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
 ) -> Composed:
-    """Composes an entry config and refuses it, with all problems in one message, unless it can be
+    """Compose an entry config and refuse it, with all problems in one message, unless it can be
     built.
 
     Args:

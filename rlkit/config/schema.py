@@ -89,7 +89,7 @@ def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
 def _check_call(
     node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]
 ) -> list[str]:
-    """The keys and values of a node against its target's signature, then the nodes within."""
+    """Check the keys and values of a node against its target's signature, then the nodes within."""
     parameters = parameters_of(target)
     partial = node.get("_partial_", False)
     # A partial part gets its required positional parameters when called, so a config does not set
@@ -162,7 +162,7 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
 
 
 def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> list[str]:
-    """A value against the hint of its parameter, and every node within it."""
+    """Check a value against the hint of its parameter, and every node within it."""
     problems = check(value, where, leaves)
     return (
         problems

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run, unless torchrun or SLURM has started them.
+"""Start the ranks of a run, unless torchrun or SLURM has started them.
 
 `rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and
 watches them. They get torchrun's environment variables. If one of them fails, the others are

@@ -47,7 +47,7 @@ def rendered(asked: dict) -> str:
 
 
 def main() -> None:
-    """Answers until the input ends."""
+    """Answer until the input ends."""
     seconds, memory, characters = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit_memory(memory)

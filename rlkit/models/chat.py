@@ -30,8 +30,8 @@ _ASKED: Messages = [{"role": "user", "content": "?"}]  # before a reply, to find
 
 # goes in front of a template without tools
 TOOL_PROMPT = Path(__file__).with_name("tool_prompt.jinja").read_text()
-# writes tools, calls and results: the model's template, rlkit's TOOL_PROMPT, or the former if it
-# knows tools and else the latter
+# the writer of tools, calls and results: the model's template, rlkit's TOOL_PROMPT, or the former
+# if it knows tools and else the latter
 ToolForm = Literal["auto", "template", "prompt"]
 
 
@@ -149,7 +149,7 @@ def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
 
 
 def _after_reply(renderer: Renderer, masked: Messages) -> str:
-    """The template's text between a reply and these messages."""
+    """The text the template writes after a reply that these messages follow."""
     # the template is a part of the key: a user may replace it
     return _between_replies(renderer, renderer.tokenizer.chat_template, json.dumps(masked))
 
@@ -186,7 +186,7 @@ def encode_prompt(
 def continuation(
     renderer: Renderer, messages: Messages, last_id: int | None, *, cut: bool = False
 ) -> list[int]:
-    """The template's ids between a reply and the next one.
+    """The ids the template writes between a reply and the next one.
 
     Args:
       messages: the messages to the policy after its reply (tool results, or a user's message).

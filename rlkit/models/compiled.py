@@ -165,8 +165,8 @@ def _processor() -> tuple[str, str]:
 
 
 def compile_library(recipe: Recipe) -> bytes:
-    """Compile the library, and try it in a process of its own, since a bad library can end its
-    process.
+    """Compile the library, and try it in a process of its own, since a bad library can end the
+    process that loads it.
 
     It is compiled for this processor and with OpenMP, or without one of them if the compiler does
     not know it.
@@ -416,7 +416,7 @@ def open_lock(folder: int, name: str) -> int | None:
 
 
 def wait_for(descriptor: int) -> None:
-    """Takes a lock, or gives up after `LIMIT`: the process then compiles for itself, with the same
+    """Take a lock, or give up after `LIMIT`: the process then compiles for itself, with the same
     result."""
     import fcntl
 

@@ -29,8 +29,8 @@ PATIENCE = 120.0
 
 
 def confined(model: partial[Policy]) -> partial[Policy]:
-    """Wrap the function loading a model: its policy gets a template with limits. The keywords stay
-    as they are."""
+    """Wrap the function that loads a model: its policy gets a template with limits. The keywords
+    stay as they are."""
     if not isinstance(model, partial):
         return model
     return partial(_loaded, model.func, *model.args, **model.keywords)

@@ -2,8 +2,8 @@
 compiled C (_update.c).
 
 Hugging Face's norms, rotary positions and gates are dozens of calls of torch a layer, and most only
-move memory. Here they are five forward and five backward, and an adapter adds two products to its
-base's one. Numbers differ from torch's in their last bits. In bfloat16 they are rounded when a
+move memory. Here they are five forward and five backward, and an adapter adds two products to that
+of its base. Numbers differ from torch's in their last bits. In bfloat16 they are rounded when a
 result is stored, and not in between.
 """
 
@@ -65,8 +65,8 @@ def operations(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def choose_kernel(model: Any, kernel: Kernel) -> None:
-    """Updates and scoring passes of the model use this kernel from now on; `update_reason` says why
-    "auto" chose eager.
+    """Use this kernel for updates and scoring passes of the model from now on. `kernel_of` gives
+    the reason if "auto" chose eager.
 
     Raises: EngineError if "fused" is impossible, or if the load of the moment would decide about
     "auto".

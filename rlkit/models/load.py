@@ -256,8 +256,8 @@ def check_vocabulary(
     rows: int = 0,
     **hub: Any,
 ) -> list[int] | None:
-    """Another model may be compared with this one, token by token: each token of this one is one of
-    its own, in whatever order.
+    """Check that another model can be compared with this one, token by token: it must have every
+    token of this model, in any order.
 
     Only tokenizers and configs are read, so a wrong teacher is found before any weights are loaded.
     Equal tokens are equal bytes, since merges and decoder have to be equal too. Rows of padding

@@ -179,7 +179,7 @@ class _Forest(NamedTuple):
 
 
 def _lay_out(rows: Any, lengths: Any) -> _Forest:
-    """Packs the first `lengths` tokens of the rows."""
+    """Pack the first `lengths` tokens of the rows."""
     index = np.zeros(rows.shape, dtype=np.int64)
     # Once sorted, a row shares at least as much with the row before it as with any earlier one.
     order = sorted(
@@ -255,8 +255,8 @@ def step_length(length: int) -> int:
 
 
 def size_class(length: int) -> int:
-    """Lengths of a class differ by less than a factor of √2, and so does the padding of
-    attention."""
+    """Lengths of a class differ by less than a factor of √2, so attention is padded by less than
+    that."""
     return int(2 * np.log2(length))
 
 

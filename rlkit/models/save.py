@@ -24,7 +24,7 @@ def save_policy(
     tokenizer: bool = True,
     card: str = "",
 ) -> None:
-    """Writes all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of
+    """Write all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of
     all files.
 
     The folder appears whole, in place of an old one. An old folder is kept under another name if it

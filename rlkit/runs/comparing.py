@@ -35,7 +35,7 @@ class Difference(NamedTuple):
     low: float
     high: float
     p: float
-    spread: float  # standard deviation of the differences, at least a rounded figure's
+    spread: float  # standard deviation of the differences, at least that of a rounded figure
     n: int
 
     def evidence(self) -> float:
@@ -86,8 +86,8 @@ def paired(
 
 
 def spread_of(values: Sequence[float], resolution: float = 0.0) -> float:
-    """Standard deviation of n ≥ 2 values, at least the one of rounding to `resolution`: resolution
-    / √12."""
+    """Standard deviation of n ≥ 2 values, at least that of rounding to `resolution`: resolution /
+    √12."""
     mean = math.fsum(values) / len(values)
     square = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return max(math.sqrt(square), resolution / math.sqrt(12))
@@ -288,7 +288,7 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
 def holm_levels(values: Sequence[float]) -> list[float]:
     """The level of each interval, chosen to leave out 0 exactly if Holm's rule makes the claim: 1 -
     α/(m - i + 1) for the i-th smallest p-value. From the first comparison without a claim on, all
-    have its level."""
+    intervals have its level."""
     order = _ascending(values)
     m = len(order)
     stop = next((rank for rank, i in enumerate(order) if values[i] > ALPHA / (m - rank)), m)
@@ -372,7 +372,7 @@ def seeds_interval(
     McLaughlin 1963, Sankhyā 25.
 
     Args:
-      resolution: the smallest step of a score. The standard error is at least the one of as many
+      resolution: the smallest step of a score. The standard error is at least that of as many
         rounded scores as one column keeps.
     """
     scores = np.asarray(scores, dtype=float)

@@ -1,4 +1,4 @@
-"""Run folders: their places, their states, and the folder a command means."""
+"""Run folders: where they are, their states, and the one that a command means."""
 
 from __future__ import annotations
 
@@ -215,7 +215,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(
     folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False
 ) -> None:
-    """The resolved config without its secrets, for people and for resume; whole or not there.
+    """Write the resolved config without its secrets, for people and for resume; whole or not at
+    all.
 
     Args:
       identity: of the run, for the first line. Empty: this config makes the folder and gives the
@@ -230,7 +231,7 @@ def write_config(
 
 
 def cover_overrides(folder: Path) -> None:
-    """Takes the secrets out of the files of .hydra/."""
+    """Take the secrets out of the files of .hydra/."""
     for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
         path = folder / ".hydra" / name
         if path.is_file():
@@ -238,7 +239,7 @@ def cover_overrides(folder: Path) -> None:
 
 
 def write_hydra(folder: Path, name: str, text: str) -> None:
-    """A file of .hydra/ without its secrets; `text` is YAML as Hydra would write it."""
+    """Write a file of .hydra/ without its secrets; `text` is YAML as Hydra would write it."""
     written = yaml.safe_load(text)
     hidden = without_secrets(written)
     rewrite(folder, name, text.encode() if hidden == written else dump(hidden))

@@ -164,7 +164,8 @@ def _problems_of(x: Experiment) -> Splits:
 
 
 def _begun(x: Experiment, folder: Path) -> Any:
-    """Write a run's beginning to its folder, and return a block of owning the folder."""
+    """Write a run's beginning to its folder. Returns a block in which this process owns the
+    folder."""
     if runs.is_run(folder):
         raise ConfigError(
             f"folder={folder}: already holds a run, which is never overwritten; choose another"

@@ -41,7 +41,8 @@ class Group(NamedTuple):
 
 
 def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
-    """List folders of runs and of `rlkit rollout`: each given one, or else the ones below it.
+    """List folders of runs and of `rlkit rollout`: the given ones, and those below a given folder
+    that is none itself.
 
     Other files and folders of a sweep are passed over, since `outputs/sweep/*` names them too.
     Raises ConfigError naming the command.

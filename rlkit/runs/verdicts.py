@@ -40,7 +40,7 @@ UNITS: Mapping[str, str] = {
     "tokens": "tokens trained on",
     "seconds": "seconds",
 }
-# settings behind the played problems and their scores
+# settings that decide which problems are played, and how they are scored
 PROBLEMS = ("task.", "evaluation.", "environment.")
 
 

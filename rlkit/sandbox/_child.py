@@ -191,7 +191,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def argument(index: int, half: int = 0) -> Instruction:
-    """Loads the low (0) or high (1) 32 bits of a system call's argument."""
+    """Load the low (0) or high (1) 32 bits of a system call's argument."""
     return (LOAD, 0, 0, 16 + 8 * index + 4 * half)
 
 
@@ -225,8 +225,8 @@ def fcntl_rules() -> list[Instruction]:
 
 
 def open_rules(index: int) -> list[Instruction]:
-    """Flags, an int; the kernel reads 32 bits of it. Mode 3 is refused, and so is O_TRUNC without a
-    writing mode."""
+    """Flags, an int of which the kernel reads 32 bits: access mode 3 is refused, and so is O_TRUNC
+    without a writing mode."""
     refused = [O_ACCMODE, O_ACCMODE | O_TRUNC, O_TRUNC]
     tests = [(EQUAL, len(refused) - i, 0, value) for i, value in enumerate(refused)]
     return [argument(index), (AND, 0, 0, O_ACCMODE | O_TRUNC), *tests, (GIVE, 0, 0, ALLOW)]
@@ -269,7 +269,7 @@ def bpf(machine: str) -> list[Instruction]:
 
 
 def seccomp(libc: Any, instructions: list[Instruction]) -> None:
-    """Puts the filter on this process and all its threads, for good."""
+    """Put the filter on this process and all its threads, for good."""
     import ctypes
 
     # each a struct sock_filter
@@ -334,8 +334,8 @@ def landlock(
 
 
 def namespaces(libc: Any, size: int) -> None:
-    """A user, network, mount, IPC and host name of its own, and a folder in memory of `size` bytes
-    over the current one."""
+    """Give this process a user, network, mount, IPC and host name of its own, and a folder in
+    memory of `size` bytes over the current one."""
     import ctypes
     import os
 
@@ -524,7 +524,7 @@ class Printed:
 
 
 def interactive(code: str, namespace: dict[str, Any]) -> str:
-    """Runs code; the value of its last expression as text, or ''. As at Python's prompt."""
+    """Run code. Returns the value of its last expression as text, or '', as at Python's prompt."""
     tree: Any = compile(code, "<program>", "exec", 0x400)  # PyCF_ONLY_AST
     last = tree.body.pop() if tree.body and type(tree.body[-1]).__name__ == "Expr" else None
     exec(compile(tree, "<program>", "exec"), namespace)
@@ -569,7 +569,7 @@ def given(source: int) -> bytes:
 
 
 def programs(source: int, out: int, namespace: dict[str, Any], room: int) -> None:
-    """Runs one program after the other in the same names, until there is none."""
+    """Run one program after the other in the same names, until there is none."""
     while True:
         printed, failed = attempt(given(source).decode("utf-8", "replace"), namespace, room)
         say(out, b"P", printed)

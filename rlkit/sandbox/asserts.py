@@ -29,7 +29,7 @@ BUILTINS = frozenset(dir(builtins)) - set(EVALUATE)
 
 
 class Unsplittable(ValueError):
-    """A test with an expectation inseparable from the call. The message says why."""
+    """A test whose expectation cannot be told apart from the call. The message says why."""
 
 
 class Check(NamedTuple):
@@ -112,7 +112,7 @@ def _parsed(verdict: str) -> ast.expr:
 
 @functools.lru_cache(4096)
 def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The top-level names of code, and the names of its functions."""
+    """The names bound at the top level of code, and those of its functions."""
     given = set()
     defined = set()
     for node in ast.parse(setup).body:

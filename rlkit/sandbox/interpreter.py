@@ -54,8 +54,8 @@ class Interpreter:
     def run(self, code: str) -> Outcome:
         """Run a program in the names left by the earlier ones.
 
-        Raises: ConfigError, see `require`; SandboxError if the limits cannot be set. The program
-        itself can cause no error.
+        Raises: ConfigError, see `require`; SandboxError if the limits cannot be set. Nothing a
+        program does raises an error.
         """
         with self.lock:
             try:

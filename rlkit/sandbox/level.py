@@ -74,7 +74,7 @@ class Level(NamedTuple):
 
 @functools.cache
 def probe() -> Level:
-    """The strongest level with a passed self-test here; found once a process. The weakest, `basic`,
+    """The strongest level whose self-test passes here; found once a process. The weakest, `basic`,
     has limits of time and memory only.
 
     Folders left behind by a killed process are removed first.
@@ -149,10 +149,10 @@ def seen() -> Level | None:
 
 
 def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
-    """Runs one untrusted program, at least as isolated as `sandbox.min_level`.
+    """Run one untrusted program, at least as isolated as `sandbox.min_level`.
 
-    Raises: ConfigError, see `require`; SandboxError if the limits cannot be set. The program itself
-    can cause no error.
+    Raises: ConfigError, see `require`; SandboxError if the limits cannot be set. Nothing a program
+    does raises an error.
     """
     sandbox = sandbox or Sandbox()
     return run_with(job, sandbox, require(sandbox).features)
@@ -167,8 +167,8 @@ def run_many(
     """`run` for many programs on a few threads, each with one child at a time; outcomes in the
     order of the jobs.
 
-    A program without a working child has a SandboxError in place of its outcome, and the others
-    run.
+    If a program's child cannot be set up, a SandboxError stands in place of its outcome, and the
+    others run.
 
     Args:
       features, landlock_abi: as in `run_with`; None: the level's own.

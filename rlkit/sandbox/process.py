@@ -115,7 +115,7 @@ class Outcome(NamedTuple):
 
 
 def check_settings(sandbox: Sandbox) -> None:
-    """Raises: ConfigError naming a number out of range."""
+    """Raise ConfigError naming a number out of range."""
     for name, (least, _) in Sandbox.__ranges__.items():  # type: ignore[attr-defined]
         value = getattr(sandbox, name)
         if value is not None and not least <= value:
@@ -135,7 +135,7 @@ def workers(sandbox: Sandbox) -> int:
 def run_with(
     job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
 ) -> Outcome:
-    """Runs one program under these features of the kernel, whatever their level. `run` is the
+    """Run one program under these features of the kernel, whatever their level. `run` is the
     function to use.
 
     Args:

@@ -147,7 +147,7 @@ WORK: ContextVar[_Work[Any] | None] = ContextVar("WORK", default=None)  # the wo
 
 @lru_cache(maxsize=64)
 def warn_once(text: str) -> None:
-    """Prints a warning to standard error, the same one only once."""
+    """Print a warning to standard error, the same one only once."""
     print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
 
 

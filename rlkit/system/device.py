@@ -83,7 +83,7 @@ def total_memory(device: Any) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other
+    """Let glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other
     C libraries stay as they are.
 
     An update frees and takes the same blocks again and again, and the system fills each page with

@@ -37,7 +37,7 @@ class Hashing:
 
 
 def seal(file: IO[bytes], write: Callable[[Any], object]) -> None:
-    """Lets `write` fill a file, and appends the digest of its bytes as they were handed over."""
+    """Let `write` fill a file, and append the digest of its bytes as they were handed over."""
     hashing = Hashing(file)
     write(hashing)
     file.write(MARK + hashing.digest.hexdigest().encode() + b"\n")
@@ -69,7 +69,7 @@ def digest_more(file: IO[bytes], count: int, digest: Any) -> Any:
 
 
 def write_sums(folder: Path) -> None:
-    """Lists the digests of all files of a folder in its rlkit.sha256."""
+    """List the digests of all files of a folder in its rlkit.sha256."""
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")

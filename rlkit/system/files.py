@@ -70,7 +70,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -79,7 +79,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes beside the target, flushes to the disk, renames. A reader never sees half a file."""
+    """Write beside the target, flush to the disk, rename. A reader never sees half a file."""
     with atomic(path) as file:
         file.write(data)
 
@@ -214,7 +214,7 @@ def reason(error: BaseException) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Readable JSON; nan and infinity become null, as JSON knows neither."""
+    """Write readable JSON; nan and infinity become null, as JSON knows neither."""
     write_atomic(path, _json_text(value))
 
 

@@ -1,5 +1,5 @@
-"""A run's identity, written in the first line of its config.yaml when the folder is made and kept
-by every resume."""
+"""A run's identity: it stands in the first line of config.yaml from the start, and every resume
+keeps it."""
 
 from __future__ import annotations
 

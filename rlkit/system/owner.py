@@ -253,7 +253,7 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
 
 
 def check_owner(folder: Path) -> None:
-    """Raises TakenOver if this process owned a run folder and another one does now; nothing if it
+    """Raise TakenOver if this process owned a run folder and another one does now; nothing if it
     never did."""
     said = lost(folder)
     if said:
@@ -285,7 +285,7 @@ def lost(folder: Path) -> str:
 
 
 def release(folder: Path) -> None:
-    """Gives a run folder up: the file is removed if it is still this process's."""
+    """Give a run folder up: the file is removed if it is still this process's."""
     folder = folder.resolve()
     token, ended = HELD.pop(folder, ("", None))
     if ended is None:

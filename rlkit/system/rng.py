@@ -1,5 +1,4 @@
-"""The generators of python, numpy and torch, as plain types: saved with a run, put back, kept from
-moving.
+"""Save and restore the generators of python, numpy and torch, as plain types.
 
 rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A
 user's reward or environment may: then its draws are a function of the same numbers (`drawing`,
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 def seed(value: int) -> None:
-    """Seeds every generator; any integer."""
+    """Seed every generator; any integer."""
     _seed_on_host(value)
     torch.manual_seed(value)
 

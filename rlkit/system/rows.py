@@ -1,5 +1,5 @@
-"""metrics.jsonl, the truth of a run: rows appended, read back, cut back by a resumed run, and
-repeated in metrics.csv."""
+"""Keep metrics.jsonl, the truth of a run: append rows, read them, cut them back for a resumed run,
+and repeat them in metrics.csv."""
 
 from __future__ import annotations
 

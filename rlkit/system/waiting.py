@@ -307,7 +307,7 @@ def _start() -> None:
 
 
 def _watch() -> None:
-    """Looks from time to time, as long as there may be something to see."""
+    """Look from time to time, as long as there may be something to see."""
     looked = monotonic()
     while True:
         time.sleep(min([LOOK, *(15 * limit.minutes for limit in WATCHER.limits)]))

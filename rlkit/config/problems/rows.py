@@ -65,8 +65,8 @@ def _checked_tasks(x: Experiment) -> Splits:
 
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
-    """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises
-    DataError, ConfigError."""
+    """Load the first `evaluation.n` problems of a split, read their truths and try the verifier.
+    Raises DataError, ConfigError."""
     with guard_state(x.task.load, kinds=[FOLDER]):
         tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
@@ -94,8 +94,9 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
-    """Check that the verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows with a
-    reward marked `no_gold` have no gold answer to try. This reward may belong to `training` alone.
+    """Check that the verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows
+    with a reward marked `no_gold` have no gold answer to try. This reward may belong to `training`
+    alone.
 
     The tests of programs are read in every row.
     Raises: DataError naming the row and any test impossible to judge outside the program.

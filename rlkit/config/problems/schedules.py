@@ -184,8 +184,8 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
 
 
 def first_steps(x: Experiment) -> dict[str, Experiment]:
-    """Phase → its experiment at its first step, every number a plain number; each finds its place
-    at the first and the last step.
+    """Phase → its experiment at its first step, with plain numbers only. Every number must find its
+    place at the first and the last step.
 
     Raises: ConfigError naming the path without a place.
     """

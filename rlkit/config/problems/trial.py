@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # torch is imported only with the parts that need it
 
 
 def dry_run(x: Experiment) -> None:
-    """One update on fake data through advantage, weights, loss and backward, in milliseconds and
-    without a model.
+    """Run one update on fake data through advantage, weights, loss and backward, in milliseconds
+    and without a model.
 
     Skipped if a part asks for `metadata`, because a user's rows cannot be made up, and if the
     reward is no part of the loss.

@@ -40,7 +40,7 @@ def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
-    """The same rows for other programs."""
+    """Write the same rows for other programs."""
     rows = results(jobs)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["status"])
@@ -77,8 +77,8 @@ def comparison(jobs: Sequence[RunJob]) -> str:
 
 
 def seeds_together(jobs: Sequence[RunJob]) -> str:
-    """The finished jobs as lines, one for all jobs that differ by their seed alone, and a sentence
-    on each line against the first; or nothing."""
+    """The finished jobs as lines: jobs that differ by their seed alone share a line. A sentence on
+    each line against the first follows. Empty if there is nothing to compare."""
     found = [
         read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)
     ]

@@ -86,6 +86,6 @@ def objective(folder: Path) -> float | None:
 
 
 def label(overrides: list[str], varied: list[str]) -> str:
-    """The overrides setting a job apart: `algorithm=grpo seed=1`."""
+    """The overrides that set a job apart: `algorithm=grpo seed=1`."""
     plain = [text.lstrip("+") for text in overrides]
     return " ".join(text for text in plain if not varied or text.partition("=")[0] in varied)

@@ -35,8 +35,8 @@ class Plan(NamedTuple):
 
 
 def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
-    """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError
-    with all problems at once."""
+    """Compose, check and dry-run the jobs of a command line. Raises ConfigError with all problems
+    at once."""
     given = [read_override(text)[1] for text in arguments]
     secret = [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]
     if secret:
@@ -310,8 +310,8 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
 
 
 def changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
-    """Name the differences of a folder's run from a job's config, its length included; empty
-    without any that counts.
+    """Name the differences of a folder's run from a job's config, its length included; empty if
+    none counts.
 
     Raises: DataError if the folder's config cannot be read.
     """
@@ -326,7 +326,7 @@ def changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
-    """Moves the run of a folder away if it is not one of a job's config; why, or nothing.
+    """Move the run of a folder away if it is not one of a job's config. Returns why, or nothing.
 
     Raises: Occupied if a process works there; OSError if it cannot be moved.
     """

@@ -33,8 +33,8 @@ def sweep(
     config_dir: str | None = None,
     report: Callable[[Sequence[Path], Path], None] | None = None,
 ) -> int:
-    """Runs all jobs of a command line and compares them; the exit status: 0 all done, 1 one failed,
-    130 or 143 stopped by a signal.
+    """Run all jobs of a command line and compare them. Returns the exit status: 0 all done,
+    1 one failed, 130 or 143 stopped by a signal.
 
     Args:
       arguments: overrides, some of them with several values.

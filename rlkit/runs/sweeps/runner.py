@@ -56,7 +56,7 @@ class Process(Protocol):
         """The exit status, negative for a signal. Raises: subprocess.TimeoutExpired."""
 
     def send_signal(self, sig: int) -> None:
-        """Nothing, if the process has ended."""
+        """Send a signal. Does nothing if the process has ended."""
 
 
 Start = Callable[[list[str], IO[bytes], Mapping[str, str]], Process]

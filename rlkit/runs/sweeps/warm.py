@@ -1,4 +1,4 @@
-"""Keep one process with a run's imports done, and fork it for each job.
+"""Keep one process that has a run's imports done, and fork it for each job.
 
     sweep ── command line, environment, log ──▶ server ──fork──▶ keeper ──fork──▶ job
       ◀──────── process id of the job, then its exit status ───────┘
@@ -47,7 +47,7 @@ IMPORTS = (
 
 
 class WarmJob:
-    """A job's process, with a sweep's part of subprocess.Popen's methods."""
+    """A job's process, with the methods of subprocess.Popen that a sweep uses."""
 
     def __init__(self, pid: int, answers: socket.socket):
         self.pid = pid
@@ -67,7 +67,7 @@ class WarmJob:
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Nothing, if the process has ended."""
+        """Send a signal. Does nothing if the process has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
