@@ -1,4 +1,4 @@
-"""In what two configs differ, and which changes a run can go on with."""
+"""Compare two configs, and decide which changes a run can go on with."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from rlkit.errors import ConfigError
 from rlkit.system.redaction import redacted
 from rlkit.training.schedules.paths import flat
 
-ONCE = ("resume", "takeover")  # keys that say how a process begins, and nothing of the run
+ONCE = ("resume", "takeover")  # keys of one process only; they do not describe the run
 
 
-# keys that two configs of one run may differ in
+# two configs of one run may differ in these keys
 LENGTH = ("trainer.steps", "trainer.max_time", *ONCE)
 
 
-# and these: the result does not depend on the ranks
+# and in these: the result does not depend on the ranks
 PLACE = ("trainer.devices", "trainer.nodes", "trainer.strategy", "trainer.timeout")
 
 
-FIXED = ("model", "optimizer._target_", "task", "seed")  # keys that a continued run may not change
+FIXED = ("model", "optimizer._target_", "task", "seed")  # keys a continued run may not change
 
 
-# sections that say what is written and shown, and nothing of the run's numbers
+# sections about what is written and shown; they do not affect the run's numbers
 APART = ("logger", "callbacks")
 
 
 def identify(config: Mapping[str, Any]) -> str:
-    """A run's identity: 16 hexadecimal digits of the SHA-256 of the config with which its folder
-    was made.
+    """Digest the config of a new folder into the run's identity: 16 hexadecimal digits of its
+    SHA-256.
 
-    Secrets are covered first; sections APART, keys of one process (ONCE), suggestions and shelves
+    Secrets are covered first. Sections APART, keys of one process (ONCE), suggestions and shelves
     are left out. A folder keeps its identity when it is moved, and when its run goes on with other
     settings (`rlkit.system.identity`).
     """
@@ -49,7 +49,7 @@ def identify(config: Mapping[str, Any]) -> str:
 
 
 def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key → value, without secrets and without what only advises or sorts."""
+    """Dotted key → value, without secrets, advice and shelves."""
     return {
         key: value
         for key, value in flat(redacted(config)).items()
@@ -60,8 +60,8 @@ def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
 def difference(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (old, new) for every value that differs, the run's length, the keys `beside` it
-    and mere suggestions left out."""
+    """Dotted key → (old, new) for every value that differs, without the run's length, the keys
+    `beside` it, and suggestions."""
     before = _compared(old)
     after = _compared(new)
     return {
@@ -74,14 +74,14 @@ def difference(
 def other_run(
     old: Mapping[str, Any], new: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """In what a config is not the one of a run: `difference` without its logger, its callbacks and
-    how many ranks it has."""
+    """Find where a config departs from a run's: `difference` without the logger, the callbacks and
+    the number of ranks."""
     changed = difference(old, new, beside=PLACE + beside)
     return {key: values for key, values in changed.items() if key.split(".")[0] not in APART}
 
 
 def refuse_changes(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raises ConfigError for changes with which a run cannot go on."""
+    """Raise ConfigError for changes that no run can go on with."""
     fixed = [key for key in changed if any(key == f or key.startswith(f"{f}.") for f in FIXED)]
     if fixed:
         was, wanted = changed[fixed[0]]

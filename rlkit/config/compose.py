@@ -34,14 +34,14 @@ from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import learn
 from rlkit.system.shared_state import FOLDER, guard_state
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from hydra.types import HydraContext
     from omegaconf import DictConfig
 
     from rlkit.training.experiment import Experiment
 
 
-# what a task declares, the function that has a part for each name, and the option with those parts
+# (the task's declaration, the function holding a part for each name, the option with these parts)
 BY_TASK = (
     ("rewards", "rlkit.rewards.by_task", "reward/by_task.yaml"),
     ("environments", "rlkit.environments.by_task", "environment/by_task.yaml"),
@@ -52,8 +52,8 @@ BY_TASK = (
 
 
 class Composed(NamedTuple):
-    """A composed config in plain containers, the overrides that give it to Hydra, and Hydra's own
-    object, its settings included."""
+    """A composed config in plain containers, the overrides behind it, and Hydra's own object with
+    its settings."""
 
     config: dict[str, Any]
     overrides: list[str]
@@ -67,15 +67,15 @@ def compose(
     config_dir: str | Path | None = None,
     before_import: Callable[[dict[str, Any]], None] | None = None,
 ) -> Composed:
-    """Composes an entry config and refuses it, with all problems in one message, unless it can be
+    """Compose an entry config and refuse it, with all problems in one message, unless it can be
     built.
 
     Args:
-      overrides: as on the command line. Keys that a part's signature knows need no `+`.
+      overrides: as on the command line. A key in a part's signature needs no `+`.
       entry: train, evaluate or rollout.
       config_dir: a folder of the user's own options.
-      before_import: looks at the config, with values of the environment as ${oc.env:NAME}, before a
-        module that it names is imported; may refuse it.
+      before_import: a function to inspect the config before any module in it is imported; it may
+        refuse the config. Values of the environment stand there as ${oc.env:NAME}.
     Raises: ConfigError.
     """
     import logging
@@ -104,12 +104,12 @@ def compose(
 def without_values(
     theirs: Sequence[str], mine: Sequence[str], *, entry: str, config_dir: str | None
 ) -> dict[str, Any]:
-    """The config of what a folder chooses among options and of all that the user says, in the form
-    of `with_variables`.
+    """Compose the folder's choice of options with everything the user sets, in the form of
+    `with_variables`.
 
     The folder's own values are left out.
 
-    How strictly code is confined is no choice among equals: a folder's is left out.
+    The folder's `sandbox` choice is left out too: it decides how strictly code is confined.
     """
     with hydra_of_conf(config_dir) as search:
         chosen = [
@@ -117,7 +117,7 @@ def without_values(
             for text in theirs
             if is_group(text, search) and not re.match(r"[+~]*(hydra|sandbox)\b", text)
         ]
-        for own in ([*mine], []):  # without the user's where they only fit to the folder's
+        for own in ([*mine], []):  # the user's may fit only the folder's values
             try:
                 full, _ = _load(entry, search, _check_overrides([*chosen, *own], search)[1])
                 elsewhere = any(
@@ -130,8 +130,8 @@ def without_values(
 
 
 def with_variables(full: DictConfig) -> dict[str, Any]:
-    """The plain config in which each value of the environment stands as ${oc.env:NAME}, wherever
-    references have carried it."""
+    """The plain config with ${oc.env:NAME} in place of each value of the environment, also where
+    references carry it."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -145,7 +145,7 @@ def with_variables(full: DictConfig) -> dict[str, Any]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-PRESETS = ("experiment", "debug")  # groups whose options set keys of other groups
+PRESETS = ("experiment", "debug")  # their options set keys of other groups
 
 
 class Layer(NamedTuple):
@@ -153,13 +153,13 @@ class Layer(NamedTuple):
 
     option: str  # GROUP=NAME; empty for the entry config, and for Hydra's own
     config: dict[str, Any]  # its keys in their places, references as they are written
-    overrides: dict[str, str]  # options of other groups that a preset chooses: group → NAME
+    overrides: dict[str, str]  # the preset's choices in other groups: group → NAME
 
 
 def layers(
     composed: Composed, *, entry: str = "train", config_dir: str | None = None
 ) -> tuple[Layer, ...]:
-    """The files that a config was composed of, in Hydra's order, without values of the command
+    """List the files a config was composed of, in Hydra's order, without values of the command
     line."""
     with hydra_of_conf(config_dir) as search:
         groups = [text for text in composed.overrides if is_group(text, search)]
@@ -195,8 +195,8 @@ def _layers(entry: str, overrides: tuple[str, ...], stamp: object) -> tuple[Laye
 
 @contextmanager
 def hydra_of_conf(config_dir: str | Path | None) -> Iterator[list[str]]:
-    """A block in which Hydra reads conf/ and knows rlkit's resolvers. Gives the overrides that make
-    it look into the user's folder too."""
+    """Let Hydra read conf/ with rlkit's resolvers inside this block. Yields the overrides for
+    searching the user's folder too."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
@@ -211,7 +211,7 @@ def hydra_of_conf(config_dir: str | Path | None) -> Iterator[list[str]]:
 
 @contextmanager
 def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
-    """Hydra's state around jobs whose config is composed already, with the callbacks that it names
+    """Hydra's state around jobs with a composed config, with the callbacks named there
     (hydra.callbacks)."""
     from hydra import initialize_config_dir
     from hydra._internal.callbacks import Callbacks
@@ -225,8 +225,8 @@ def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
 
 
 def length_keys(composed: Composed) -> tuple[str, ...]:
-    """Dotted keys whose values follow the run's length by an interpolation such as
-    ${trainer.steps}: they count as length too."""
+    """List the dotted keys with values that follow the run's length, as in ${trainer.steps}: they
+    count as length too."""
     from omegaconf import OmegaConf
 
     longer = copy.deepcopy(composed.full)
@@ -243,16 +243,16 @@ def length_keys(composed: Composed) -> tuple[str, ...]:
 
 
 def searchpath(config_dir: str | Path | None) -> list[str]:
-    """The override that makes Hydra look for options in a user's folder too. Raises ConfigError
-    where there is none."""
+    """The override for searching a user's folder for options too. Raises ConfigError if the folder
+    does not exist."""
     if config_dir and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
 
 
 def _clashes(config_dir: str | Path | None) -> list[str]:
-    """Options of a user's folder that Hydra would silently pass over for a shipped one of the same
-    name."""
+    """Options of a user's folder hidden by a shipped option of the same name. Hydra would say
+    nothing."""
     folder = Path(config_dir) if config_dir else None
     files = sorted(folder.rglob("*.yaml")) if folder else []
     hidden = [f for f in files if folder and (conf_dir() / f.relative_to(folder)).exists()]
@@ -263,8 +263,8 @@ def _clashes(config_dir: str | Path | None) -> list[str]:
 
 
 def _check_searchpath(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a place of hydra.searchpath that is not there. Hydra would only warn,
-    and then miss its options."""
+    """Raise ConfigError if a place in hydra.searchpath does not exist. Hydra would only warn, and
+    then miss its options."""
     for scheme, place in re.findall(
         r"(file|pkg)://([^\]\s,'\"]+)",
         " ".join(text for text in overrides if "hydra.searchpath=" in text),
@@ -291,11 +291,11 @@ def _importable(package: str) -> bool:
 def _load(
     entry: str, search: Sequence[str], overrides: Sequence[str]
 ) -> tuple[DictConfig, list[str]]:
-    """Hydra's config, its own node included, and the overrides that give it; whatever goes wrong is
-    one ConfigError.
+    """Compose Hydra's config, its own node included, and the overrides behind it. Every failure
+    becomes one ConfigError.
 
-    Hydra composes the groups; the values are set after that, as it does itself. A key that the YAML
-    does not hold may still be one that a signature knows: it is added, and the check decides.
+    Hydra composes the groups. Then the values are set, as Hydra does it. A key absent from the YAML
+    may still stand in a signature: it is added, and the check decides.
     """
     import yaml
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -340,8 +340,8 @@ def _load(
 def _refusal(
     error: Exception, text: str, entry: str, search: Sequence[str], overrides: Sequence[str]
 ) -> ConfigError:
-    """What Hydra's error says, in one sentence about the user's words; `text` is the last override
-    that was applied."""
+    """Turn Hydra's error into one sentence about the user's words. `text` is the override applied
+    last."""
     absent = re.match(r"(?:In '[^']*': )?Could not find '([\w/]+)/([^/']+)'", str(error))
     if absent:
         group, name = absent.groups()
@@ -369,12 +369,11 @@ def _refusal(
 
 
 def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
-    """Leave out of each `by_task` the shipped parts that no row of the task names.
+    """Remove the shipped parts of each `by_task` unless a row of the task names them.
 
-    A task declares `rewards` and `environments`; those of a mixture are the union of its parts. A
-    task without them keeps what is there, but for parts whose extra is missing. A part that an
-    override sets stays, and so does one of the user's own. The declarations themselves do not stay
-    in the config.
+    A task declares `rewards` and `environments`. A mixture declares the union of its parts. Without
+    declarations every part stays, except parts with a missing extra. A part set by an override
+    stays, and so does the user's own part. The declarations themselves leave the config.
     """
     from omegaconf import OmegaConf
 
@@ -410,7 +409,7 @@ def _paths_of(node: Any, key: str, path: str) -> Iterator[str]:
 
 
 def _paths_of_target(node: Any, target: str, path: str = "") -> Iterator[str]:
-    """The dotted keys of the nodes that call this function."""
+    """The dotted keys of the nodes with this `_target_`."""
     if isinstance(node, dict):
         if node.get("_target_") == target:
             yield path
@@ -421,7 +420,8 @@ def _paths_of_target(node: Any, target: str, path: str = "") -> Iterator[str]:
 
 @functools.lru_cache(maxsize=64)
 def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> bytes:
-    """Hydra's composition of options, pickled, once for all configs that differ in values only.
+    """Hydra's composition of options, pickled. Configs with other values but the same options share
+    it.
 
     `stamp` changes with the files. To unpickle takes a seventh of the time of a deep copy.
     """
@@ -433,11 +433,11 @@ def _composed_groups(entry: str, overrides: tuple[str, ...], stamp: object) -> b
 
 
 def drop_shelves(node: Any) -> None:
-    """Takes the key `shelf`, which options bring along, out of a composed config, in place and at
+    """Remove the key `shelf`, brought along by options, from a composed config, in place and at
     every depth."""
     from omegaconf import Container
 
-    children = node._content  # a text where the node is missing or refers to another
+    children = node._content  # text if the node is missing or refers to another
     if isinstance(children, dict):
         if "shelf" in children and children["shelf"]._value() in SHELVES:
             del children["shelf"]
@@ -448,7 +448,8 @@ def drop_shelves(node: Any) -> None:
 
 
 def _stamp(search: Sequence[str]) -> object:
-    """Changes whenever an option is written, also in a notebook that edits its own."""
+    """A value to compare: it changes whenever an option is written, even by a notebook editing its
+    own."""
     folders = [
         conf_dir(),
         *(Path(folder) for text in search for folder in re.findall(r"file://([^],]+)", text)),
@@ -488,7 +489,7 @@ def _plain(full: DictConfig) -> dict[str, Any]:
 
 
 def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
-    """Raises ConfigError for a key that YAML does not read as text, such as `on` or 1.5."""
+    """Raise ConfigError for a key YAML does not read as text, for example `on` or 1.5."""
     for key, value in node.items():
         if not isinstance(key, str):
             raise ConfigError(f"{path}{key}: YAML reads this key as {key!r}; write it in quotes")
@@ -497,7 +498,7 @@ def _require_text(node: Mapping[Any, Any], path: str = "") -> None:
 
 
 def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
-    """Return the first key whose reference cannot be resolved and the text that stands there.
+    """Return the first key with a reference nothing resolves, and the reference as written.
 
     If all can be resolved, both are empty.
     """
@@ -521,8 +522,8 @@ def _unresolved(node: Any, path: str = "") -> tuple[str, str]:
 
 
 def _misplaced(plain: dict[str, Any]) -> list[str]:
-    """Presets without the line that lays them over the whole config: takes their keys out of the
-    config, and says so."""
+    """Find presets without the line `# @package _global_`. Take their keys out of the config and
+    report them."""
     return [
         f"{group}: this preset sets {', '.join(found)} under '{group}'; write '# @package _global_'"
         " as the first line of its file"
@@ -541,7 +542,7 @@ def unresolved(full: DictConfig, *, of_hydra: bool = False) -> dict[str, Any]:
 
 
 def choices(full: DictConfig) -> list[str]:
-    """GROUP=OPTION of every group for which an option was chosen, sorted."""
+    """GROUP=OPTION of every group with a chosen option, sorted."""
     chosen = full.hydra.runtime.choices.items()
     return sorted(
         f"{group}={option}"
@@ -551,8 +552,8 @@ def choices(full: DictConfig) -> list[str]:
 
 
 def is_group(override: str, search: Sequence[str]) -> bool:
-    """Whether an override chooses an option, or sets something of Hydra's own, which may decide
-    where options are found."""
+    """Whether an override chooses an option. Hydra's own settings count too, because they may
+    decide where options are found."""
     key, _, value = override.lstrip("+~").partition("=")
     options = _group_options(key.partition("@")[0], search)
     return key.partition("/")[0].partition(".")[0] == "hydra" or (
@@ -561,8 +562,8 @@ def is_group(override: str, search: Sequence[str]) -> bool:
 
 
 def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
-    """The names of a group's options. Asks Hydra's repository itself: its loader would copy every
-    option that plugins have registered."""
+    """The names of a group's options. Asks Hydra's repository directly: the loader would copy every
+    option registered by a plugin."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.object_type import ObjectType
 
@@ -575,7 +576,7 @@ def _group_options(group: str, search: Sequence[str] = ()) -> list[str]:
 
 
 def _listed_options(group: str, search: Sequence[str] = ()) -> list[str]:
-    """The names that a message lists: a group's options, and the recipes among the presets."""
+    """Names for a message: a group's options, and the recipes among the presets."""
     recipes = _group_options("experiment/recipe", search) if group == "experiment" else []
     return [*_group_options(group, search), *(f"recipe/{name}" for name in recipes)]
 
@@ -583,8 +584,8 @@ def _listed_options(group: str, search: Sequence[str] = ()) -> list[str]:
 def _check_overrides(
     overrides: Sequence[str], search: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Problems of the overrides themselves, and the overrides that can be composed, values made to
-    add where they must."""
+    """Return the problems of the overrides, and the overrides that Hydra can compose, in its
+    grammar."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -592,7 +593,7 @@ def _check_overrides(
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
     parser = OverridesParser.create(config_loader=hydra.config_loader)
-    # options that are looked for later
+    # options looked for later
     elsewhere = bool(search) or any(text.startswith("hydra.searchpath=") for text in overrides)
     problems = []
     accepted = []
@@ -631,7 +632,7 @@ def _check_overrides(
 
 
 def no_such_option(text: str, name: str, group: str, options: Iterable[str]) -> str:
-    """What is said of an option that is not there."""
+    """The sentence about an option that does not exist."""
     return (
         f"{text}: no such option.{nearest(name, options)} Options of {group}:"
         f" {', '.join(sorted(options))}"
@@ -639,8 +640,8 @@ def no_such_option(text: str, name: str, group: str, options: Iterable[str]) -> 
 
 
 def parse_override(parser: Any, text: str) -> tuple[Any, str]:
-    """An override, and its text in Hydra's grammar: a condition such as `reward/mean > 0.8 for 3`
-    gets the quotes that the shell took."""
+    """Parse an override, and return its text in Hydra's grammar. A condition like
+    `reward/mean > 0.8 for 3` gets back the quotes taken by the shell."""
     from hydra.errors import HydraException
 
     try:
@@ -669,13 +670,13 @@ def experiment(composed: Composed) -> Experiment:
 
 
 def builder(config: Mapping[str, Any]) -> Callable[[], Experiment]:
-    """A function that another process may call to build the experiment again, for sampling: without
-    loggers and callbacks."""
+    """A function for another process: it builds the experiment again for sampling, without loggers
+    and callbacks."""
     return functools.partial(build, {**config, "logger": {}, "callbacks": {}})
 
 
 def checked(x: Experiment) -> Experiment:
-    """The experiment itself, after every check that needs no model and no data. Raises ConfigError
+    """Return the experiment after every check possible without model and data. Raises ConfigError
     with all problems at once."""
     # their functions run on fake data
     with guard_state(x.algorithm, x.kl, x.optimizer, kinds=[FOLDER]):

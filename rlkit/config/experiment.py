@@ -1,5 +1,5 @@
-"""`rlkit.experiment`: an experiment from Python. Options and checks are those of the command line;
-any part may be a Python object."""
+"""`rlkit.experiment`: an experiment from Python, with the options and checks of the command line.
+Any part may be a Python object."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PLAIN = (str, int, float, bool, type(None), Path)
 
 
 class Configured(Experiment):
-    """An experiment that knows its config. `_replace` gives one that does not, since the config
-    would no longer describe it."""
+    """An experiment with its config. `_replace` drops the config, because it would no longer
+    describe the experiment."""
 
     config: Mapping[str, Any] = MappingProxyType({})
-    # that give the config to Hydra; empty where a part is a Python object
+    # the overrides behind the config; empty if any part is a Python object
     overrides: tuple[str, ...] = ()
 
 
@@ -47,17 +47,17 @@ def experiment(
       keywords: overrides as keywords, two underscores for a dot: trainer__steps=10 is
         trainer.steps=10. A Python object replaces the part itself: reward=my_reward,
         algorithm__advantage=my_advantage, reference=rlkit.references.ema(decay=0.99). A reward may
-        be a function, a Term, or several of them in a list or by name; a task a list of Tasks or of
-        rows with a prompt and an answer, a `datasets.Dataset`, or a Splits of such; tools a
-        function or several; a model a Policy. A keyword below a part that is replaced sets it in
-        the new one: algorithm__advantage__scale=0.5.
+        be a function, a Term, or several of them in a list or by name. A task may be a list of
+        Tasks, rows with a prompt and an answer, a `datasets.Dataset`, or a Splits of these. Tools
+        may be one function or several. A model may be a Policy. A keyword below a replaced part
+        sets a value in the new one: algorithm__advantage__scale=0.5.
     Raises: ConfigError with all problems, in the sentences of the command line.
     """
     if "--config-dir" in " ".join(overrides):
         raise ConfigError('--config-dir: from Python, give the folder as config_dir="my_conf"')
     given = {key.replace("__", "."): value for key, value in keywords.items()}
     parts = {path: value for path, value in given.items() if is_part(path, value)}
-    # what is set beside a task or a model that is replaced is an option's
+    # below a replaced task or model, keys still belong to the option
     above = tuple(f"{path}." for path in parts if path not in ("task", "model"))
     parts |= {path: value for path, value in given.items() if path.startswith(above)}
     more = [override(path, value) for path, value in given.items() if path not in parts]
@@ -68,7 +68,7 @@ def experiment(
     )
     refuse_problems(problems)
     config = built = composed.config
-    # Python objects that the function of an option is called with; the others replace what it gives
+    # Python objects passed to the function of an option; the others replace its result
     early = [
         path
         for path in parts
@@ -87,7 +87,7 @@ def experiment(
             x = placed(x, path, part, Experiment, path)
             part = reduce(inside, path.split("."), x)
         config = with_value(config, path, described(part))
-    # whatever gives tasks and model, their other numbers are those of the options it replaces
+    # a replaced task or model keeps the other numbers of its option
     x = x._replace(task=replace(source, load=x.task), model=model_spec(x.model, suggested))
     configured = Configured(*checked(x))
     configured.config = config
@@ -110,7 +110,7 @@ def is_plain(value: Any) -> bool:
 
 
 def override(path: str, value: Any) -> str:
-    """A keyword as an override. A text chooses an option where there is a group of that name."""
+    """Write a keyword as an override. A text chooses an option if a group has this name."""
     is_group = (conf_dir() / path.replace(".", "/")).is_dir()
     chosen = [value] if isinstance(value, str) else value
     if (
@@ -139,8 +139,8 @@ def literal(value: Any) -> str:
 
 
 def described(part: Any) -> Any:
-    """A part as a node of a config, for the run folder: what it is called, and its plain values. It
-    may not be buildable again."""
+    """A part as a node of a config, for the run folder: its name and its plain values. The node may
+    not be buildable again."""
     if is_plain(part):
         return str(part) if isinstance(part, Path) else part
     if isinstance(part, Mapping):

@@ -1,5 +1,5 @@
-"""Which key a misspelt or foreign one means: the names of TRL and verl, then the leaves of the
-whole config."""
+"""Suggest a known key for a misspelt or foreign one: first the names of TRL and verl, then the
+leaves of the whole config."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Names that users of TRL, verl and the notebooks write → the key here. A key that names a group of
-# options is written with "=".
+# Names used in TRL, verl and the notebooks → the key here. A key for a group of options ends with
+# "=".
 PEERS = {
     "batch.prompts": (
         "batch_size train_batch_size rollout_batch_size prompts_per_step"
@@ -67,15 +67,15 @@ MEANT = {word: key for key, words in PEERS.items() for word in words.split()}
 
 
 def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
-    """The key that an unknown one means, as " Did you mean 'optimizer.lr'?"; '' where nothing is
-    near.
+    """Suggest a key for an unknown one, as " Did you mean 'optimizer.lr'?"; '' if nothing is near.
 
     Args:
       path: the unknown key as it was written, dotted.
-      named: the names that are valid where it was written.
+      named: the valid names at its place.
       leaves: every dotted key of the config.
-    A name beside it that differs by a letter or two comes first, then a known name of a peer, then
-    a leaf of the same name anywhere, then similar ones.
+
+    First comes a name beside it, one or two letters away. Then come a peer's name, a leaf of the
+    same name anywhere, and similar names.
     """
     parent, _, word = path.rpartition(".")
     # evaluation.reward.terms.task is no other place than reward.terms.task
@@ -106,8 +106,8 @@ def meant(path: str, named: Iterable[str], leaves: Iterable[str]) -> str:
 
 
 def leaves_of(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every dotted key of a plain config that a user sets, groups and lists as one key each,
-    Hydra's own words left out."""
+    """Every dotted key a user can set in a plain config, groups and lists as one key each, without
+    Hydra's own words."""
     found = []
     for key, value in config.items():
         if key.startswith("_") or key == "suggests":

@@ -1,5 +1,5 @@
-"""Keys: a value of the user's goes only to an address that the user's own command line, environment
-or --config-dir names."""
+"""Keys: a value of the user goes only to an address named by the user's own command line,
+environment or --config-dir."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlkit.config.trust import (
 from rlkit.errors import ConfigError
 from rlkit.system.redaction import FROM_ENVIRONMENT, is_secret_key
 
-# Variables that a logger's package sends to its address by itself.
+# Variables sent to a logger's address by its package, without rlkit.
 SENT = {
     "rlkit.training.loggers.mlflow": (
         "MLFLOW_TRACKING_TOKEN",
@@ -36,11 +36,11 @@ SENT = {
 
 
 class Leak(NamedTuple):
-    """A value of the user's that would go where a folder says."""
+    """A value of the user on its way to a place the folder chose."""
 
     path: str
-    what: str  # that stands there
-    place: str  # where the folder would have it sent, as path=value
+    what: str  # the value, in words
+    place: str  # its destination by the folder, as path=value
 
     def __str__(self) -> str:
         return (
@@ -51,12 +51,12 @@ class Leak(NamedTuple):
 
 
 def leaks(node: Any, by: Folder, base: Any = ABSENT) -> list[Leak]:
-    """Values of the environment and secrets that would go to an address, a program or a function
-    that only the folder names.
+    """Find values of the environment and secrets on their way to an address, a program or a
+    function that only the folder names.
 
-    trust=true does not allow it. A key beside such an address is one. As soon as there is such an
-    address, so is each value of the environment that the folder takes, wherever it puts it: into a
-    prompt, say.
+    Even trust=true does not allow it. A key beside such an address is a leak. If there is any such
+    address, every value the folder takes from the environment is a leak too, even one put into a
+    prompt.
 
     Args: as for `outside`.
     """
@@ -88,8 +88,7 @@ def _functions(node: Any, base: Any, path: str) -> Iterator[tuple[str, Mapping[s
 
 
 def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterator[Leak]:
-    """What of the user's stands among the arguments of a function whose address the folder
-    names."""
+    """The user's values among the arguments of a function with an address from the folder."""
     for where, text, own in _leaves(
         {key: value for key, value in node.items() if key != "suggests"}, base, path
     ):
@@ -104,8 +103,8 @@ def _beside(node: Mapping[str, Any], base: Any, path: str, place: str) -> Iterat
 
 
 def _places(node: Mapping[str, Any], by: Folder, base: Any, path: str) -> list[str]:
-    """The addresses and programs of a function that only the folder names, as path=value; the
-    function itself, where it is unknown."""
+    """The addresses and programs only the folder names, as path=value. An unknown function is
+    listed itself."""
     target = node["_target_"]
     if not is_known(target, by) and base is ABSENT:
         return [f"{path}._target_={target!s:.80}" if path else f"_target_={target!s:.80}"]
@@ -138,7 +137,7 @@ def _leaves(node: Any, base: Any, path: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def refuse_leaks(found: Sequence[Leak], where: str) -> None:
-    """Raises ConfigError for the first value that would go where only the folder says."""
+    """Raise ConfigError for the first value on its way to a place that only the folder names."""
     if found:
         raise ConfigError(f"{where}: {found[0]}")
 

@@ -1,4 +1,4 @@
-"""The files of conf/: where they are, and on which shelf each option stands.
+"""The files of conf/: where they are, and the shelf of each option.
 
 A line `shelf: everyday` or `shelf: catalogue` in an option's file says whether most users need to
 know it. The word sorts lists of options and changes nothing else: `rlkit.config.compose` takes it
@@ -22,7 +22,8 @@ def conf_dir() -> Path:
 
 
 def read_shelf(file: Path) -> str:
-    """The shelf that an option's file names; "" if it names none, as a user's own file may."""
+    """Read the shelf from an option's file; "" if the file names none. A user's own file need
+    not."""
     found = LINE.search(file.read_text())
     return found[1] if found else ""
 
@@ -31,8 +32,8 @@ def shelf_of(group: str, option: str, config_dir: str | Path | None = None) -> s
     """The shelf of an option: everyday, catalogue, or "" if its file names none or does not exist.
 
     Args:
-      group: as on the command line, such as algorithm or algorithm/policy_loss.
-      option: as on the command line, such as grpo or recipe/grpo.
+      group: as on the command line, for example algorithm or algorithm/policy_loss.
+      option: as on the command line, for example grpo or recipe/grpo.
       config_dir: the folder of the user's own options, searched after the shipped ones.
     """
     for folder in (conf_dir(), config_dir):

@@ -1,20 +1,20 @@
-"""Where each value of a composed config comes from.
+"""Find the origin of each value in a composed config.
 
 Hydra merges the option files of a run in one order, later files over earlier ones, and then sets
 the values of the command line. So the origin of a key is, in this order:
 
-1. "command line", or the config file or run folder that gave the override, if an override sets the
-   key or a mapping that holds it. This is so even if the value stays the same.
+1. "command line", or the config file or run folder with the override, if an override sets the key
+   or a mapping around it. This is so even if the value stays the same.
 2. "phase NAME", if the key lies in schedule.phases.NAME.
-3. What the key follows, if it is a reference such as `${trainer.steps}`: "suggested by
-   GROUP=OPTION" for a reference to advice under `suggests`, otherwise "follows KEY".
+3. The source of a reference like `${trainer.steps}`: "suggested by GROUP=OPTION" for advice under
+   `suggests`, otherwise "follows KEY".
 4. "default", if `rlkit train` without overrides has the same key with the same value.
-5. The last of the option files that set the key, as GROUP=OPTION. Presets count as options.
+5. The last of the option files to set the key, as GROUP=OPTION. Presets count as options.
 
-A key is changed if it is of kind 1, or if its value is not that of `rlkit train` without overrides.
-A key in a phase is changed if its value is not that of the whole run at the same place. Names of
-functions (`_target_`) and suggestions are no changes of their own: the option says what they are.
-Keys inside a reference to a mapping, such as `sandbox: ${sandbox}`, are left out.
+A key is changed if it is of kind 1, or if its value differs from `rlkit train` without overrides. A
+key in a phase is changed if its value differs from the whole run's at the same place. Names of
+functions (`_target_`) and suggestions do not count as changes of their own: the option implies
+them. Keys inside a reference to a mapping, for example `sandbox: ${sandbox}`, are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFAULT = "default"
 REMOVED = "removed"
 SILENT = {"_target_", "_partial_", "suggests", "shelf"}
 PHASE = re.compile(r"schedule\.phases\.(\w+)\.(.+)")
-PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys of a phase that the whole run has not
+PHASE_ONLY = re.compile(r"(until|numbers|reset)\b")  # keys a phase has and the whole run lacks
 REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.*)([A-Za-z_][\w.]*)(?=[,}])")
 ADVICE = re.compile(r"\$\{(rlkit_\w+):([^{}]*)\}")
 EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")
@@ -44,9 +44,9 @@ EXTRA = re.compile(r"rlkit\.extras\.(\w+)\.")
 class Option(NamedTuple):
     """A chosen option."""
 
-    place: str  # where its keys stand: algorithm, algorithm.advantage
+    place: str  # the place of its keys: algorithm, algorithm.advantage
     name: str
-    origin: str  # empty for an option that the option above it chooses
+    origin: str  # empty if the option above it chooses it
     changed: bool
 
 
@@ -60,7 +60,7 @@ class Value(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """What a run is made of."""
+    """The options, values and extras of a run."""
 
     options: list[Option]
     values: list[Value]
@@ -77,7 +77,7 @@ def explain(
     """Options, values and extras of `rlkit train` with these overrides, with their origins.
 
     Args:
-      sources: key of an override → the file or folder that it was read from.
+      sources: key of an override → the file or folder it was read from.
       config_dir, before_import: as for `compose`.
     Raises: ConfigError.
     """
@@ -85,8 +85,8 @@ def explain(
     files = layers(composed, config_dir=config_dir)
     standard = compose([])
     groups = {layer.option.partition("=")[0] for layer in files} | set(_choices(composed))
-    chosen: dict[str, tuple[str, str]] = {}  # group → (option, who chose it)
-    is_set: dict[str, str] = {}  # key → who set it
+    chosen: dict[str, tuple[str, str]] = {}  # group → (option, its origin)
+    is_set: dict[str, str] = {}  # key → its origin
     removed = []
     for text in composed.overrides:
         key, _, value = text.lstrip("+~").partition("=")
@@ -111,7 +111,8 @@ def extras_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def _choices(composed: Composed) -> dict[str, str]:
-    """Group, with @PLACE where its keys stand elsewhere → option, in the order of the config."""
+    """Group → option, in the order of the config. A group has @PLACE if its keys stand
+    elsewhere."""
     chosen = reversed(list(composed.full.hydra.runtime.choices.items()))
     return {
         str(group): str(name)
@@ -126,8 +127,7 @@ def _options(
     files: Sequence[Layer],
     chosen: dict[str, tuple[str, str]],
 ) -> list[Option]:
-    """The chosen options, each with who chose it; presets first, then in the order of the
-    config."""
+    """The chosen options with their origins; presets first, then in the order of the config."""
     preset: dict[str, tuple[str, str]] = {}
     for layer in files:
         if layer.option:
@@ -155,7 +155,7 @@ def _options(
 def _values(
     composed: Composed, standard: Composed, files: Sequence[Layer], is_set: Mapping[str, str]
 ) -> Iterator[Value]:
-    """Every key that has a value of its own, in the order of the config."""
+    """Every key with a value of its own, in the order of the config."""
     now = flat(composed.config)
     before = flat(standard.config)
     shown = flat(redacted(composed.config))
@@ -165,7 +165,7 @@ def _values(
         owners |= dict.fromkeys(flat(layer.config), layer.option)
 
     def setter(key: str) -> str:
-        """Who sets a key, or a mapping that holds it, by an override."""
+        """The origin of the override for a key or a mapping around it; empty without one."""
         parts = key.split(".")
         above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next((is_set[path] for path in above if path in is_set), "")
@@ -202,10 +202,10 @@ def _values(
 
 
 def followed(key: str, written: Any, config: Mapping[str, Any]) -> str:
-    """The key from which a reference takes its value; empty if it takes none.
+    """Find the key behind a reference; empty if there is none.
 
     Args:
-      written: the reference, as a file or an override has it.
+      written: the reference as written in a file or an override.
       config: dotted key → value, resolved.
     """
     if not isinstance(written, str) or not written.startswith("${") or not written.endswith("}"):
@@ -226,7 +226,7 @@ def followed(key: str, written: Any, config: Mapping[str, Any]) -> str:
 
 
 class _Recorded(Mapping[str, Any]):
-    """A config that notes which values are read of it."""
+    """A config with a record of every value read from it."""
 
     def __init__(self, values: Mapping[str, Any], path: str, read: dict[str, Any]) -> None:
         self.values_by_key = values

@@ -1,5 +1,5 @@
-"""Python objects in the places of an experiment's parts, and arguments of the functions at the top
-of the package: what may stand where, told by type hints."""
+"""Put Python objects in the places of an experiment's parts, and check the arguments of
+the package's top-level functions. Type hints say which object may stand in which place."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ hints_of = functools.cache(signature_hints)  # of records
 
 @functools.cache
 def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function of the top of the package, which refuses arguments that its signature has no place
-    for. A bare function becomes the Reward or Term that is asked for.
+    """Wrap a top-level function of the package: it refuses arguments missing from its signature. A
+    bare function becomes a Reward or Term if the signature asks for one.
 
     Raises: ConfigError in place of Python's TypeError, and of an AttributeError further in.
     """
@@ -66,18 +66,18 @@ def checked_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
                 call.arguments[key] = lifted(value, hint, where)
         return function(*call.args, **call.kwargs)
 
-    checked.__module__ = "rlkit"  # where pickle finds it
+    checked.__module__ = "rlkit"  # the name pickle looks up
     checked.__qualname__ = name
     return checked
 
 
 def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
-    """The owner with a part in place of what stands at a path inside it.
+    """Return the owner with a new part at a path inside it.
 
     Args:
       path: of field names, keys and keyword arguments. hint: the owner's type. where: the whole
         path, for messages.
-    Raises: ConfigError where there is no such place, or where the part cannot stand there.
+    Raises: ConfigError if the place does not exist or cannot take the part.
     """
     if not path:
         return lifted(part, hint, where)
@@ -103,14 +103,13 @@ def placed(owner: Any, path: str, part: Any, hint: Any, where: str) -> Any:
 
 
 def inside(owner: Any, name: str) -> Any:
-    """What stands under a name: a field, an entry or a keyword argument; None where nothing
-    does."""
+    """The field, entry or keyword argument of this name; None if there is none."""
     return fields(owner).get(name)
 
 
 def lifted(part: Any, hint: Any, where: str) -> Any:
-    """The part as its place takes it, and all that it holds. Raises ConfigError where one of them
-    cannot stand there."""
+    """Convert a part, and everything in it, to the type of its place. Raises ConfigError if one of
+    them does not fit."""
     if hint in (Reward, Term) and not isinstance(part, hint):
         part = (as_reward if hint is Reward else as_term)(part, where)
     elif where == "task":
@@ -127,7 +126,7 @@ def lifted(part: Any, hint: Any, where: str) -> Any:
 
 
 def with_lifted(part: Any, hint: Any, where: str) -> Any:
-    """The part with its fields, values or items lifted; itself where that changes nothing."""
+    """The part with its fields, values or items lifted; the same object if nothing changes."""
     within = typing.get_args(hint)
     if is_record(part) and isinstance(part, tuple):
         hints = hints_of(type(part))
@@ -149,8 +148,7 @@ def with_lifted(part: Any, hint: Any, where: str) -> Any:
 
 
 def stands(part: Any, hint: Any) -> bool:
-    """Whether a part is of the type that its place asks for, as far as that shows without calling
-    it and without looking inside."""
+    """Whether a part has the type of its place, judged without calling it or looking inside."""
     base = typing.get_origin(hint) or hint
     if is_open(base):
         return True
@@ -164,7 +162,7 @@ def stands(part: Any, hint: Any) -> bool:
 
 
 def is_function(base: Any) -> bool:
-    """Whether a type says that a function stands there."""
+    """Whether a type stands for functions."""
     calls = is_protocol(base) and any("__call__" in vars(own) for own in base.__mro__)
     return base is Callable or calls
 
@@ -236,8 +234,8 @@ def as_reward(part: Any, where: str) -> Reward:
 
 
 def task_function(part: Any) -> Callable[..., Sequence[Task]]:
-    """Tasks, or rows of a prompt and an answer, as the function of a split that a run asks. Without
-    splits all are for training."""
+    """Tasks, or rows of a prompt and an answer, as a function from split to tasks. Without splits
+    all are for training."""
     if isinstance(part, Mapping):  # of a DatasetDict, say
         part = Splits(**{split: part[split] for split in SPLITS if split in part})
     splits = part if isinstance(part, Splits) else Splits(part)
@@ -246,7 +244,7 @@ def task_function(part: Any) -> Callable[..., Sequence[Task]]:
 
 
 def the_policy(policy: Policy) -> ModelSpec:
-    """A policy that is loaded already, as a run loads it; it is moved to the run's device."""
+    """Wrap a loaded policy as a run's model. The run moves it to its device."""
 
     def model(*, device: Any) -> Policy:
         policy.model.to(device)

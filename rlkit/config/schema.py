@@ -1,10 +1,10 @@
-"""A function's signature is the schema of its config node: one walk that checks a config, and one
-that builds it.
+"""A function's signature is the schema of its config node: one walk checks a config, and one builds
+it.
 
-Every mapping in a config has a `_target_`, whose signature says which keys it takes and of what
-kind, or stands where a signature asks for a mapping of named parts. So one walk finds every unknown
-key, also those added with `+`, every wrong type and every missing value, and the same shape of walk
-builds the plain functions.
+Every mapping in a config has a `_target_`, or holds named parts where a signature asks for them.
+The target's signature lists the keys and their types. So one walk finds every unknown key, even one
+added with `+`, every wrong type and every missing value. A walk of the same shape builds the plain
+functions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlkit.system.extras import explain_missing
 from rlkit.system.shared_state import FOLDER, guard_state
 from rlkit.types import is_record
 
-# `suggests` holds what an option advises other groups: they interpolate it as their default, and
-# its own function never sees it.
+# `suggests` holds an option's advice to other groups. They interpolate it as their default, and the
+# option's own function never sees it.
 SPECIAL = ("_target_", "_partial_", "_args_", "suggests")
 KINDS = {"_target_": str, "_partial_": bool, "_args_": list}
 WANTED = {
@@ -34,8 +34,7 @@ WANTED = {
     "_partial_": "true or false",
     "_args_": "a list of values",
 }
-# What an option may suggest to other groups, and of what kind it is; every number is greater than
-# 0.
+# Suggestions an option may make to other groups, with their types. Every number is greater than 0.
 SUGGESTED: dict[str, Any] = {
     **dict.fromkeys(("lr", "lora_lr", "critic_lr"), float),
     "thinking": bool | None,
@@ -47,21 +46,20 @@ SUGGESTED: dict[str, Any] = {
     "kl": Any,
     **dict.fromkeys(("show", "weights"), str),  # read by teacher=context
 }
-# Parts that stand under the task in a config and are no arguments of its function.
+# Parts beside the task's arguments: they stand under the task in a config.
 BESIDE = ("sampler", "reuse")
 MISSING = "???"
-GIVEN_LATER = ("split", "device")  # keyword-only parameters that the run passes itself
+GIVEN_LATER = ("split", "device")  # keyword-only parameters passed by the run itself
 
 
 # ----------------------------------------------------------------------------------------- checking
 
 
 def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
-    """Every problem of a composed config, one sentence each: path, what is wrong, the nearest valid
-    name.
+    """List every problem of a composed config, one sentence each: path, fault, nearest valid name.
 
-    `leaves` are the dotted keys of the whole config, among which the meant one is looked for; by
-    default those of `node`.
+    `leaves` are the dotted keys of the whole config, for suggesting the nearest one. By default
+    they are the keys of `node`.
     """
     leaves = leaves or (leaves_of(node) if isinstance(node, dict) else [])
     if isinstance(node, list):
@@ -91,11 +89,11 @@ def check(node: Any, path: str = "", leaves: Sequence[str] = ()) -> list[str]:
 def _check_call(
     node: Mapping[str, Any], target: Callable[..., Any], path: str, leaves: Sequence[str]
 ) -> list[str]:
-    """The keys and values of a node against its target's signature, then the nodes within."""
+    """Check the keys and values of a node against its target's signature, then the nodes within."""
     parameters = parameters_of(target)
     partial = node.get("_partial_", False)
-    # a partial part's required positional parameters are what it is called with, not what a config
-    # sets
+    # A partial part gets its required positional parameters when called, so a config does not set
+    # them.
     named = {
         name: p
         for name, p in parameters.items()
@@ -119,7 +117,7 @@ def _check_call(
             problems += _check_value(node[key], hints.get(key, Any), where, leaves)
         elif not takes_any:
             label = f"'{node['_target_']}'" if path else "a run"
-            # put in place of a part that had such a key
+            # it may replace a part with this key
             own = path and not str(node["_target_"]).startswith("rlkit.")
             away = (
                 f"; where the option behind it sets '{key}', take it out with ~{where}"
@@ -143,8 +141,8 @@ def _check_call(
 
 
 def _check_suggestions(given: Any, path: str) -> list[str]:
-    """What of an option's suggestions nothing reads, or could not take: also where a value that is
-    set hides it."""
+    """Find suggestions of an option that nothing reads or that have the wrong type, even if a set
+    value hides them."""
     if not isinstance(given, dict):
         return [f"{path}: {given!r} is not a mapping of suggestions"]
     problems = []
@@ -164,7 +162,7 @@ def _check_suggestions(given: Any, path: str) -> list[str]:
 
 
 def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> list[str]:
-    """A value against the hint of its parameter, and every node within it."""
+    """Check a value against the hint of its parameter, and every node within it."""
     problems = check(value, where, leaves)
     return (
         problems
@@ -174,7 +172,7 @@ def _check_value(value: Any, hint: Any, where: str, leaves: Sequence[str]) -> li
 
 
 def mismatch(value: Any, hint: Any, where: str) -> list[str]:
-    """Where a value, or one within it, is not of the kind that a signature asks for."""
+    """Find each value, at any depth, whose type differs from its signature's."""
     if isinstance(value, dict) and "_target_" in value:
         return _bare_function(value, hint, where)
     if value == MISSING:
@@ -210,8 +208,8 @@ def mismatch(value: Any, hint: Any, where: str) -> list[str]:
 
 
 def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
-    """A function where a part that holds one is wanted, such as a reward function in place of a
-    term."""
+    """Report a bare function in the place of a part that holds one, for example a reward function
+    in place of a term."""
     wanted = [option for option in alternatives(hint) if option is not type(None)]
     if not node.get("_partial_") or not wanted or not all(map(is_record, wanted)):
         return []
@@ -233,7 +231,8 @@ def _bare_function(node: Mapping[str, Any], hint: Any, where: str) -> list[str]:
 
 
 def _public_name(part: type) -> str:
-    """A class as a config names it: by its package, if that has it, else by its module."""
+    """A class under its name in a config: by its package if the package exports it, otherwise by
+    its module."""
     package = part.__module__.rpartition(".")[0]
     module = sys.modules.get(package)
     home = package if getattr(module, part.__name__, None) is part else part.__module__
@@ -251,18 +250,17 @@ def _holds(hint: Any, kind: type) -> bool:
 
 
 def is_open(hint: Any) -> bool:
-    """Whether anything may stand where a signature says `hint`."""
+    """Whether a hint accepts every value."""
     return hint in (Any, object) or isinstance(hint, typing.TypeVar)
 
 
 def is_protocol(hint: Any) -> bool:
-    """Whether a class says by its methods and attributes what may stand in its place."""
+    """Whether a class is a Protocol: its methods and attributes decide which values fit."""
     return isinstance(hint, type) and Protocol in hint.__bases__
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value may stand where a signature says `hint`. Numbers are never guessed from
-    words."""
+    """Whether a plain value fits a hint. Numbers are never guessed from words."""
     for option in alternatives(hint):
         if is_open(option) or (option is type(None) and value is None):
             return True
@@ -305,14 +303,14 @@ def describe(hint: Any) -> str:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; a hint that is none, alone."""
+    """The types of a union; a tuple of the hint alone if it is no union."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(a for h in typing.get_args(hint) for a in alternatives(h))
     return (hint,)
 
 
 def signature_hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Type hints by parameter; a hint that cannot be evaluated here counts as Any."""
+    """Type hints by parameter. A hint counts as Any if it cannot be evaluated here."""
     try:
         return typing.get_type_hints(target.__init__ if _is_plain_class(target) else target)
     except (NameError, TypeError, AttributeError):
@@ -325,7 +323,7 @@ def _is_plain_class(target: Any) -> bool:
 
 @functools.cache
 def resolve(name: Any) -> Callable[..., Any]:
-    """The function that a `_target_` names. Raises ConfigError with the nearest valid name."""
+    """Import the function named by a `_target_`. Raises ConfigError with the nearest valid name."""
     module_name, _, attribute = str(name).rpartition(".")
     try:
         with guard_state(f"importing {module_name}", kinds=[FOLDER]):
@@ -365,7 +363,7 @@ def _join(path: str, key: Any) -> str:
 
 
 def build(node: Any, path: str = "") -> Any:
-    """The objects that a checked config stands for. Partial parts are plain `functools.partial`s.
+    """Build the objects of a checked config. Partial parts are plain `functools.partial`s.
 
     Raises: ConfigError naming the config path where a part refuses its values.
     """

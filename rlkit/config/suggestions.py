@@ -1,8 +1,8 @@
-"""Defaults that follow from what several options suggest: `${rlkit_lr:…}`,
+"""Defaults computed from the suggestions of several options: `${rlkit_lr:…}`,
 `${rlkit_reply_length:…}`, `${rlkit_answer_room:…}`, `${rlkit_weights:}` in conf/.
 
-An option says under `suggests` what would suit it, and the group that owns a key interpolates that
-as its default.
+An option gives its advice under `suggests`. The group that owns a key interpolates the advice as
+its default.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOM = 256  # tokens of a reply to a row whose answer is short
+ROOM = 256  # tokens of a reply to a row with a short answer
 PER_CHARACTER = 2  # further ones for each character of the longest answer
 LOOKED_AT = 1 << 20  # characters of a file of rows
 TIMES = 10  # rate of adapters over that of all weights: Schulman et al. 2025, "LoRA Without Regret"
@@ -33,9 +33,9 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
     """generation.max_new_tokens: the model's, if it suggests one for every task, otherwise the
     task's; of a mixture the longest part's.
 
-    A model thinks unless `model.enable_thinking` is false: the default of an unknown template may
-    be to think, and a reply that is cut inside its thinking has no answer. `short` and `thinking`
-    are for a task that suggests none, without and with thinking.
+    A model thinks unless `model.enable_thinking` is false: an unknown template may think by
+    default, and a reply cut inside its thinking has no answer. `short` and `thinking` serve a task
+    without suggestions, without and with thinking.
     """
     own = _read(_root_, "model.suggests.max_new_tokens")
     if own is not None:
@@ -56,7 +56,7 @@ def reply_length(short: int, thinking: int, *, _root_: Any) -> int:
 def answer_room(otherwise: int, *, _root_: Any) -> int:
     """task.suggests.max_new_tokens of a .jsonl file: ROOM tokens and PER_CHARACTER for each
     character of the longest answer in its first LOOKED_AT characters, at most `otherwise`;
-    `otherwise` if `task.path` is no such file or its rows have no answers."""
+    `otherwise` if `task.path` is no .jsonl file or its rows have no answers."""
     path = Path(str(_read(_root_, "task.path"))).expanduser()
     field = _read(_root_, "task.fields.answer")
     if path.suffix != ".jsonl" or not path.is_file():
@@ -68,8 +68,8 @@ def answer_room(otherwise: int, *, _root_: Any) -> int:
 
 
 def _answer_length(line: str, field: str) -> int:
-    """Characters of a row's answer; 0 without one, and if the line is cut or damaged, which the
-    task itself reports."""
+    """Characters of a row's answer; 0 without one, and 0 if the line is cut or damaged. The task
+    itself reports a damaged line."""
     try:
         row = json.loads(line)
     except ValueError:

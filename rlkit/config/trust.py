@@ -1,9 +1,9 @@
-"""What a config that comes with a folder may do without being asked: what rlkit's own functions
-declare safe, and nothing else.
+"""Decide which values of a folder's config need the user's trust: all except those that rlkit's own
+functions declare safe.
 
-Each value of such a config is one of four things: what a shipped option gives, what the user gives
-himself, a value of a parameter that is safe by its type or by its declaration (`rlkit.types.safe`),
-or something that is printed and needs trust=true.
+Each value of the config is one of four: a shipped option's value, the user's own value, a value of
+a parameter safe by its type or declaration (`rlkit.types.safe`), or a value to print and refuse
+without trust=true.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rlkit.system.extras import explain_missing
 from rlkit.system.redaction import FROM_ENVIRONMENT
 from rlkit.types import REACHES, is_record
 
-LARGEST = 4 << 20  # bytes of a YAML file that is read
+LARGEST = 4 << 20  # bytes of a YAML file; a larger one is refused
 SHOWN = 12
 OPTIMIZER = re.compile(r"torch\.optim\.[A-Z]\w*")  # not ours: their parameters are numbers
 NAME = re.compile(r"\b(?:rlkit|torch)\.[\w.]+")
 CALLS = ("_target_", "_partial_", "_args_")
 ABSENT: Any = object()
 UNDECLARED = "something: no verdict is declared for it"
-# where a value can leave this process by what a function of the config does
+# kinds of parameters through which a value can leave this process
 SENDS = ("program", "address", "import")
 MODEL = ("rlkit.models.load_policy", "path")
 
@@ -54,8 +54,8 @@ class _Plain(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """A YAML file of a run folder, as data. Raises DataError where it is no such file, holds
-    aliases, or is too large or too deep."""
+    """Read a YAML file of a run folder as data. Raises DataError if the file is missing, invalid,
+    too large or too deep, or holds aliases."""
     try:
         if path.stat().st_size > LARGEST:
             raise DataError(
@@ -81,11 +81,10 @@ def read_yaml(path: Path) -> Any:
 
 @functools.cache
 def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
-    """The functions that the shipped options of a run name → their parameters → the values that
-    options give them.
+    """Functions named in the shipped options → their parameters → the values given there.
 
-    Options of Hydra's own groups are left out: no part of a run calls what they name. So are
-    functions of extras that are not there.
+    Hydra's own groups are left out, because no part of a run calls their functions. Functions of
+    missing extras are left out too.
     """
     found: dict[str, dict[str, list[Any]]] = {}
 
@@ -109,9 +108,9 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     options = {file: yaml.load(file.read_text(), Loader=loader) for file in files}
     for option in options.values():
-        option.pop("shelf", None)  # which no function is given
+        option.pop("shelf", None)  # no function is given it
         collect(option)
-    # one that takes its function from another option of its group
+    # an option may take its function from another option of its group
     for file, option in options.items():
         if isinstance(option, dict) and "_target_" not in option:
             group = [
@@ -128,8 +127,7 @@ def shipped(conf: Path) -> Mapping[str, Mapping[str, list[Any]]]:
 
 
 def _marked(value: Any) -> Any:
-    """A value whose references to the environment are written as a run folder has them, without a
-    default."""
+    """Rewrite references to the environment in a run folder's form, without a default."""
     if isinstance(value, dict):
         return {key: _marked(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -138,17 +136,17 @@ def _marked(value: Any) -> Any:
 
 
 class Declared(NamedTuple):
-    """What a value of a parameter can reach: a word of `REACHES`, "" for nothing, or UNDECLARED."""
+    """The reach of a parameter's value: a word of `REACHES`, "" for nothing, or UNDECLARED."""
 
     word: str
     default: Any = ABSENT  # the function's own
-    # a number, a truth value or a Literal: what an option ships does not make it harmless
+    # a number, a truth value or a Literal: a value shipped in an option is not thereby harmless
     plain: bool = False
 
 
 @functools.cache
 def declared_by(name: str) -> Mapping[str, Declared]:
-    """Parameter → its verdict, of a function that a config names. It is imported."""
+    """Import a function by its name in a config, and give parameter → verdict."""
     target = resolve(name)
     declared = getattr(
         inspect.unwrap(target, stop=lambda f: hasattr(f, "__verdicts__")), "__verdicts__", {}
@@ -164,8 +162,8 @@ def declared_by(name: str) -> Mapping[str, Declared]:
 
 
 def safe_by_type(hint: Any) -> bool:
-    """Whether no text can stand there: numbers, truth values, Literals and parts, which a config
-    names by functions of their own."""
+    """Whether a parameter of this type can hold no text: numbers, truth values, Literals, and
+    parts, because a config names a part by a function of its own."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return all(map(safe_by_type, typing.get_args(hint)))
     if typing.get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
@@ -179,10 +177,10 @@ def safe_by_type(hint: Any) -> bool:
 
 
 class Folder(NamedTuple):
-    """What a folder's config is measured by."""
+    """The context for judging a folder's config."""
 
     conf: Path  # rlkit's own options
-    mine: frozenset[str] = frozenset()  # functions that the user names himself
+    mine: frozenset[str] = frozenset()  # functions the user names himself
     place: Path | None = (
         # a model in this folder is the folder's own: its weights are data, its template has limits
         None
@@ -190,11 +188,11 @@ class Folder(NamedTuple):
 
 
 def outside(node: Any, by: Folder, base: Any = ABSENT, path: str = "") -> Iterator[str]:
-    """Every value of a config that is not declared safe, as "path=value can reach a program".
+    """Every value that is not declared safe, as "path=value can reach a program".
 
     Args:
       node: the config; a value of the environment stands there as ${oc.env:NAME}.
-      base: the config as it would be without the folder's own values. What is equal there is
+      base: the config as it would be without the folder's own values. A value equal there is
         rlkit's or the user's.
     """
     yield from _outside(node, by, base, path, "")
@@ -269,8 +267,8 @@ def _of_a_function(
 
 
 def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
-    """Of a parameter, or of the further keywords that the function takes. A part that stands beside
-    the parameters has its own check."""
+    """The verdict of a parameter, or of the function's further keywords. A part beside the
+    parameters has its own check."""
     if key in own:
         return own[key]
     if isinstance(value, Mapping) and "_target_" in value:
@@ -281,7 +279,7 @@ def _verdict(own: Mapping[str, Declared], key: str, value: Any) -> Declared:
 
 
 def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder) -> bool:
-    """Whether a value is the function's own default, or what a shipped option gives it."""
+    """Whether a value is the function's own default or comes from a shipped option."""
     if is_same(value, verdict.default) or value is None:
         return True
     if verdict.plain and verdict.word:
@@ -290,13 +288,13 @@ def is_shipped(value: Any, verdict: Declared, target: Any, key: str, by: Folder)
 
 
 def _says(value: Any, verdict: Declared) -> bool:
-    """Whether a value says anything: a text anywhere in it, or a number or truth value that is
-    declared to reach something."""
+    """Whether a value says anything: a text anywhere in it, or a number or truth value declared to
+    reach something."""
     return verdict.plain or any(map(is_text, plain_parts(value)))
 
 
 def plain_parts(value: Any) -> Iterator[Any]:
-    """The leaves of a value that no nested function holds."""
+    """The leaves of a value, nested functions left out."""
     if isinstance(value, Mapping):
         if "_target_" not in value:
             for item in value.values():
@@ -313,8 +311,8 @@ def is_text(value: Any) -> bool:
 
 
 def _is_own_model(target: Any, key: str, value: Any, by: Folder) -> bool:
-    """Whether a value is a model that ships with rlkit, one that this user has fetched, or one that
-    lies in the folder itself."""
+    """Whether a value is a model shipped with rlkit, fetched by this user, or stored in the folder
+    itself."""
     from rlkit.models.load import EMBEDDED, FETCHED  # bring torch
 
     if (target, key) != MODEL or not isinstance(value, str):
@@ -346,8 +344,8 @@ REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")  # to another value of the config
 
 
 def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
-    """What of a folder's overrides is dangerous to compose: Hydra's own settings, which import and
-    read files, and computed references."""
+    """Find overrides of a folder that are dangerous to compose: computed references, and Hydra's
+    own settings, because they import and read files."""
     for text in overrides:
         found = PLAIN_OVERRIDE.fullmatch(text)
         key = found[1] if found else ""
@@ -368,13 +366,13 @@ def strange_overrides(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
-    """Refuse what a folder's config can do, unless the user trusts it; then it is printed.
+    """Refuse a folder's config unless the user trusts it. If trusted, print every finding.
 
     Args:
       found: sentences of `outside` and `strange_overrides`.
-      where: the folder that it comes from, as the user named it.
+      where: the folder of the config, as the user named it.
       trusted: whether the user has said trust=true.
-    Raises: ConfigError with what the folder would have done.
+    Raises: ConfigError with the findings.
     """
     different = list(dict.fromkeys(found))
     if not different:
@@ -390,13 +388,13 @@ def require_trust(found: Sequence[str], where: str, *, trusted: bool) -> None:
 
 
 def named_functions(text: str) -> frozenset[str]:
-    """The functions that overrides or options name."""
+    """The functions named in overrides or options."""
     return frozenset(re.findall(r"_target_\s*[:=]\s*['\"]?([\w.]+)", text))
 
 
 def with_environment(node: Any, path: str = "") -> Any:
-    """The config with the values of the environment variables that it names. Raises ConfigError for
-    one that is not set."""
+    """The config with its environment variables replaced by their values. Raises ConfigError if one
+    is not set."""
     if isinstance(node, Mapping):
         return {
             key: with_environment(value, f"{path}.{key}" if path else str(key))

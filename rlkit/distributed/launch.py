@@ -1,9 +1,9 @@
-"""Starts the ranks of a run, unless torchrun or SLURM has started them.
+"""Start the ranks of a run, unless torchrun or SLURM has started them.
 
 `rlkit train trainer=ddp trainer.devices=2` starts two processes with the same command line and
-watches them. They get the environment variables that torchrun would set. If one of them fails, the
-others are stopped. A signal is sent to all of them. They are killed when this process is gone, even
-by SIGKILL.
+watches them. They get torchrun's environment variables. If one of them fails, the others are
+stopped. A signal is sent to all of them. They are killed when this process is gone, even by
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# to the ranks, which end saved
+# to the ranks, for a saved end
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-GRACE = 15.0  # seconds in which the others may say what they saw, after a rank has failed
+GRACE = 15.0  # seconds for the others to report their errors, after a rank has failed
 
 
 def started_outside(environ: Mapping[str, str], devices: int, nodes: int) -> bool:
@@ -145,7 +145,8 @@ def sweep_problem(devices: int, nodes: int) -> str | None:
     """Why a sweep (-m) cannot start jobs with this many devices here, and what to do; None if it
     can.
 
-    Each job is a process that starts its own ranks. So on one machine a sweep always works.
+    Each job is a process of its own and starts its own ranks. So on one machine a sweep always
+    works.
     """
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return (

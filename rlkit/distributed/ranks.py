@@ -3,8 +3,8 @@
 Every rank holds all rollouts of a step, because they are small. So every rank computes refill,
 baselines, advantages, weights and metrics on the whole batch, as on one process. Only the expensive
 parts are divided between ranks: episodes and their scoring by prompt, forward and backward passes
-by group. A loss is a sum whose weights are fixed beforehand. So gradients are summed over ranks,
-and nothing else scales them.
+by group. A loss is a sum with weights fixed beforehand. So gradients are summed over ranks, and
+nothing else scales them.
 
 On one process the functions here only pass their input on. torch.distributed is imported only when
 it is needed.
@@ -65,7 +65,8 @@ def join(devices: int, *, cuda: bool, timeout: float) -> None:
 
     Args:
       devices: number of ranks that the config asks for, over all nodes.
-      cuda: each rank has one GPU. Collectives of tensors on it use NCCL, those of objects use gloo.
+      cuda: each rank has one GPU. Collectives of its tensors use NCCL, collectives of objects use
+          gloo.
       timeout: seconds that a rank waits for the others.
     Raises: ConfigError if a different number of ranks was started.
     """
@@ -178,7 +179,7 @@ def all_reduce_sum(tensors: Iterable[Tensor | None]) -> None:
 
 @contextmanager
 def _reaching(what: str) -> Iterator[None]:
-    """Turn the error about a lost or silent rank into a message that says what to do."""
+    """Turn the error about a lost or silent rank into a message with a remedy."""
     try:
         with waiting_outside():
             yield
@@ -225,12 +226,12 @@ def pad_work(work: list[T], spare: Callable[[], T]) -> list[tuple[T, bool]]:
     """Pad the list of micro-batches to the same length on all ranks. Return each with whether it
     counts.
 
-    The length is that of the rank with the most micro-batches. Padding does not count.
+    The length is the largest number of micro-batches on any rank. Padding does not count.
 
     A sharded model gathers its weights on all ranks at the same time. A rank that ran fewer passes
     would make the others wait for ever.
     """
-    # agreed before the first of them, which may be a collective itself
+    # agreed before the first of them, because it may be a collective itself
     missing = all_reduce_max(len(work)) - len(work)
     padded = [(piece, True) for piece in work]
     if missing:
@@ -246,7 +247,7 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
     the rest together.
 
     Weights are gathered, and computed with, in `gathered`; None is their own precision. bfloat16
-    halves what is sent. Shards and the sums of gradients stay float32.
+    halves the data to send. Shards and the sums of gradients stay float32.
 
     Gradients are summed, not averaged. `in_forward` calls functions of the model.
     """
@@ -256,7 +257,7 @@ def shard(model: Any, mesh: Any, gathered: torch.dtype | None = None) -> None:
         register_fsdp_forward_method,
     )
 
-    # Inputs are left to autocast, which keeps the residual stream in float32 as without shards.
+    # Inputs are left to autocast. It keeps the residual stream in float32, as without shards.
     policy = MixedPrecisionPolicy(
         param_dtype=gathered, reduce_dtype=gathered and torch.float32, cast_forward_inputs=False
     )
@@ -299,7 +300,7 @@ def unsharded_copy(model: Any) -> Any:
 
 
 def in_forward(model: Any, function: Callable[..., T], *arguments: Any, **settings: Any) -> T:
-    """Call function(model, …) as the forward pass of a sharded model, which gathers weights and
+    """Call function(model, …) as the forward pass of a sharded model: it gathers weights and
     reduces gradients."""
     root = base_model(model)
     if holds_shards(root):
@@ -342,7 +343,7 @@ def full_tensors(value: Any) -> Any:
 
 
 def shard_like(value: Tensor, live: Tensor) -> Tensor:
-    """Shard a whole tensor, which is the same on every rank, in the same way as `live`."""
+    """Shard a whole tensor, equal on every rank, in the same way as `live`."""
     if not is_sharded(live):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -2,8 +2,8 @@
 optimisation.
 
 rlkit.training.update.minibatch sums the gradients over ranks after the last micro-batch. So ranks
-may run any number of backward passes, and a step need not use every parameter, such as those of a
-critic.
+may run any number of backward passes, and a step need not use every parameter. A critic's
+parameters, for example, may be unused.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Replicated(DDPStrategy):
 
 
 class Sharded(ModelParallelStrategy):
-    """FSDP2 with the checkpoints of one process: whole tensors in one file, which any number of
-    ranks can load."""
+    """FSDP2 with the checkpoints of one process: whole tensors in one file, for any number of ranks
+    to load."""
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -98,7 +98,7 @@ class Sharded(ModelParallelStrategy):
 
 
 def make_strategy(settings: Any) -> Any:
-    """The strategy that the trainer's settings name. Raises ConfigError if its ranks were not
+    """Make the strategy named in the trainer's settings. Raises ConfigError if its ranks were not
     started."""
     count = settings.devices * settings.nodes
     if count == 1:
@@ -120,5 +120,5 @@ def make_strategy(settings: Any) -> Any:
 
 
 def cluster() -> list[Any]:
-    """Plugins that tell Lightning about ranks that it did not start."""
+    """Plugins to tell Lightning about ranks it did not start."""
     return [TorchElasticEnvironment()] if ranks.size() > 1 and "RANK" in os.environ else []

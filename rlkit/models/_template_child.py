@@ -1,5 +1,5 @@
-"""Renders chat templates that nobody vouches for, one JSON line in and one out. Started by
-rlkit.models.confined, which ends it.
+"""Render a stranger's chat templates, one JSON line in and one out. rlkit.models.confined starts
+and ends this process.
 
 A template is a program: loops, products of texts and powers of numbers run without an end or fill
 the memory, at compilation too. No wrapper around jinja's functions holds them all, so the limits
@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def limit_memory(more: int) -> None:
-    """No more than so many bytes beyond what is in use now."""
+    """Limit memory to so many bytes beyond the current use."""
     try:
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
@@ -27,7 +27,7 @@ def limit_memory(more: int) -> None:
 
 
 def limit_time(seconds: int) -> None:
-    """So many further seconds of the processor, at which the kernel kills this process."""
+    """Limit processor time to so many further seconds; then the kernel kills this process."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     end = int(own.ru_utime + own.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
@@ -47,7 +47,7 @@ def rendered(asked: dict) -> str:
 
 
 def main() -> None:
-    """Answers until the input ends."""
+    """Answer until the input ends."""
     seconds, memory, characters = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit_memory(memory)

@@ -2,13 +2,12 @@
 
 Two rules (they hold for any template and tokenizer):
 
-1. **Text cannot forge a turn.** The template is rendered with a placeholder for every content; the
-   scaffolding around the placeholders is encoded with the tokenizer, each content with a copy of it
-   that has no added tokens. So `<|im_end|>` in a question or in a tool's result is spelled out in
+1. **Text cannot forge a turn.** The template is rendered with a placeholder for every content. The
+   tokenizer encodes the scaffolding around the placeholders, and a copy of it without added tokens
+   encodes each content. So `<|im_end|>` in a question or in a tool's result is spelled out in
    ordinary tokens, never as the control token.
-2. **What was sampled is never tokenised again.** The next context is the previous one + the sampled
-   ids + the ids of what the template writes after a reply (`continuation`), rendered once behind a
-   sentinel.
+2. **Sampled ids are never tokenised again.** The next context is the previous one + the sampled ids
+   + the ids of the template's text after a reply (`continuation`), rendered once behind a sentinel.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from typing import Any, Literal, NamedTuple
 from rlkit.errors import TemplateError
 from rlkit.types import THINK_TAGS, Message, Messages, Thinking
 
-# around a placeholder's number; a content that holds these is encoded like any other
+# around a placeholder's number; a content with these marks is encoded like any other
 _OPEN = "\u27e6rlkit:"
 _CLOSE = "\u27e7"
-_ASKED: Messages = [{"role": "user", "content": "?"}]  # before a reply whose surroundings count
+_ASKED: Messages = [{"role": "user", "content": "?"}]  # before a reply, to find the text around it
 
-# goes in front of a template that does not know tools
+# goes in front of a template without tools
 TOOL_PROMPT = Path(__file__).with_name("tool_prompt.jinja").read_text()
-# who writes tools, calls and results: the model's template, rlkit's TOOL_PROMPT, or the former if
-# it knows tools and else the latter
+# the writer of tools, calls and results: the model's template, rlkit's TOOL_PROMPT, or the former
+# if it knows tools and else the latter
 ToolForm = Literal["auto", "template", "prompt"]
 
 
@@ -57,17 +56,17 @@ def make_renderer(
     tools: ToolForm = "auto",
     render: Callable[[Messages, Sequence[Mapping[str, Any]]], str] | None = None,
 ) -> Renderer:
-    """A renderer for a fast tokenizer that has a chat template.
+    """Make a renderer for a fast tokenizer with a chat template.
 
     Args:
       tokenizer: a fast `transformers` tokenizer.
-      enable_thinking: passed to the template where it is not None.
-      interruption: text that a thinking budget writes before the closing tag.
-      tools: "prompt" gives a copy of the tokenizer whose template begins with TOOL_PROMPT. "auto"
-        does so if the template never mentions `tools`.
+      enable_thinking: passed to the template unless it is None.
+      interruption: the text a thinking budget writes before the closing tag.
+      tools: "prompt" gives a copy of the tokenizer with TOOL_PROMPT in front of its template.
+        "auto" does so if the template never mentions `tools`.
       render: (messages, tools) → text in place of the template. Contents are stand-ins, to be
         written as they are.
-    Raises: TemplateError where there is no template, the tokenizer is not a fast one, or the
+    Raises: TemplateError if there is no template, the tokenizer is not a fast one, or the
       interruption holds a tag of its own.
     """
     if render is None and not getattr(tokenizer, "chat_template", None):
@@ -96,7 +95,7 @@ def make_renderer(
 
 
 def _with_tools(tokenizer: Any, tools: ToolForm) -> Any:
-    """The tokenizer, or a copy of it whose template begins with TOOL_PROMPT. The template is not
+    """The tokenizer, or a copy with TOOL_PROMPT in front of its template. The template is not
     run: it may be a stranger's."""
     known = re.search(r"\btools\b", str(tokenizer.chat_template))
     if tools == "template" or (tools == "auto" and known) or has_tool_prompt(tokenizer):
@@ -150,7 +149,7 @@ def _scaffold(renderer: Renderer, text: str) -> tuple[int, ...]:
 
 
 def _after_reply(renderer: Renderer, masked: Messages) -> str:
-    """What the template writes after a reply that these messages follow."""
+    """The text the template writes after a reply that these messages follow."""
     # the template is a part of the key: a user may replace it
     return _between_replies(renderer, renderer.tokenizer.chat_template, json.dumps(masked))
 
@@ -171,12 +170,12 @@ def _between_replies(renderer: Renderer, template: str | None, masked: str) -> s
 def encode_prompt(
     renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """The ids of a conversation up to the point where the assistant speaks next.
+    """The ids of a conversation up to the assistant's next turn.
 
     Args:
       messages: the conversation; assistant messages carry `reasoning_content` apart from `content`.
-      tools: JSON schemas of the functions that may be called.
-    Raises: TemplateError where the template drops or repeats a content, or a tool's schema holds a
+      tools: JSON schemas of the callable functions.
+    Raises: TemplateError if the template drops or repeats a content, or a tool's schema holds a
       control token.
     """
     _check_schemas(renderer, tools)
@@ -187,12 +186,11 @@ def encode_prompt(
 def continuation(
     renderer: Renderer, messages: Messages, last_id: int | None, *, cut: bool = False
 ) -> list[int]:
-    """The ids that the template writes between a reply and the next one.
+    """The ids the template writes between a reply and the next one.
 
     Args:
-      messages: what is said to the policy after its reply (tool results, or a user's message).
-      last_id: the last sampled id. Where it is the end-of-turn token, the template's own is left
-        out.
+      messages: the messages to the policy after its reply (tool results, or a user's message).
+      last_id: the last sampled id. If it is the end-of-turn token, the template's own is left out.
       cut: the reply was cut by length; it has no end-of-turn token and gets none.
     """
     masked, contents = _mask_contents(messages, first=1)
@@ -203,13 +201,13 @@ def continuation(
 
 
 def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
-    """The ids that the policy would sample to say a given reply: thinking, content and calls as the
-    template writes them, then the end-of-turn token.
+    """The ids the policy would sample for a given reply: thinking, content and calls in the
+    template's form, then the end-of-turn token.
 
     Args:
       reply: an assistant's message; `reasoning_content` apart from `content`, calls in
         `tool_calls`.
-    Raises: TemplateError where the template does not write the reply where the policy would, or
+    Raises: TemplateError if the template writes the reply in another place than the policy, or
       drops a part of it.
     """
     masked, contents = _mask_contents([reply])
@@ -227,9 +225,9 @@ def encode_reply(renderer: Renderer, reply: Message) -> list[int]:
 
 
 def _encode_joined(renderer: Renderer, rendered: str, contents: Sequence[str]) -> list[int]:
-    """Ids of a rendered reply, the control tokens those of the scaffolding alone. The text between
-    two of them is encoded in one piece, scaffolding and contents together, as a model writes it
-    that does not know where a content begins."""
+    """Encode a rendered reply. Control tokens come from the scaffolding alone. The text between two
+    of them is encoded in one piece, scaffolding and contents together: a model writes it without
+    knowing the beginnings of contents."""
     added = renderer.tokenizer.get_added_vocab()
     control = "|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)"
     ids: list[int] = []
@@ -265,7 +263,7 @@ def _render(renderer: Renderer, messages: Messages, tools: Sequence[Mapping[str,
 
 
 def _mask_contents(messages: Messages, first: int = 0) -> tuple[list[Message], list[str]]:
-    """Messages with numbered placeholders for all text from outside, and that text."""
+    """Replace all text from outside by numbered placeholders. Returns the messages and the text."""
     contents: list[str] = []
 
     def placeholder(text: str) -> str:
@@ -332,7 +330,7 @@ def _check_schemas(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> No
 
 
 def check_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses a template that cannot carry what the run needs: the tools' names, and a tool's
+    """Refuse a template unless it writes everything the run needs: the tools' names, and a tool's
     result."""
     if not tools:
         return

@@ -1,9 +1,8 @@
-"""C files that the machine's own compiler compiles at their first use, in about a second.
+"""C files, compiled by the machine's own compiler at their first use, in about a second.
 
-A library is kept in a folder of the user's own, under a name that holds a digest of all that it
-depends on and behind a digest of its bytes. One process compiles, the others wait for it. What is
-loaded is a private copy of the bytes that were checked, so that no damage to the folder reaches a
-process.
+A library is kept in a folder of the user's own. Its name holds a digest of everything it depends
+on, and its file begins with a digest of its bytes. One process compiles, the others wait for it. A
+process loads a private copy of the checked bytes, so damage to the folder never reaches it.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from rlkit.system.files import cache_folder
 from rlkit.system.plain_files import read_plain_file
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-LIMIT = 600.0  # seconds that the compiler has, and that a process waits for another one
-PATIENCE = 20.0  # seconds of waiting after which a line says so
+LIMIT = 600.0  # seconds for the compiler, and for waiting for another process
+PATIENCE = 20.0  # seconds of waiting until a line reports it
 LARGEST = 64 << 20  # bytes of a library
 DIGEST = hashlib.sha256().digest_size
-# in the environment of the jobs of a sweep: "fused" or "eager", what `auto` means in all of them
+# in the environment of a sweep's jobs: "fused" or "eager", the meaning of `auto` in all of them
 JOBS = "RLKIT_KERNELS"
-# What a compiler says where the machine had no room for it at that moment.
+# A compiler's messages about too little room on the machine at the moment.
 OF_THE_MOMENT = re.compile(
     r"\bkilled\b|no space left|cannot allocate memory|out of memory|disk quota|resource"
     r" temporarily",
     re.IGNORECASE,
 )
-# From memory where that is possible, as `load`: temporary files may lie where nothing is executed.
+# From memory if possible, like `load`: temporary files may lie on a disk mounted noexec.
 CHECK = """
 import ctypes, os, sys
 path = sys.argv[1]
@@ -55,7 +54,7 @@ if hasattr(os, "memfd_create"):
     path = f"/proc/self/fd/{copy}"
 getattr(ctypes.CDLL(path), sys.argv[2])
 """
-# descriptors of the copies: the C library knows what it has loaded by the descriptor's number
+# descriptors of the copies: the C library identifies loaded files by the descriptor's number
 HELD: list[int] = []
 
 
@@ -65,15 +64,15 @@ class NoKernel(EngineError):
 
 
 class Undecided(EngineError):
-    """The load of the moment kept the compiler from its work, which must not decide what a run
-    computes."""
+    """The load of the moment kept the compiler from its work. It must not decide a run's
+    numbers."""
 
 
 class Recipe(NamedTuple):
-    """All that a library follows from."""
+    """Everything a library depends on."""
 
     source: Path
-    function: str  # that the library has
+    function: str  # a function in the library
     compiler: str
     flags: tuple[str, ...]
     name: str  # of its file
@@ -83,9 +82,9 @@ def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
     """The library of a C file: from the user's folder, or compiled now.
 
     Args:
-      function: one that the library has. flags: of the compiler, beside `FLAGS`.
-    Raises: NoKernel where it can neither be loaded nor compiled; Undecided where the compiler was
-      kept from it.
+      function: a function in the library. flags: of the compiler, besides `FLAGS`.
+    Raises: NoKernel if it can neither be loaded nor compiled; Undecided if the compiler was kept
+      from compiling.
     """
     recipe = recipe_of(source, function, (*FLAGS, *flags))
     with opened_folders() as folders:
@@ -106,12 +105,13 @@ def library(source: Path, function: str, flags: Sequence[str] = ()) -> Any:
 
 
 def load_or_reason(kernel: str, option: str, make: Callable[[], Any]) -> tuple[Any, str]:
-    """What `make` gives with compiled code, or None and why "auto" does without it.
+    """Return the result of `make` with compiled code, or None and the reason why "auto" does
+    without it.
 
     Args:
       kernel: auto or fused, the value of the config's `option`.
-    Raises: EngineError where "fused" is impossible, where the other jobs of a sweep have what is
-      impossible here, and where the load of the moment would decide.
+    Raises: EngineError if "fused" is impossible, if the other jobs of a sweep use code impossible
+      here, or if the load of the moment would decide.
     """
     together = os.environ.get(JOBS)
     if kernel == "auto" and together == "eager":
@@ -151,7 +151,8 @@ def recipe_of(source: Path, function: str, flags: tuple[str, ...]) -> Recipe:
 
 
 def _processor() -> tuple[str, str]:
-    """What the compiled code depends on: a home folder may be that of several machines."""
+    """The processor, because machines may share a home folder and compiled code depends on the
+    processor."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return platform.machine(), next(
@@ -164,11 +165,11 @@ def _processor() -> tuple[str, str]:
 
 
 def compile_library(recipe: Recipe) -> bytes:
-    """The library, compiled and tried in a process of its own, since a bad one can end the process
-    that loads it.
+    """Compile the library, and try it in a process of its own, since a bad library can end the
+    process that loads it.
 
-    Compiled for this processor and with OpenMP, or without one of them where the compiler does not
-    know it.
+    It is compiled for this processor and with OpenMP, or without one of them if the compiler does
+    not know it.
     Raises: NoKernel, Undecided.
     """
     reason = ""
@@ -213,7 +214,8 @@ def compile_library(recipe: Recipe) -> bytes:
 
 
 def ended(command: Sequence[str], folder: Path, what: str) -> str:
-    """Runs a command to its end; `what` and the last that it said where it failed, else nothing.
+    """Run a command to its end. On failure returns `what` and the command's last output, else
+    nothing.
     Raises: OSError, Undecided."""
     said = folder / "said.txt"
     with said.open("wb") as out:
@@ -229,7 +231,7 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
             status = awaited_status(process, command[0])
         finally:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it started too
+                os.killpg(process.pid, signal.SIGKILL)  # and its children
             process.kill()
             process.wait()
     if status == 0:
@@ -244,7 +246,7 @@ def ended(command: Sequence[str], folder: Path, what: str) -> str:
 
 
 def awaited_status(process: subprocess.Popen[bytes], name: str) -> int:
-    """The status of a process within `LIMIT`, with a line where it takes long. Raises:
+    """Wait for a process and return its status, within `LIMIT`; a line reports a long wait. Raises:
     Undecided."""
     with suppress(subprocess.TimeoutExpired):
         return process.wait(min(PATIENCE, LIMIT))
@@ -262,7 +264,7 @@ def awaited_status(process: subprocess.Popen[bytes], name: str) -> int:
 
 
 def load(data: bytes | None, function: str) -> Any | None:
-    """The library of these bytes, from a copy that only this process has; None where it cannot be
+    """Load the library of these bytes, from a copy private to this process; None if it cannot be
     loaded."""
     if data is None:
         return None
@@ -298,7 +300,7 @@ def _on_disk(data: bytes) -> Any:
 
 
 def folder_paths() -> list[Path]:
-    """Where libraries are kept: the user's cache folder, and for a user without one a folder beside
+    """Folders for libraries: the user's cache folder, and for a user without one a folder beside
     the temporary files."""
     cache = cache_folder()
     found = [] if cache is None else [cache / "kernels"]
@@ -309,8 +311,8 @@ def folder_paths() -> list[Path]:
 
 @contextmanager
 def opened_folders() -> Iterator[list[int]]:
-    """Descriptors of those folders that can be used. One that is absent is made where none before
-    it can be written to."""
+    """Open the usable ones of these folders as descriptors. An absent folder is made if no earlier
+    one is writable."""
     with ExitStack() as stack:
         found = list[int]()
         writable = False
@@ -324,8 +326,8 @@ def opened_folders() -> Iterator[list[int]]:
 
 
 def open_own_folder(path: Path, *, make: bool) -> int | None:
-    """A folder that nobody but this user can write to or look into; None where there is none, and
-    where none can be made."""
+    """Open a folder only this user can read or write; None if there is none and none can be
+    made."""
     try:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -342,7 +344,7 @@ def open_own_folder(path: Path, *, make: bool) -> int | None:
 
 
 def find(folders: Sequence[int], name: str) -> bytes | None:
-    """The library that is kept under a name; None where it is absent or damaged."""
+    """Read the library kept under a name; None if it is absent or damaged."""
     for folder in folders:
         with suppress(OSError):
             content = read_plain_file(name, most=LARGEST, folder=folder)
@@ -354,13 +356,13 @@ def find(folders: Sequence[int], name: str) -> bytes | None:
 
 
 def keep(folders: Sequence[int], name: str, data: bytes) -> None:
-    """Keeps a library, whole and on the disk, in the first folder that takes it. Without one it is
+    """Keep a library, whole and on the disk, in the first folder to take it. Without one it is
     compiled again the next time."""
     with ExitStack() as stack:
         for folder in folders:
             if keep_in(folder, name, data):
                 return
-        for path in folder_paths():  # one that was not needed until now
+        for path in folder_paths():  # a folder not needed until now
             descriptor = open_own_folder(path, make=True)
             if descriptor is not None:
                 stack.callback(os.close, descriptor)
@@ -388,7 +390,7 @@ def keep_in(folder: int, name: str, data: bytes) -> bool:
 
 @contextmanager
 def locked(folders: Sequence[int], name: str) -> Iterator[None]:
-    """A block that one process at a time is in. The system gives the lock back however that process
+    """Let one process at a time into this block. The system gives the lock back however the process
     ends."""
     with ExitStack() as stack:
         for folder in folders:
@@ -401,7 +403,7 @@ def locked(folders: Sequence[int], name: str) -> Iterator[None]:
 
 
 def open_lock(folder: int, name: str) -> int | None:
-    """The file of a lock; None where the folder takes none."""
+    """Open the file of a lock; None if the folder takes none."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, 0o600, dir_fd=folder)
@@ -414,7 +416,7 @@ def open_lock(folder: int, name: str) -> int | None:
 
 
 def wait_for(descriptor: int) -> None:
-    """Takes a lock, or gives up after `LIMIT`: the process then compiles for itself, with the same
+    """Take a lock, or give up after `LIMIT`: the process then compiles for itself, with the same
     result."""
     import fcntl
 

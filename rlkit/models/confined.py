@@ -22,16 +22,15 @@ from rlkit.types import Messages, Policy
 
 CHILD = Path(__file__).with_name("_template_child.py")
 SECONDS = 2  # of the processor, for one prompt
-MEMORY = 256 << 20  # bytes beyond what the process needs itself
+MEMORY = 256 << 20  # bytes beyond the process's own need
 CHARACTERS = 4 << 20  # of a rendered prompt
-# seconds until a process that says nothing is ended: it waits for something, or the machine is
-# overloaded
+# seconds until a silent process is ended: it waits for something, or the machine is overloaded
 PATIENCE = 120.0
 
 
 def confined(model: partial[Policy]) -> partial[Policy]:
-    """The function that loads a model, as one that gives its policy a template with limits. Its
-    keywords stay as they are."""
+    """Wrap the function that loads a model: its policy gets a template with limits. The keywords
+    stay as they are."""
     if not isinstance(model, partial):
         return model
     return partial(_loaded, model.func, *model.args, **model.keywords)
@@ -47,8 +46,8 @@ def _loaded(load: Any, *given: Any, **settings: Any) -> Policy:
 
 
 class TemplateProcess:
-    """A process that renders one tokenizer's template. It is started with the first prompt, and
-    again after one that it did not survive."""
+    """A process for rendering one tokenizer's template. It starts with the first prompt, and again
+    after any prompt that killed it."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]):
         self.tokenizer = tokenizer
@@ -57,8 +56,8 @@ class TemplateProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation up to where the assistant speaks. Raises: TemplateError where
-        the template fails or has no end."""
+        """Render a conversation up to the assistant's turn. Raises: TemplateError if the template
+        fails or does not end."""
         name = self.tokenizer.name_or_path
         asked = {
             "template": self.tokenizer.get_chat_template(None, list(tools) or None),
@@ -79,7 +78,7 @@ class TemplateProcess:
         return said["text"]
 
     def _answer(self, line: bytes) -> dict[str, Any]:
-        """What the process says to a line; empty where it has ended, or had to be."""
+        """The process's answer to a line; empty if it has ended, or had to be ended."""
         if self.process is None or self.process.poll() is not None:
             self.process = _started()
             weakref.finalize(self, _end, self.process)
@@ -113,7 +112,7 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def _line(file: Any, end: float) -> bytes:
-    """The next line. Raises: ValueError where the file ends before it, TimeoutError at the time
+    """The next line. Raises: ValueError if the file ends before it, TimeoutError at the time
     `end`."""
     out = b""
     with selectors.DefaultSelector() as ready:

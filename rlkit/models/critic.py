@@ -1,5 +1,5 @@
-"""Critics: from the states before sampled tokens to values. A critic sees what the policy saw,
-never the token that it judges."""
+"""Critics: from the states before sampled tokens to values. A critic sees the policy's context,
+never the token it judges."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ValueHead(nn.Module):
 
 
 class HeadCritic(nn.Module):
-    """A value head on the policy's own trunk, which it trains only where `trunk_gradient` says
-    so."""
+    """A value head on the policy's own trunk. Its gradient reaches the trunk only with
+    `trunk_gradient`."""
 
     def __init__(self, policy: nn.Module, *, trunk_gradient: bool):
         super().__init__()
@@ -41,7 +41,7 @@ class HeadCritic(nn.Module):
         self.head = ValueHead(width(policy))
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """Values [K] of the states [K, H] that the policy's trunk gave."""
+        """Values [K] of the states [K, H] from the policy's trunk."""
         return self.head(hidden if self.trunk_gradient else hidden.detach())
 
 
@@ -70,7 +70,7 @@ def width(policy: nn.Module) -> int:
 
 
 def make_critic(policy: nn.Module, *, model: str, trunk_gradient: bool = False) -> nn.Module:
-    """The critic that `algorithm.critic.model` names, on the policy's device."""
+    """Make the critic named in `algorithm.critic.model`, on the policy's device."""
     device = next(policy.parameters()).device
     critic = (
         SeparateCritic(policy)

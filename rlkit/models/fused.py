@@ -1,10 +1,10 @@
-"""What an update of a small model on a CPU computes between its matrix products, as a few calls of
+"""The operations between a small model's matrix products, for updates on a CPU, as a few calls of
 compiled C (_update.c).
 
-Hugging Face's norms, rotary positions and gates are dozens of calls of torch a layer, most of which
-only move memory. Here they are five forward and five backward, and an adapter adds two products
-to that of its base. Numbers differ from torch's in their last bits. In bfloat16 they are rounded
-where a result is stored, and not in between.
+Hugging Face's norms, rotary positions and gates are dozens of calls of torch a layer, and most only
+move memory. Here they are five forward and five backward, and an adapter adds two products to that
+of its base. Numbers differ from torch's in their last bits. In bfloat16 they are rounded when a
+result is stored, and not in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlkit.system.adapters import plain_lora
 SOURCE = Path(__file__).with_name("_update.c")
 FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 TYPES = {torch.float32: (), torch.bfloat16: ("-DHALF",)}  # → flags
-BLOCK = 64  # rows whose sums are added up by themselves, as in the C file
+BLOCK = 64  # rows with sums of their own, as in the C file
 INTEGER = ctypes.c_int64
 FLOAT = ctypes.c_double
 ADDRESS = ctypes.c_void_p
@@ -37,8 +37,8 @@ Kernel = Literal["auto", "eager", "fused"]
 
 
 class UpdateKernel(NamedTuple):
-    """What a trunk's updates are computed with. It stays on the trunk as `update_kernel`, so that
-    copies of the model have it too."""
+    """The kernel of a trunk's updates. It stays on the trunk as `update_kernel`, so copies of the
+    model have it too."""
 
     used: Literal["eager", "fused"] = "eager"
     asked: Kernel | None = None  # model.kernel; None: nothing was chosen
@@ -65,11 +65,11 @@ def operations(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def choose_kernel(model: Any, kernel: Kernel) -> None:
-    """Updates and scoring passes of the model use this kernel from now on; `update_reason` says why
-    "auto" chose eager.
+    """Use this kernel for updates and scoring passes of the model from now on. `kernel_of` gives
+    the reason if "auto" chose eager.
 
-    Raises: EngineError where "fused" is impossible, and where the load of the moment would decide
-    what "auto" is.
+    Raises: EngineError if "fused" is impossible, or if the load of the moment would decide about
+    "auto".
     """
     trunk = trunk_and_head(model)[0]
     trunk.update_kernel = UpdateKernel(asked=kernel)
@@ -88,7 +88,7 @@ def choose_kernel(model: Any, kernel: Kernel) -> None:
 
 
 def kernel_of(trunk: Any) -> UpdateKernel:
-    """What a trunk's updates are computed with; a trunk that no kernel was chosen for is eager."""
+    """The kernel of a trunk's updates; eager if none was chosen."""
     return getattr(trunk, "update_kernel", UpdateKernel())
 
 
@@ -98,15 +98,14 @@ def update_kernel(model: Any) -> Literal["eager", "fused"]:
 
 
 def use_update_kernel(model: Any, kernel: Literal["eager", "fused"], reason: str = "") -> None:
-    """The updates of a model, and of the critic that is a copy of one, use this kernel from now
-    on."""
+    """Use this kernel for the updates of a model, and of a critic copied from it, from now on."""
     for module in model.modules():
         if kernel_of(module).asked:
             module.update_kernel = kernel_of(module)._replace(used=kernel, reason=reason)
 
 
 def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
-    """A run continues whose updates used this kernel so far. What differs nevertheless, as a
+    """Continue a run with the kernel of its earlier updates. Returns any remaining difference, as a
     sentence."""
     if update_kernel(model) == kernel:
         return ""
@@ -121,8 +120,8 @@ def go_on_with(model: Any, kernel: Literal["eager", "fused"]) -> str:
 
 
 def serves(trunk: Any) -> bool:
-    """Whether the forward here is that of the trunk as it is now: a known family, float32 or
-    bfloat16 on a CPU, nothing that hangs on its parts."""
+    """Whether the forward here equals the trunk's current one: a known family, float32 or bfloat16
+    on a CPU, and no hooks on its parts."""
     if not standard(trunk) or trunk.gradient_checkpointing or torch.is_autocast_enabled("cpu"):
         return False
     weight = trunk.norm.weight
@@ -169,7 +168,7 @@ def standard(trunk: Any) -> bool:
             type(norm).__module__ == home.__name__ and type(norm).__name__.endswith("RMSNorm")
             for norm in norms_of(trunk)
         )
-        # What hangs on a module's call, such as a shard that is fetched, would be passed by.
+        # A hook on a module's call would be bypassed, for example one fetching a shard.
         and not any(
             m._forward_hooks or m._forward_pre_hooks
             for m in (trunk, *layers, *(part for layer in layers for part in layer.children()))
@@ -178,13 +177,13 @@ def standard(trunk: Any) -> bool:
 
 
 def head_norms(attn: Any) -> tuple[Any | None, Any | None]:
-    """The norms of queries and of keys, as Qwen3 has them; None where a family has none."""
+    """The norms of queries and of keys, as in Qwen3; None if a family has none."""
     parts = dict(attn.named_children())
     return parts.get("q_norm"), parts.get("k_norm")
 
 
 def norms_of(trunk: Any) -> list[Any]:
-    """The norms of a standard trunk and its layers, those of queries and keys among them."""
+    """The norms of a standard trunk and its layers, including the norms of queries and keys."""
     norms = [trunk.norm]
     for layer in trunk.layers:
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
@@ -232,7 +231,7 @@ def hooked(*modules: Any) -> bool:
 def normed(
     x: Tensor, norm: Any | None, cosine: Tensor | None = None, sine: Tensor | None = None
 ) -> Tensor:
-    """norm(x) over the last dimension, and where angles [N, D] are given rotated: x [N, H], or [N,
+    """norm(x) over the last dimension, and rotated if angles [N, D] are given: x [N, H], or [N,
     heads, D]."""
     return Norm.apply(
         x,

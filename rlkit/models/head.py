@@ -12,26 +12,25 @@ from torch.nn import functional as nn_functional
 from rlkit.models.shape import model_shape
 from rlkit.system.adapters import base_model
 
-# Families whose forward, as Hugging Face wrote it, is the trunk and the head and nothing behind it.
+# Families whose forward, as Hugging Face wrote it, is only the trunk and the head.
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def trunk_and_head(model: Any) -> tuple[Any, Head]:
-    """The transformer of a Hugging Face causal LM and what makes logits of its last hidden states,
-    also under PEFT."""
+    """Split a Hugging Face causal LM, also under PEFT, into its transformer and a function from
+    last hidden states to logits."""
     causal = base_model(model)
     return causal.base_model, Head(causal)
 
 
 class Head:
-    """Last hidden states [m, H] → logits [m, V], with all that the model's own forward does to
-    them.
+    """Last hidden states [m, H] → logits [m, V], with every operation of the model's own forward.
 
     logits = head(h) for Llama, Mistral, Qwen2 and Qwen3. Other families scale or cap: Granite
     head(h) / logits_scaling, Cohere
     head(h) · logit_scale, Falcon-H1 head(h) · lm_head_multiplier, Gemma 2 c · tanh(head(h) / c). No
-    list of these is kept here: for every other model its own forward runs, with a trunk that
-    answers with the given states.
+    list of these is kept here: every other model runs its own forward, with a trunk that answers
+    with the given states.
 
     Args:
       causal: a Hugging Face causal LM, without the wrapper of PEFT.
@@ -59,7 +58,7 @@ class Head:
         return self.module.weight
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """The model's own forward on states that its trunk has computed before."""
+        """Run the model's own forward on states computed by its trunk before."""
         causal = self.causal
         # the same parts, but for the trunk; the model itself is not touched
         shell = object.__new__(type(causal))
@@ -85,8 +84,8 @@ class Float32Head(nn.Linear):
 
 
 class _Computed:
-    """A trunk that has been run: it answers every call with its states, and has the attributes of
-    the real one."""
+    """A trunk already run: it answers every call with its states, and has the attributes of the
+    real one."""
 
     def __init__(self, trunk: Any, states: Tensor):
         self.trunk = trunk
@@ -100,8 +99,8 @@ class _Computed:
 
 
 class _States(tuple):
-    """What a trunk returns: its last hidden states first, and none of the other fields that models
-    define."""
+    """A trunk's result: its last hidden states first, and None for every other field of a model's
+    output."""
 
     def __new__(cls, states: Tensor) -> _States:
         return super().__new__(cls, (states,))

@@ -30,7 +30,7 @@ from rlkit.types import Policy, ranges, reaches, safe
 TINY = Path(__file__).parent / "tiny"
 # path → variant of the weights in TINY: model.VARIANT.safetensors
 EMBEDDED = {"tiny": None, "tiny_guess": "guess_number"}
-FETCHED = "get:"  # before the name of a model that `rlkit get` has put into the cache folder
+FETCHED = "get:"  # before the name of a model fetched into the cache folder by `rlkit get`
 
 
 @safe("targets")
@@ -83,9 +83,9 @@ def load_policy(
     """Loads a causal LM for training.
 
     Args:
-      path: "tiny" or "tiny_guess" (ship with rlkit), a local folder, a GGUF file, a hub id, or
-        "get:NAME" for a model that `rlkit get NAME` has fetched. A folder of adapters stands for
-        their base model with the adapters added to its weights.
+      path: "tiny" or "tiny_guess" (shipped with rlkit), a local folder, a GGUF file, a hub id, or
+        "get:NAME" for a model fetched by `rlkit get NAME`. A folder of adapters stands for their
+        base model with the adapters added to its weights.
       revision: of a hub id; a commit makes the run reproducible.
       dtype: of the base weights. "auto" is bfloat16 under LoRA on a GPU (the adapters stay
         float32), float32 otherwise:
@@ -94,20 +94,20 @@ def load_policy(
       head_precision: "float32" computes logits so from a narrower base, in training and rlkit's own
         engines; vLLM has its own.
       gradient_checkpointing: True recomputes activations in the backward pass: less memory, about a
-        third more time. "auto" loads the model as False does; a training run then switches it on
-        where memory asks for it (rlkit.training.activations).
+        third more time. "auto" loads the model as False does; a training run then switches it on if
+        memory requires it (rlkit.training.activations).
       lora: adapters; rank 0 trains everything.
       enable_thinking: handed to the chat template; None leaves the template's default.
-      interruption: what generation.max_thinking_tokens writes before the closing tag; not trained
-        on.
-      chat_template: a file that replaces the tokenizer's template.
-      tools: what writes tools into prompts: the "template", or rlkit's tool "prompt" in front of
-        it. "auto" is the template if that mentions tools, and else the prompt.
-      trust_remote_code: run code that comes with the model. Needs a pinned revision.
+      interruption: the text generation.max_thinking_tokens writes before the closing tag; not
+        trained on.
+      chat_template: a file with a template to replace the tokenizer's.
+      tools: the text that writes tools into prompts: the model's "template", or rlkit's tool
+        "prompt" in front of it. "auto" is the template if it mentions tools, and else the prompt.
+      trust_remote_code: run the model's own code. Needs a pinned revision.
       kernel: of updates on a CPU: "fused" C code (fused.py), "eager" calls of torch, "auto" the
-        former where it is possible.
-      device: where the weights go.
-    Raises: ConfigError or TemplateError that name the key to change.
+        fused one if possible.
+      device: the place for the weights.
+    Raises: ConfigError or TemplateError naming the key to change.
     """
     if trust_remote_code and not re.fullmatch("[0-9a-f]{40}", revision or ""):
         raise ConfigError(
@@ -129,7 +129,7 @@ def load_policy(
         if not file.is_file():
             raise ConfigError(f"model.chat_template={chat_template}: no such file")
         tokenizer.chat_template = file.read_text()
-    # before the weights, so that a tokenizer without a template is refused at once
+    # before the weights, to refuse a tokenizer without a template at once
     renderer = make_renderer(
         tokenizer, enable_thinking=enable_thinking, interruption=interruption, tools=tools
     )
@@ -143,7 +143,7 @@ def load_policy(
         model.get_output_embeddings().__class__ = Float32Head
     if lora.rank > 0:
         model = add_lora(model, lora)
-    # after the adapters: PEFT hangs a hook on the embeddings of a model that recomputes
+    # after the adapters: PEFT hangs a hook on the embeddings if the model recomputes
     checkpoint_activations(model, gradient_checkpointing is True)
     choose_kernel(model, kernel)
     # gradient checkpointing works in this mode alone; engines sample in the other one
@@ -177,7 +177,7 @@ def pretrained_model(
 ) -> Any:
     """The causal LM at a model's path, without dropout; dtype "auto" is the one it was saved in.
 
-    Raises: ConfigError where it cannot be loaded, or where a file is not the one that `save_policy`
+    Raises: ConfigError if it cannot be loaded, or if a file differs from the one `save_policy`
     wrote.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -202,9 +202,9 @@ def pretrained_model(
 
 
 def base_of_adapters(path: str) -> str | None:
-    """The path of the base model where the path is that of a folder of adapters; else None.
+    """The path of the base model, for a folder of adapters; else None.
 
-    Raises: ConfigError where the folder names none.
+    Raises: ConfigError if the folder names none.
     """
     folder = Path(_source(path))
     config = folder / "adapter_config.json"
@@ -229,12 +229,13 @@ def _with_adapters(model: Any, path: str) -> Any:
     with _loading(path, weights=True) as place:
         folder = place["pretrained_model_name_or_path"]
         model = PeftModel.from_pretrained(model, folder).merge_and_unload()
-    model.name_or_path = folder  # the base that further adapters name
+    model.name_or_path = folder  # the base for further adapters to name
     return model
 
 
 def _unquantized(model: Any) -> Any:
-    """A model from a GGUF file as an ordinary one: transformers cannot save what it loaded so."""
+    """Turn a model from a GGUF file into an ordinary one: transformers cannot save it in the loaded
+    form."""
     config = copy.deepcopy(model.config)
     del config.quantization_config
     plain = type(model)._from_config(
@@ -255,20 +256,20 @@ def check_vocabulary(
     rows: int = 0,
     **hub: Any,
 ) -> list[int] | None:
-    """Another model may be compared with this one, token by token: each token of this one is one of
-    its own, in whatever order.
+    """Check that another model can be compared with this one, token by token: it must have every
+    token of this model, in any order.
 
-    Looks at tokenizers and configs alone, so that a wrong teacher is found before any weights are
-    loaded. The same token is the same bytes, since merges and decoder have to be the same too. Rows
-    of padding behind the vocabulary may differ.
+    Only tokenizers and configs are read, so a wrong teacher is found before any weights are loaded.
+    Equal tokens are equal bytes, since merges and decoder have to be equal too. Rows of padding
+    behind the vocabulary may differ.
 
     Args:
       path, hub: of the policy, as in `load_policy`. teacher, teacher_revision: of the other model.
         rows: of the policy's head.
-    Returns: None where equal ids mean equal tokens; else the other model's row for each id of the
-      policy, for `take_rows`. Rows of the policy without a token are given those that the other has
-      without one, as far as there are any.
-    Raises: ConfigError naming the `key` and the first token that the other model has not.
+    Returns: None if equal ids mean equal tokens; else the other model's row for each id of the
+      policy, for `take_rows`. Rows of the policy without a token get the other model's rows without
+      a token, as far as there are any.
+    Raises: ConfigError naming the `key` and the first token missing in the other model.
     """
     tokenizer = pretrained_tokenizer(path, **hub)
     try:
@@ -312,8 +313,7 @@ def check_vocabulary(
 
 
 def _odd_token(own: Any, other: Any) -> str:
-    """The first token that the other tokenizer has not, or has by other rules; "" where there is
-    none."""
+    """The first token the other tokenizer lacks, or has by other rules; "" if there is none."""
     added = own.get_added_vocab()
     others = other.get_added_vocab()
     theirs = other.get_vocab()
@@ -333,10 +333,10 @@ def _rules(tokenizer: Any) -> Any:
 
 
 def take_rows(model: Any, ids: Sequence[int]) -> None:
-    """Gives a causal LM another vocabulary, in place: row i of embedding and head is what row
-    ids[i] was.
+    """Give a causal LM another vocabulary, in place: row i of embedding and head becomes the old
+    row ids[i].
 
-    Raises: ConfigError where the model reads ids elsewhere too.
+    Raises: ConfigError if the model reads ids elsewhere too.
     """
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     size = ends[0].weight.shape[0]
@@ -362,8 +362,8 @@ def take_rows(model: Any, ids: Sequence[int]) -> None:
 
 
 def check_weights(model: Any, path: str, key: str = "model.path") -> None:
-    """Raises ConfigError naming the first weight that holds nan or infinity: nothing can be sampled
-    from such a model."""
+    """Raise ConfigError naming the first weight with nan or infinity: no model can sample with
+    one."""
     for name, weight in model.named_parameters():
         if not weight.is_floating_point():
             continue
@@ -378,8 +378,8 @@ def check_weights(model: Any, path: str, key: str = "model.path") -> None:
 
 
 def _source(path: str) -> str:
-    """The folder, file or hub id that a model's path stands for. Raises ConfigError for a model
-    that has not been fetched."""
+    """The folder, file or hub id behind a model's path. Raises ConfigError for a model not fetched
+    yet."""
     if path.startswith(FETCHED):
         name = path.removeprefix(FETCHED)
         folder = fetched_folder(name)
@@ -395,16 +395,17 @@ def _source(path: str) -> str:
 
 
 def fetched_folder(name: str) -> Path | None:
-    """Where `rlkit get NAME` puts a model; None for a user without a cache folder, and for a name
-    that is none."""
+    """The folder of `rlkit get NAME` for a model; None for a user without a cache folder, and for
+    an invalid name."""
     cache = cache_folder()
     return cache / "models" / name if cache and re.fullmatch(r"\w+", name) else None
 
 
 @contextmanager
 def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
-    """Gives what `from_pretrained` takes for a model's path. Raises ConfigError where a folder that
-    rlkit wrote has changed since (`weights`: those too), and where the block cannot load it."""
+    """Yield the arguments of `from_pretrained` for a model's path. Raises ConfigError if a folder
+    written by rlkit has changed since (`weights`: check weight files too), or if the block cannot
+    load it."""
     source = _source(path)
     why = folder_damage(Path(source), weights=weights)
     if why:
@@ -440,7 +441,7 @@ def _loading(path: str, *, weights: bool) -> Iterator[dict[str, str]]:
 
 
 def make_policy(model: Any, tokenizer: Any, **template: Any) -> Policy:
-    """A policy of a causal LM that is already built, also under PEFT, and its tokenizer.
+    """Make a policy from a causal LM already built, also under PEFT, and its tokenizer.
 
     Args:
       template: enable_thinking, interruption, tools and render, of `make_renderer`.
@@ -469,8 +470,7 @@ def without_dropout(config: Any) -> Any:
 
 
 class Adapter(nn.Linear):
-    """A factor of an adapter: kept and trained in its own precision, computed in that of its
-    input."""
+    """A factor of an adapter: kept and trained in its own precision, computed in its input's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn_functional.linear(x, self.weight.to(x.dtype))
@@ -492,8 +492,8 @@ def add_lora(model: Any, lora: LoRA) -> Any:
 
 
 def compute_as_base(adapted: Any) -> Any:
-    """A model under PEFT whose plain adapters are computed in the precision of their input, those
-    that were added later too."""
+    """Make all plain adapters of a model under PEFT compute in the precision of their input, even
+    adapters added later."""
     for layer in lora_layers(adapted):
         if isinstance(layer.base_layer, nn.Linear) and not layer.lora_variant:
             layer.cast_input_dtype_enabled = False  # PEFT's cast to float32
@@ -503,7 +503,7 @@ def compute_as_base(adapted: Any) -> Any:
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that ends a reply: all of the generation config, and the tokenizer's."""
+    """Every id at the end of a reply: all of the generation config, and the tokenizer's."""
     configured = model.generation_config.eos_token_id
     ids = [configured] if isinstance(configured, int) else list(configured or ())
     if tokenizer.eos_token_id is not None:

@@ -1,4 +1,4 @@
-"""What a model says of given tokens: the trainer's side of every ratio, value and divergence."""
+"""Score given tokens under a model: the trainer's side of every ratio, value and divergence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK_LOGITS_ON_CPU = 31 << 18
 
 
 def logits_at_once(device: torch.device) -> int:
-    """Logits that a chunk of the head's rows may have."""
+    """The most logits in a chunk of the head's rows."""
     return CHUNK_LOGITS_ON_CPU if device.type == "cpu" else CHUNK_LOGITS
 
 
@@ -36,15 +36,15 @@ def forward_logprobs(
     critic: nn.Module | None = None,
     reference: tuple[Tensor, Head] | None = None,
 ) -> TokenLogprobs:
-    """Log-prob and entropy of every sampled token, and where asked for its value and the exact KL
-    to the reference.
+    """Log-prob and entropy of every sampled token, and on request its value and the exact KL to the
+    reference.
 
     One pass through the trunk, without padding and every shared beginning once. The head is applied
     only at the positions that predict a sampled token, in chunks, so [B, T, V] never exists.
 
     Args:
       packed: of `rlkit.models.packing.pack(ids, response_mask)`, both [B, T].
-      temperature: > 0, the one that was sampled with.
+      temperature: > 0, the sampler's.
       entropy_gradient: lets the entropy carry the gradient.
       critic: of `rlkit.models.critic`; gives `values`.
       reference: `states` of the reference on the same rows [K, H], taken without gradient, and its

@@ -1,5 +1,5 @@
-"""Rows packed without padding, every distinct beginning once: what the update and every scoring
-pass put through the trunk.
+"""Pack rows without padding, every distinct beginning once, for the trunk in updates and scoring
+passes.
 
 The samples of one prompt begin alike, so rows are laid out as the forest of their prefixes. Each
 distinct prefix is one packed token: linear layers see every one once, attention looks up the path
@@ -25,11 +25,11 @@ from rlkit.system.adapters import base_model
 from rlkit.system.sharding import sharded
 
 ATTENTION = "rlkit_packed"
-# new tokens of a row, at most, that attend through a mask: masks then grow linearly with the tokens
-# of a micro-batch
+# most new tokens of a row for attention through a mask: masks then grow linearly with the tokens of
+# a micro-batch
 MASKED = 512
-STEP = 256  # shortest length that a call is padded to where lengths go in steps
-STEP_TOKENS = 4096  # of such a call, if a row is not longer
+STEP = 256  # shortest padded length of a call, for lengths in steps
+STEP_TOKENS = 4096  # of a call with stepped lengths, if a row is not longer
 
 
 class Kernels(NamedTuple):
@@ -41,11 +41,11 @@ class Kernels(NamedTuple):
     steps: bool
 
 
-# Compute capability → kernels; a device that is not listed takes those of the newest one before it.
-# torch's choice among its kernels of scaled_dot_product_attention is in
+# Compute capability → kernels. A device between two rows takes the older row. torch chooses among
+# its kernels of scaled_dot_product_attention in
 # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's is excluded on all of them, since it
-# plans each new shape: 0.44 s forward and 0.55 s backward (FunASR#3704), where `pack` gives about
-# 50 shapes a step.
+# plans each new shape: 0.44 s forward and 0.55 s backward (FunASR#3704), and `pack` gives about 50
+# shapes a step.
 KERNELS = {
     # A CPU plans nothing and has one kernel for masks, grouped heads and any length, so exact
     # lengths are the least work.
@@ -53,10 +53,10 @@ KERNELS = {
     # Volta and Turing: flash needs sm_80. The memory-efficient kernel takes no grouped heads in
     # torch 2.13 (pytorch#191085 came later).
     (7, 0): Kernels(varlen=False, steps=True),
-    # A100: flash takes no mask, and where a mask meets grouped heads torch falls to the kernel that
-    # writes out all scores: 4 GiB at 4k tokens, 15 GiB at 8k (ComfyUI#15135). Variable-length flash
-    # needs no mask: its queries end where the keys of a segment end.
-    # RTX 30 and 40 and the L4 as well, and Hopper and Blackwell, where torch would prefer cuDNN.
+    # A100: flash takes no mask, and with a mask and grouped heads torch falls to the kernel writing
+    # out all scores: 4 GiB at 4k tokens, 15 GiB at 8k (ComfyUI#15135). Variable-length flash needs
+    # no mask: its queries end at the end of a segment's keys. RTX 30 and 40 and the L4 as well, and
+    # Hopper and Blackwell, although torch would prefer cuDNN there.
     (8, 0): Kernels(varlen=True, steps=True),
 }
 
@@ -72,35 +72,36 @@ def kernels_of(device: torch.device) -> Kernels:
 
 
 class Paths(NamedTuple):
-    """Rows of nearly one size: queries, and the path that each attends to."""
+    """Rows of nearly one size: queries, and the path each attends to."""
 
-    # [R, Q] packed tokens: those that these rows add, or whole rows; padding is token 0
+    # [R, Q] packed tokens: the ones added by these rows, or whole rows; padding is token 0
     queries: Tensor
     keys: Tensor  # [R, L] packed tokens from the first of the row to its last; padding is token 0
     starts: Tensor | None  # [R] position of the first query; None: all of them 0
 
 
 class Segments(NamedTuple):
-    """All rows that add tokens, one behind the other. The packed tokens themselves are the queries,
+    """All rows with new tokens, one behind the other. The packed tokens themselves are the queries,
     in their order."""
 
     keys: Tensor  # [ΣL] packed tokens of every row, from its first to its last
-    # [2, R + 1] int32: where each row's queries and its keys begin, and the last ones end
+    # [2, R + 1] int32: the first query and the first key of each row, and the ends of the last
     ends: Tensor
     longest: list[int]  # most queries and most keys of a row
 
 
 class Packed(NamedTuple):
-    """Rows as packed tokens, one for each distinct prefix that something is predicted from."""
+    """Rows as packed tokens, one for each distinct prefix with a prediction after it."""
 
     ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, in its row
     paths: tuple[Paths, ...]
-    home: Tensor  # [N] int64, where each token is among the queries of all paths, flattened
-    # [K] int64, the packed token from which each distinct sampled token is predicted
+    home: Tensor  # [N] int64, the place of each token among the queries of all paths, flattened
+    # [K] int64, the packed token that predicts each distinct sampled token
     parents: Tensor
-    targets: Tensor  # [K] int64, the ids of those sampled tokens
-    # [M] int64, which of the K a sampled token of the rows is, in the order of the response mask
+    targets: Tensor  # [K] int64, the ids of these sampled tokens
+    # [M] int64, the index into K of each sampled token of the rows, in the order of the response
+    # mask
     inverse: Tensor
     response_mask: Tensor  # [B, T] bool, of the rows
     tokens: int  # of the rows before packing
@@ -109,16 +110,16 @@ class Packed(NamedTuple):
 
 
 def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) -> Packed:
-    """The forest of the prefixes of some rows, each cut before its last sampled token, from which
-    nothing is predicted.
+    """Pack the forest of the prefixes of some rows. Each row is cut before its last sampled token,
+    because nothing is predicted from it.
 
     Args:
       ids: [B, T], right-padded. response_mask: [B, T], True on sampled tokens; the first token of a
         row is never one.
-      kernels: None takes those of the device.
+      kernels: None takes the device's.
     Returns: N ≤ Σ row lengths, K ≤ M = response_mask.sum(); rows without a sampled token are not in
       it.
-    Raises: ValueError where a row begins with a sampled token, from which no state comes.
+    Raises: ValueError if a row begins with a sampled token, because no state comes before it.
     """
     kernels = kernels or kernels_of(ids.device)
     rows = ids.cpu().numpy()
@@ -168,19 +169,19 @@ def pack(ids: Tensor, response_mask: Tensor, *, kernels: Kernels | None = None) 
 
 
 class _Forest(NamedTuple):
-    """Rows laid out so that a prefix that several begin with is there once."""
+    """Rows laid out so that a shared prefix is there once."""
 
     index: Any  # [B, T] row, position → packed token
-    added: list[tuple[int, int]]  # rows that add tokens, and how many each shares
-    tokens: list[Any]  # ids that each of these adds
+    added: list[tuple[int, int]]  # rows with new tokens, and the number of tokens each shares
+    tokens: list[Any]  # ids of the new tokens
     depths: list[Any]  # and their positions
     size: int  # packed tokens in all
 
 
 def _lay_out(rows: Any, lengths: Any) -> _Forest:
-    """Packs the first `lengths` tokens of the rows."""
+    """Pack the first `lengths` tokens of the rows."""
     index = np.zeros(rows.shape, dtype=np.int64)
-    # Sorted, a row shares with the one before it all that it shares with any.
+    # Once sorted, a row shares at least as much with the row before it as with any earlier one.
     order = sorted(
         np.flatnonzero(lengths).tolist(),
         key=lambda row: rows[row, : lengths[row]].astype(">i8").tobytes(),
@@ -213,8 +214,8 @@ def _lay_out(rows: Any, lengths: Any) -> _Forest:
 def _place_part(
     part: Sequence[tuple[int, int, int]], index: Any, lengths: Any, home: Any, offset: int
 ) -> tuple[Any, Any]:
-    """The queries and the paths of the rows of one call; writes into `home` where each packed token
-    is among the queries, those of this call beginning at `offset`."""
+    """The queries and the paths of the rows of one call. Writes into `home` the place of each
+    packed token among the queries; this call's begin at `offset`."""
     width = max(int(lengths[row]) for row, _, _ in part)
     queries = max(int(lengths[row]) - first for row, first, _ in part)
     own = np.zeros((len(part), queries), dtype=np.int64)
@@ -231,8 +232,8 @@ def _place_part(
 def _calls(
     added: list[tuple[int, int]], lengths: Any, kernels: Kernels
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """The rows that attend in one call, as (row, its first query, how many tokens it shares). A
-    long one is read whole, without a mask."""
+    """The rows attending in one call, as (row, its first query, number of shared tokens). A long
+    one is read whole, without a mask."""
     classes: dict[tuple[int, int, bool], list[tuple[int, int, int]]] = defaultdict(list)
     for row, shared in added:
         length = int(lengths[row])
@@ -254,16 +255,17 @@ def step_length(length: int) -> int:
 
 
 def size_class(length: int) -> int:
-    """Lengths of a class differ by less than a factor of √2, so that attention is padded by less
-    than that."""
+    """Lengths of a class differ by less than a factor of √2, so attention is padded by less than
+    that."""
     return int(2 * np.log2(length))
 
 
 def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     """The last hidden states [N, H] of all packed tokens.
 
-    A trunk that cannot be packed (`allow_packing`), or of which some layers do not see the whole of
-    the longest row, reads the paths as rows: same states, the shared beginnings once a row.
+    A trunk reads the paths as rows if it cannot be packed (`allow_packing`), or if some layers do
+    not see the whole of
+    the longest row: same states, the shared beginnings once a row.
     """
     if packed.ids.device.type == "cuda":
         # for the process: gradient checkpointing attends again in the backward pass
@@ -274,7 +276,7 @@ def trunk_states(trunk: Any, packed: Packed) -> Tensor:
     if trunk.config._attn_implementation == ATTENTION and longest <= whole_context(trunk.config):
         if kernel_of(trunk).used == "fused" and serves(trunk):
             return fused_states(trunk, packed.ids, packed.positions, partial(_attend_all, packed))
-        # given, so that no mask of all pairs is built
+        # given, to avoid a mask of all pairs
         unused = packed.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         states = trunk(
             input_ids=packed.ids[None],
@@ -312,8 +314,8 @@ def _read_rows(trunk: Any, packed: Packed) -> Iterator[Tensor]:
 
 
 def allow_packing(model: nn.Module) -> None:
-    """Lets a causal LM read packed rows, where its layers attend as Hugging Face's "sdpa". Layers
-    with a window read rows up to its length so.
+    """Let a causal LM read packed rows, if its layers attend as Hugging Face's "sdpa". Layers with
+    a window read rows up to its length in this way.
 
     For any other call nothing changes. The choice stays on the model, since gradient checkpointing
     attends again in backward.
@@ -344,8 +346,7 @@ def attend_packed(
     packed: Packed | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of every packed token to its path; Hugging Face's own where nothing is
-    packed.
+    """Causal attention of every packed token to its path; Hugging Face's own if nothing is packed.
 
     Args:
       query: [1, Hq, N, D]. key, value: [1, Hk, N, D], Hk divides Hq.
@@ -358,8 +359,8 @@ def attend_packed(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
-    # In mixed precision the norms of queries and keys, whose weights are float32, leave them in
-    # float32.
+    # In mixed precision the norms of queries and keys leave them in float32, because the norms'
+    # weights are float32.
     q = q.to(v.dtype)
     k = k.to(v.dtype)
     segments = packed.segments
@@ -372,7 +373,7 @@ def attend_packed(
         from torch.nn.attention.varlen import varlen_attn
 
         inputs: Any = (q, k[segments.keys], v[segments.keys], *segments.ends, *segments.longest)
-        # (-1, 0): causal, from the end of each segment; a query sees what the row shares, and
+        # (-1, 0): causal, from the end of each segment; a query sees the row's shared tokens, and
         # itself.
         out: Any = varlen_attn(*inputs, scale=scaling, window_size=(-1, 0), enable_gqa=True)
         return out[None], None

@@ -1,4 +1,4 @@
-"""A policy as a folder that `from_pretrained` takes."""
+"""Save a policy as a folder for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def save_policy(
     tokenizer: bool = True,
     card: str = "",
 ) -> None:
-    """Writes all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of
+    """Write all weights in Hugging Face's format, or adapters alone in PEFT's, and the digests of
     all files.
 
-    The folder appears whole, in place of an old one; one with files that rlkit.sha256 does not list
-    is kept under another name.
+    The folder appears whole, in place of an old one. An old folder is kept under another name if it
+    holds files that rlkit.sha256 does not list.
 
     Args:
       state: weights to write in place of the model's own: of a checkpoint, or gathered from shards.
       tokenizer: whether it goes along, with the chat template.
-      card: the text of README.md, which model hubs show.
-    Raises: OSError where the disk refuses, whichever library writes; an old folder is still there
+      card: the text of README.md, shown by model hubs.
+    Raises: OSError if the disk refuses, whichever library writes. An old folder is still there
       unless only its removal succeeded.
     """
     model: Any = policy.model

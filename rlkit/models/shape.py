@@ -1,4 +1,4 @@
-"""What rlkit reads in the config of a Hugging Face model, with one meaning for every family."""
+"""Read the config of a Hugging Face model, with one meaning for every family."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 class ModelShape(NamedTuple):
     """Sizes and kinds of layers."""
 
-    family: str  # model_type; "" where the config names none
+    family: str  # model_type; "" if the config names none
     context: int | None  # most positions; None: the config has no limit
     vocab: int | None  # None: the config does not say
     heads: int  # 0: the config does not say
-    kv_heads: int  # as many as heads where the config does not say
+    kv_heads: int  # as many as heads if the config does not say
     head_dim: int
     experts: int  # of a layer; 1: none to choose from
-    active: int  # experts that a token passes through
+    active: int  # experts a token passes through
     expert_width: int | None  # intermediate size of one expert
-    layer_types: frozenset[str]  # empty where the config does not say
-    # positions that a layer of type sliding_attention sees, or where the config names no types any
-    # layer; None: all
+    layer_types: frozenset[str]  # empty if the config does not say
+    # positions a layer of type sliding_attention sees, or any layer if the config names no types;
+    # None: all
     window: int | None
-    shared: int  # last layers that read the keys and values of earlier ones, as in Gemma 3n
+    shared: int  # last layers with keys and values from earlier ones, as in Gemma 3n
     encoder: bool  # an encoder stands before the decoder
 
 
 def model_shape(config: Any) -> ModelShape:
-    """Read a config. Families leave out what they do not have, so every field may be missing."""
+    """Read a config. Families leave out fields they do not need, so every field may be missing."""
 
     def field(name: str) -> Any:
         return getattr(config, name, None)
@@ -51,11 +51,11 @@ def model_shape(config: Any) -> ModelShape:
 
 
 def whole_context(config: Any) -> float:
-    """Tokens of the longest context that every layer sees whole: inf without windows, the window of
-    a model with sliding layers, and 0 where layers of other kinds, layers that share keys and
-    values or an encoder see something else.
+    """Tokens of the longest context every layer sees whole: inf without windows; the window of a
+    model with sliding layers; 0 if some layers see something else: layers of other kinds, layers
+    with shared keys and values, or an encoder.
 
-    Up to this length a sliding layer computes what a full one does.
+    Up to this length a sliding layer computes the same as a full one.
     """
     shape = model_shape(config)
     if shape.encoder or shape.shared or shape.layer_types - {"full_attention", "sliding_attention"}:

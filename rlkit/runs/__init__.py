@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, its report, and sweeps over many runs.
+"""The results of runs: their folders, their reports, and sweeps over many runs.
 
 Files in the order of their imports: comparing, folder, kernels, card, python, reading, trends,
 verdicts, sweeps, tables.

@@ -1,5 +1,5 @@
-"""The model card of an exported policy: what it is, what it scores, how it was trained, and how to
-load and repeat it."""
+"""Write the model card of an exported policy: its origin, its scores, its training, and how to load
+and repeat it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(run: Path, step: int, *, adapters: bool) -> str:
-    """Markdown with the header that model hubs read.
+    """Markdown with a header for model hubs.
 
-    Figures are those of test problems, and of the run's last step alone: a policy of another step
-    was not measured on them.
+    Figures are from test problems, and only from the run's last step: policies of other steps were
+    not measured on them.
 
     Args:
-      run: a run folder; what it does not say is left out. step: the RL step of the policy.
+      run: a run folder; missing entries are left out. step: the RL step of the policy.
       adapters: whether the folder holds adapters in PEFT's format instead of all weights.
     """
     settings = flat(runs.read_config(run))
@@ -85,7 +85,7 @@ def model_card(run: Path, step: int, *, adapters: bool) -> str:
 
 
 def _results(summary: Mapping[str, Any], step: int) -> str:
-    """Test problems before and after; nothing where they were not played with this policy."""
+    """Test problems before and after; nothing if they were not played with this policy."""
     before = summary.get("before") or {}
     after = summary.get("after") or {}
     if not (after and step == summary.get("steps")):
@@ -129,7 +129,7 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def _repeat(run: Path, summary: Mapping[str, Any], start: Mapping[str, Any]) -> str:
     """The command, the versions and the costs."""
-    # those are places of one machine
+    # hydra's overrides are places of one machine
     kept = (text for text in runs.saved_overrides(run) if not text.lstrip("+~").startswith("hydra"))
     overrides = " ".join(shlex.quote(text) for text in kept)
     versions = ", ".join(

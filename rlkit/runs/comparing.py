@@ -1,10 +1,10 @@
-"""Which of two is better, and how sure that is: paired differences, corrections for several
+"""Compare two arms and say how sure the result is: paired differences, corrections for several
 comparisons, and summaries over tasks.
 
 A figure of a run is a mean over its problems. Runs of one seed share problems, order and sampling
 noise, so arms are paired by seed, and the seeds are the independent units. n seeds, M problems or
 tasks, m comparisons, α = 0.05 throughout. Three seeds have an interval, ten can make a claim.
-tests/runs/test_sentences.py simulates what each sentence promises.
+tests/runs/test_sentences.py checks the promise of each sentence in a simulation.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ class Difference(NamedTuple):
     low: float
     high: float
     p: float
-    spread: float  # standard deviation of the differences, and at least that of a rounded figure
+    spread: float  # standard deviation of the differences, at least that of a rounded figure
     n: int
 
     def evidence(self) -> float:
-        """The p-value that a claim may rest on; nan, which no correction counts, below `TO_CLAIM`
-        pairs."""
+        """The p-value for a claim; nan below `TO_CLAIM` pairs, and no correction counts nan."""
         return self.p if self.n >= TO_CLAIM else math.nan
 
 
@@ -56,16 +55,17 @@ def paired(
 ) -> Difference:
     """The mean of second - first over the seeds, with Student's t of n - 1 degrees of freedom.
 
-    D̄ ± t · s/√n. Seeds that share their noise have Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, c the
-    correlation, so pairing gains where c > 0.
+    D̄ ± t · s/√n. With shared noise, Var D̄ = (σ_A² + σ_B² - 2c σ_A σ_B)/n, c the correlation of
+    the seeds' figures. So pairing gains if c > 0.
 
     Args:
       first, second: [n] figures, one a seed, in the same order of seeds.
       level: of the interval, in (0, 1).
-      resolution: the smallest step of a figure, such as 1 / problems. Differences that are equal by
-        rounding alone have at least the spread of it, resolution / √12. 0: no floor.
+      resolution: the smallest step of a figure, for example 1 / problems. The spread of the
+        differences is at least the spread of rounding, resolution / √12, even if all are equal. 0:
+        no floor.
     Returns: nan for interval and p-value of fewer than `FEWEST` pairs.
-    Raises: ValueError without pairs, or where the lengths differ.
+    Raises: ValueError without pairs, or if the lengths differ.
     """
     differences = [b - a for a, b in zip(first, second, strict=True)]
     n = len(differences)
@@ -86,19 +86,17 @@ def paired(
 
 
 def spread_of(values: Sequence[float], resolution: float = 0.0) -> float:
-    """Standard deviation of n ≥ 2 values, and at least that of rounding to `resolution`: resolution
-    / √12."""
+    """Standard deviation of n ≥ 2 values, at least that of rounding to `resolution`: resolution /
+    √12."""
     mean = math.fsum(values) / len(values)
     square = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return max(math.sqrt(square), resolution / math.sqrt(12))
 
 
 def smallest_step(figures: Sequence[float], rounding: float = 1e-9) -> float:
-    """The smallest difference between two figures that is more than rounding: what a figure of a
-    coarse score moves by.
+    """The smallest difference between two figures beyond rounding: the step of a coarse score.
 
-    It is never smaller than the true step. 0 where all figures are equal: nothing is known of the
-    step.
+    It is never smaller than the true step. 0 if all figures are equal: the step is unknown.
 
     >>> round(smallest_step([0.5, 0.75, 0.5, 0.625]), 3), smallest_step([0.5, 0.5])
     (0.125, 0.0)
@@ -114,8 +112,8 @@ def bounded_mean(
     resolution: float = 0.0,
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> tuple[float, float, float]:
-    """Mean over seeds of figures between two bounds, and an interval of that mean which stays
-    there.
+    """Mean over seeds of figures between two bounds, and an interval of this mean within the
+    bounds.
 
     `bounded_interval`: Wilson's interval with Student's t and the variance over the seeds. Near a
     bound it reaches further away from the bound than towards it, as few wrong answers in few seeds
@@ -123,8 +121,8 @@ def bounded_mean(
 
     Args:
       resolution: the smallest step of a figure, as for `paired`.
-    Returns: nan for the bounds of fewer than `FEWEST` seeds, and of equal values whose step is not
-      known: they tell nothing of how far they vary.
+    Returns: nan for the bounds of fewer than `FEWEST` seeds, and of equal values with an unknown
+      step: such values do not show how far they vary.
     Raises: ValueError for a value outside the bounds, or none.
 
     >>> tuple(round(v, 3) for v in bounded_mean([0.85, 0.9, 0.97]))
@@ -149,13 +147,12 @@ def bounded_mean(
 def seeds_needed(
     spread: float, effect: float, *, power: float = POWER, comparisons: float = 1
 ) -> int:
-    """The fewest seeds whose paired t test finds a difference `effect` with probability `power`; at
-    least `TO_CLAIM`.
+    """The fewest seeds for a paired t test to find a difference `effect` with probability `power`;
+    at least `TO_CLAIM`.
 
-    By `power_of`, which is exact for normal differences; beyond 300 seeds by (z + z_power)²
-    (σ_D/δ)² + z²/2 (Guenther 1981, The American Statistician 35). A spread that was estimated is
-    given as `spread_bound` has it: with the estimate itself, half of the plans have less power than
-    they say.
+    By `power_of`, exact for normal differences; beyond 300 seeds by (z + z_power)² (σ_D/δ)² + z²/2
+    (Guenther 1981, The American Statistician 35). Pass an estimated spread through `spread_bound`
+    first: with the estimate itself, half of the plans have less power than they say.
 
     Args:
       spread: standard deviation σ_D of the paired differences, ≥ 0. effect: δ > 0, in the same
@@ -188,15 +185,14 @@ def seeds_needed(
 
 
 def detectable(spread: float, n: int, *, power: float = POWER, comparisons: float = 1) -> float:
-    """The difference that n seeds find with probability `power`, by `power_of`; inf below
-    `TO_CLAIM`, where nothing is claimed."""
+    """The difference n seeds find with probability `power`, by `power_of`; inf below `TO_CLAIM`,
+    because nothing is claimed there."""
     return spread * spreads_to_see(n, power, comparisons) if n >= TO_CLAIM else math.inf
 
 
 @functools.lru_cache(4096)
 def spreads_to_see(n: int, power: float, comparisons: float) -> float:
-    """The difference that n seeds find with probability `power`, in units of its standard
-    deviation."""
+    """The difference n seeds find with probability `power`, in units of its standard deviation."""
     low = 0.0
     high = 1.0
     while power_of(1.0, high, n, comparisons=comparisons) < power:
@@ -215,9 +211,9 @@ def spread_bound(spread: float, n: int, *, confidence: float = POWER) -> float:
     """An upper bound of the true standard deviation, from one of n ≥ 2 values: s √((n - 1)/χ²), χ²
     its lower quantile.
 
-    A pilot of few seeds underestimates the spread half of the time; a plan by this bound has its
-    power with the given probability. The quantile by Wilson and Hilferty 1931, which is within 2 %
-    from four values on.
+    A pilot of few seeds underestimates the spread half of the time. A plan by this bound has its
+    power with the given probability. The quantile by Wilson and Hilferty 1931 is within 2 % from
+    four values on.
     """
     freedom = n - 1
     root = 1 - 2 / (9 * freedom) + NORMAL.inv_cdf(1 - confidence) * math.sqrt(2 / (9 * freedom))
@@ -250,8 +246,8 @@ def power_of(
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values adjusted so that the chance of any false claim among m stays ≤ α: max over j ≤ i of
-    (m - j + 1) p_(j), at most 1.
+    """Adjust p-values to keep the chance of any false claim among m at ≤ α: max over j ≤ i of (m -
+    j + 1) p_(j), at most 1.
 
     nan stays nan and is no comparison. Source: Holm 1979, Scandinavian Journal of Statistics 6.
 
@@ -268,13 +264,12 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list[float]:
-    """p-values adjusted so that the expected share of false claims among the claims stays ≤ α: min
-    over j ≥ i of m/j p_(j).
+    """Adjust p-values to keep the expected share of false claims among the claims at ≤ α: min over
+    j ≥ i of m/j p_(j).
 
     Args:
-      dependent: times Σ 1/i, which holds under any dependence (Benjamini and Yekutieli 2001); else
-        for independent or positively dependent tests (Benjamini and Hochberg 1995).
-    nan stays nan and is no comparison.
+      dependent: times Σ 1/i, valid under any dependence (Benjamini and Yekutieli 2001); else for
+        independent or positively dependent tests (Benjamini and Hochberg 1995).
 
     >>> [round(q, 3) for q in false_discovery([0.01, 0.03, 0.04, 0.2])]
     [0.04, 0.053, 0.053, 0.2]
@@ -291,9 +286,9 @@ def false_discovery(values: Sequence[float], *, dependent: bool = False) -> list
 
 
 def holm_levels(values: Sequence[float]) -> list[float]:
-    """The level of each interval that leaves out 0 exactly where Holm's rule makes the claim: 1 -
-    α/(m - i + 1) for the i-th smallest p-value; from the first that makes none on, its level for
-    all."""
+    """The level of each interval, chosen to leave out 0 exactly if Holm's rule makes the claim: 1 -
+    α/(m - i + 1) for the i-th smallest p-value. From the first comparison without a claim on, all
+    intervals have its level."""
     order = _ascending(values)
     m = len(order)
     stop = next((rank for rank, i in enumerate(order) if values[i] > ALPHA / (m - rank)), m)
@@ -304,7 +299,7 @@ def holm_levels(values: Sequence[float]) -> list[float]:
 
 
 def _ascending(values: Sequence[float]) -> list[int]:
-    """Places of the values that are numbers, smallest first."""
+    """Places of the values other than nan, smallest first."""
     return sorted((i for i, p in enumerate(values) if not math.isnan(p)), key=lambda i: values[i])
 
 
@@ -312,22 +307,23 @@ class Tested(NamedTuple):
     """A comparison among others."""
 
     difference: Difference
-    q: float  # the false-discovery rate at which it is a claim; nan below `TO_CLAIM` seeds
-    # the difference that these seeds would have claimed with probability `POWER`; inf below
-    # `TO_CLAIM` seeds
+    q: float  # the false-discovery rate of its claim; nan below `TO_CLAIM` seeds
+    # the difference these seeds would have claimed with probability `POWER`; inf below `TO_CLAIM`
+    # seeds
     sees: float
 
 
 def tested_together(
     sides: Sequence[tuple[Sequence[float], Sequence[float], float]],
 ) -> list[Tested]:
-    """Paired comparisons that are corrected together by `false_discovery`, with intervals to match.
+    """Make paired comparisons, correct them together by `false_discovery`, and give intervals to
+    match.
 
-    Of m comparisons with R claims each interval is at 1 - max(1, R) α/m, so that 5 % of the
-    intervals of the claims miss the truth in the mean (Benjamini and Yekutieli 2005, JASA 100), and
-    an interval leaves out 0 exactly where a claim is made. A further claim would have needed p ≤ (R
-    + 1) α/m: `sees` counts with it, and with the spread as large as it may be. Where nothing can be
-    claimed, for want of seeds, each interval is at 95 %.
+    Of m comparisons with R claims each interval is at 1 - max(1, R) α/m. Then on average 5 % of the
+    claims' intervals miss the truth (Benjamini and Yekutieli 2005, JASA 100), and an interval
+    leaves out 0 exactly if a claim is made. A further claim would have needed p ≤ (R + 1) α/m:
+    `sees` uses this level, and the spread's upper bound. If there are too few seeds for any claim,
+    each interval is at 95 %.
 
     Args:
       sides: of each comparison [n] figures of both arms and their smallest step, as for `paired`.
@@ -366,17 +362,17 @@ def iqm(scores: Sequence[Sequence[float]] | np.ndarray) -> float:
 def seeds_interval(
     scores: np.ndarray, statistic: Callable[[np.ndarray], float], *, resolution: float = 0.0
 ) -> tuple[float, float, float]:
-    """A statistic of scores [n seeds, M] that leaves out the extremes, such as `iqm`, and its 95 %
+    """A statistic of scores [n seeds, M] without the extremes, for example `iqm`, and its 95 %
     interval; nan below `TO_CLAIM`.
 
-    The wider of two at either end: Student's t of the jackknife, which leaves out a seed at a time,
-    and `bootstrap`. Whole seeds redrawn are too narrow for few seeds (0.88 to 0.91 of the truth at
-    ten), and the jackknife is where the scores take few values. Degrees of freedom: of one column,
-    ⌊n/4⌋ seeds on either side are left out and tell nothing, so n - 2⌊n/4⌋ - 1. Tukey and
+    The wider of two at either end: Student's t of the jackknife (one seed left out at a time), and
+    `bootstrap`. Redrawing whole seeds is too narrow for few seeds (0.88 to 0.91 of the truth at
+    ten). The jackknife is too narrow if the scores take few values. Degrees of freedom: in one
+    column, ⌊n/4⌋ seeds on either side are left out and do not count, so n - 2⌊n/4⌋ - 1. Tukey and
     McLaughlin 1963, Sankhyā 25.
 
     Args:
-      resolution: the smallest step of a score; the standard error is at least that of as many
+      resolution: the smallest step of a score. The standard error is at least that of as many
         rounded scores as one column keeps.
     """
     scores = np.asarray(scores, dtype=float)
@@ -403,8 +399,8 @@ def bootstrap(
     """The 95 % percentile interval of a statistic of scores [n seeds, M], by redrawing whole seeds
     with replacement.
 
-    A seed is shared by all columns, so its row stays together; redrawing each column on its own, as
-    rliable does, is wrong for that.
+    A seed is shared by all columns, so its row stays together. Redrawing each column on its own, as
+    rliable does, would be wrong here.
     """
     rng = np.random.default_rng(seed)
     n = len(scores)
@@ -423,8 +419,8 @@ def profile(
 
 
 def improvement(first: np.ndarray, second: np.ndarray) -> float:
-    """P(second > first): mean over tasks of the share of pairs of runs in which second is higher,
-    ties ½. [n, M] and [m, M]."""
+    """P(second > first): mean over tasks of the share of pairs of runs with second higher, ties ½.
+    [n, M] and [m, M]."""
     a = np.asarray(first, dtype=float)[:, None]
     b = np.asarray(second, dtype=float)[None]
     return float(((b > a) + 0.5 * (b == a)).mean())

@@ -1,4 +1,4 @@
-"""Run folders: where they are, what state they are in, and which one a command means."""
+"""Run folders: where they are, their states, and the one that a command means."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from rlkit.system.shards import recorded
 
 OUTPUTS = Path("outputs")
 LATEST = "latest"  # in OUTPUTS, a link to the newest run
-SET_ASIDE = ".set_aside"  # behind the name of a run folder that a sweep has put out of its way
+SET_ASIDE = ".set_aside"  # behind the name of a run folder moved out of the way by a sweep
 OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 # in summary.json: the last on validation problems, on test problems twice
 EVALUATIONS = ("validation", "before", "after")
 
 
 def fresh(parent: Path, label: str = "") -> Path:
-    """A new, empty folder <parent>/<time>_<label>, as an absolute path. Raises ConfigError where it
-    cannot be made."""
+    """Make a new, empty folder <parent>/<time>_<label>, and return its absolute path. Raises
+    ConfigError if it cannot be made."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S") + (f"_{label}" if label else "")
     parent = parent.absolute()  # a user's function may change the working directory
     folder = parent / stamp
@@ -46,14 +46,14 @@ def fresh(parent: Path, label: str = "") -> Path:
             try:
                 folder.mkdir()
                 return folder
-            except FileExistsError:  # also where another process came first
+            except FileExistsError:  # also if another process came first
                 folder = parent / f"{stamp}_{number}"
                 number += 1
 
 
 def point_latest(outputs: Path, folder: Path) -> None:
-    """Let the link `latest` in `outputs` lead to a run folder, or nowhere once that is gone. Where
-    a file system has no links there is none."""
+    """Point the link `latest` in `outputs` to a run folder; remove it if the folder is gone. On a
+    file system without links there is none."""
     link = outputs / LATEST
     with suppress(OSError):
         if link.is_symlink():  # else it is a file of the user's
@@ -63,10 +63,10 @@ def point_latest(outputs: Path, folder: Path) -> None:
 
 
 def label_of(overrides: Sequence[str], name: str) -> str:
-    """What of a run differs from the default, for the name of its folder: "lr-3e-4_seed-2". At most
-    60 characters, whole parts only.
+    """Describe a run's differences from the default, for the name of its folder: "lr-3e-4_seed-2".
+    At most 60 characters, whole parts only.
 
-    What is in `name` already, or changes nothing of the run's numbers, is left out.
+    Left out are parts of `name`, and overrides without effect on the run's numbers.
     """
     parts = []
     length = 0
@@ -88,7 +88,7 @@ def label_of(overrides: Sequence[str], name: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path as a command prints it: from the working directory, where it lies below that."""
+    """A path for printing: relative to the working directory if it lies below it."""
     with suppress(OSError):  # the working directory may be gone
         if path.is_relative_to(Path.cwd()):
             return str(path.relative_to(Path.cwd()))
@@ -96,7 +96,7 @@ def shown(path: Path) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder, and a file in it for a moment. Raises ConfigError where that is impossible,
+    """Make the folder, and a file in it for a moment. Raises ConfigError if this is impossible,
     before anything is computed."""
     made = not folder.exists()
     try:
@@ -112,7 +112,7 @@ def require_writable(folder: Path) -> None:
 
 def is_run(folder: Path) -> bool:
     """Whether rlkit has trained there."""
-    return os.path.isfile(folder / "config.yaml")  # Path.is_file raises for a name that is too long
+    return os.path.isfile(folder / "config.yaml")  # Path.is_file raises for too long a name
 
 
 def is_finished(folder: Path) -> bool:
@@ -122,8 +122,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json without evaluations that are no mapping; None if there is none that can be read,
-    or if another run wrote it."""
+    """Read summary.json, without evaluations of the wrong type. None if it is missing, unreadable,
+    or from another run."""
     try:
         summary = json.loads(read_regular(folder / "summary.json").decode())
     except (OSError, ValueError, RecursionError):
@@ -138,13 +138,13 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def find_run(text: str, key: str) -> Path:
-    """The run folder that a user names, itself or one of its checkpoints, as an absolute path.
+    """Find the run folder the user named, itself or by one of its checkpoints, as an absolute path.
 
-    Raises: ConfigError where there is none; DataError where it does not say which run it is.
+    Raises: ConfigError if there is none; DataError if it does not name its run.
     """
     path = Path(text).expanduser().absolute()
     if LATEST in path.parts:
-        path = path.resolve()  # a run that goes on must not move with the link
+        path = path.resolve()  # so a continued run does not move with the link
     for folder in (path, path.parent, path.parent.parent):
         if os.path.exists(path) and is_run(folder):
             identity_of(folder)
@@ -160,8 +160,8 @@ def find_run(text: str, key: str) -> Path:
 
 
 def refuse_leftovers(folder: Path) -> None:
-    """Raises DataError where a folder holds rows or checkpoints but no config.yaml: a run in there
-    would go on in place of another."""
+    """Raise DataError if a folder holds rows or checkpoints but no config.yaml: a run in there
+    would take the place of another."""
     left = "metrics.jsonl" if os.path.lexists(folder / "metrics.jsonl") else "checkpoints/"
     if not is_run(folder) and (left == "metrics.jsonl" or any(folder.glob("checkpoints/*.ckpt"))):
         raise DataError(
@@ -171,7 +171,7 @@ def refuse_leftovers(folder: Path) -> None:
 
 
 def checkpoint_source(text: str, folder: Path) -> Path:
-    """What to load of a run that a user named: the checkpoint file itself, or the run's folder of
+    """The place to load a run from: the checkpoint file the user named, or the run's folder of
     checkpoints."""
     return Path(text).expanduser().absolute() if text.endswith(".ckpt") else folder / "checkpoints"
 
@@ -179,10 +179,10 @@ def checkpoint_source(text: str, folder: Path) -> Path:
 def newest_unfinished(
     name: str, config: Mapping[str, Any], *, beside: tuple[str, ...] = ()
 ) -> Path | None:
-    """The newest run under outputs/<name> that did not finish and whose config is this one but for
-    its length, its ranks, its logger and its callbacks.
+    """The newest unfinished run under outputs/<name> with this config; length, ranks, logger and
+    callbacks may differ.
 
-    `beside`: further keys in which the two may differ, those that follow the length
+    `beside`: further keys that may differ, because they follow the length
     (`rlkit.config.compose.length_keys`).
     """
     candidates = [
@@ -196,15 +196,14 @@ def newest_unfinished(
 
 
 def _last_written(folder: Path) -> float:
-    """When a run wrote its last row, or began; the folder's own time also changes where a process
-    only looks whether it may go on."""
+    """The time of a run's last row, or of its beginning. The folder's own time also changes when a
+    process only checks for a resume."""
     rows = folder / "metrics.jsonl"
     return (rows if rows.exists() else folder / "config.yaml").stat().st_mtime
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config that a run was started with, as `write_config` wrote it. Raises DataError where it
-    cannot be read."""
+    """Read a run's config as written by `write_config`. Raises DataError if it cannot be read."""
     config = read_yaml(folder / "config.yaml")
     if not isinstance(config, dict):
         raise DataError(
@@ -216,11 +215,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(
     folder: Path, config: Mapping[str, Any], identity: str = "", *, new: bool = False
 ) -> None:
-    """The resolved config without its secrets, for people and for resume; whole or not there.
+    """Write the resolved config without its secrets, for people and for resume; whole or not at
+    all.
 
     Args:
-      identity: of the run, for the first line. Empty: the folder is made with this config, which
-        gives the run its identity.
+      identity: of the run, for the first line. Empty: this config makes the folder and gives the
+        run its identity.
       new: whether the folder is made now. It is noted as the user's own.
     """
     cover_overrides(folder)
@@ -231,7 +231,7 @@ def write_config(
 
 
 def cover_overrides(folder: Path) -> None:
-    """Takes the secrets out of the files of .hydra/."""
+    """Take the secrets out of the files of .hydra/."""
     for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
         path = folder / ".hydra" / name
         if path.is_file():
@@ -239,15 +239,15 @@ def cover_overrides(folder: Path) -> None:
 
 
 def write_hydra(folder: Path, name: str, text: str) -> None:
-    """A file of .hydra/ without its secrets; `text` is YAML as Hydra would write it."""
+    """Write a file of .hydra/ without its secrets; `text` is YAML as Hydra would write it."""
     written = yaml.safe_load(text)
     hidden = without_secrets(written)
     rewrite(folder, name, text.encode() if hidden == written else dump(hidden))
 
 
 def rewrite(folder: Path, name: str, content: bytes) -> None:
-    """Writes a config file of a run folder. A folder that is noted as the user's own stays so, also
-    where a kill comes in between."""
+    """Write a config file of a run folder. A folder noted as the user's own stays noted, even if a
+    kill comes in between."""
     path = folder / name
     if path.is_file() and path.read_bytes() == content:
         return
@@ -267,7 +267,7 @@ class _NoAliases(yaml.SafeDumper):
 
 
 def without_secrets(node: Any) -> Any:
-    """What Hydra wrote, redacted; an override of a secret key loses its value, however short."""
+    """Redact Hydra's files; an override of a secret key loses its value, however short."""
     if isinstance(node, list):
         return [without_secrets(value) for value in node]
     if isinstance(node, dict):
@@ -286,14 +286,14 @@ def write_start(
     identity: str = "",
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """Adds this process to run.json; what differs from the one before it (versions of packages,
-    state of the code), as sentences.
+    """Add this process to run.json. Returns its differences from the process before it (versions of
+    packages, state of the code), as sentences.
 
-    A run.json that cannot be read is set aside, and a sentence says so.
+    An unreadable run.json is set aside, and a sentence says so.
 
     Args:
-      identity: of the run. overrides: what Hydra will write to .hydra/overrides.yaml, so that
-        `require_overrides` knows it again.
+      identity: of the run. overrides: Hydra's future content of .hydra/overrides.yaml, for
+        `require_overrides` to recognise.
     """
     started = datetime.now().isoformat(timespec="seconds")
     now = {
@@ -329,13 +329,13 @@ def write_start(
 
 
 def read_start(folder: Path) -> dict[str, Any]:
-    """Config, versions and git state of the process that works in the folder."""
+    """Config, versions and git state of the last process in the folder."""
     starts = _starts(folder)
     return starts[-1] if starts else {}
 
 
 def _starts(folder: Path) -> list[dict[str, Any]] | None:
-    """What run.json holds, one entry for each process; None where it cannot be read."""
+    """The content of run.json, one entry for each process; None if it cannot be read."""
     try:
         starts = json.loads(read_regular(folder / "run.json").decode())
     except FileNotFoundError:
@@ -351,7 +351,7 @@ def _starts(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def identity_of(folder: Path) -> str:
-    """The identity of the run in a folder, by its config.yaml. Raises DataError where that cannot
+    """The identity of the run in a folder, by its config.yaml. Raises DataError if the file cannot
     be read or names none."""
     require_readable(folder / "config.yaml")
     identity = read_identity(folder)
@@ -365,7 +365,7 @@ def identity_of(folder: Path) -> str:
 
 
 def require_identity(folder: Path) -> str:
-    """The identity of the run in a folder. Raises DataError as `identity_of`, and where run.json
+    """The identity of the run in a folder. Raises DataError like `identity_of`, and if run.json
     names another run."""
     identity = identity_of(folder)
     starts = _starts(folder)
@@ -381,8 +381,8 @@ def require_identity(folder: Path) -> str:
 
 
 def require_overrides(folder: Path) -> None:
-    """Raises DataError where .hydra/overrides.yaml, from which a resumed run is composed, is not as
-    the run's processes wrote it."""
+    """Raise DataError if .hydra/overrides.yaml differs from the record of the run's processes. A
+    resumed run is composed from this file."""
     path = folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
         raise DataError(
@@ -401,8 +401,8 @@ def require_overrides(folder: Path) -> None:
 
 
 def git_state() -> str:
-    """Commit of the folder that the package lies in, with `+changes` where files differ from it;
-    empty outside a repository."""
+    """Commit of the package's folder, with `+changes` if files differ from it; empty outside a
+    repository."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
@@ -424,10 +424,9 @@ def git_state() -> str:
 
 
 def saved_overrides(folder: Path) -> list[str]:
-    """The overrides that a run was started with, but for those that held a secret, and for those of
-    one process alone.
+    """The overrides at a run's start, without secrets and without keys of one process alone.
 
-    Raises: DataError where they cannot be read.
+    Raises: DataError if they cannot be read.
     """
     return [
         text
@@ -437,7 +436,7 @@ def saved_overrides(folder: Path) -> list[str]:
 
 
 def withheld(folder: Path) -> list[str]:
-    """The keys of the overrides that held a secret, which is not kept: they have to be given
+    """The keys of overrides with a secret. The secrets are not kept, so they have to be given
     again."""
     return [text.partition("=")[0].lstrip("+") for text in _saved(folder) if REDACTED in text]
 
@@ -453,8 +452,8 @@ def _saved(folder: Path) -> list[str]:
 
 
 def refuse_restart(folder: Path) -> None:
-    """Raises DataError where a run has trained and has no checkpoint left: it could only begin
-    again, in place of what it was."""
+    """Raise DataError if a run has trained and has no checkpoint left: it could only begin again,
+    and replace its old results."""
     steps = lost_steps(folder)
     if steps:
         raise DataError(
@@ -465,12 +464,11 @@ def refuse_restart(folder: Path) -> None:
 
 
 def lost_steps(folder: Path) -> int:
-    """How many steps a run has trained whose checkpoints are gone; 0 where one is left, or where it
-    ended before its first save.
+    """The number of steps trained by a run that lost its checkpoints; 0 if one is left, or if the
+    run ended before its first save.
 
-    A run is past its first save where it has rows of steps after callbacks.checkpoint.every, where
-    its summary says that its end was saved, or where something is left that only a save brings
-    about.
+    A run is past its first save if it has rows of steps after callbacks.checkpoint.every, if its
+    summary reports a saved end, or if a trace of a save is left.
     """
     saves = folder / "checkpoints"
     if any(saves.glob("step_*.ckpt")):
@@ -488,7 +486,7 @@ def lost_steps(folder: Path) -> int:
     )
     left = any(any(saves.glob(name)) for name in ("*.superseded", "*.damaged*", "best.json"))
     parts: Any = None
-    with suppress(DataError):  # a config that cannot be read says nothing of saves
+    with suppress(DataError):  # an unreadable config says nothing of saves
         parts = read_config(folder).get("callbacks")
     named = (
         [part for part in parts.values() if isinstance(part, Mapping)]

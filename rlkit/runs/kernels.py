@@ -1,5 +1,5 @@
-"""What `auto` of generation.kernel and model.kernel means in all jobs of a sweep or a bench:
-decided before the first one starts."""
+"""Decide the meaning of `auto` in generation.kernel and model.kernel for all jobs of a sweep or a
+bench, before the first one starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ NAME = "kernels.json"  # in the folder of the jobs
 
 
 def decide_kernels(folder: Path) -> dict[str, str]:
-    """Environment variables that give all jobs of a folder one meaning of `auto`. A line says so
-    where they go without compiled code.
+    """Environment variables to give all jobs of a folder one meaning of `auto`. A line says so if
+    they go without compiled code.
 
-    The folder keeps the decision, so that jobs which are added later are computed as the first
-    ones.
-    Raises: ConfigError where the jobs so far used compiled code and this machine has none;
-      Undecided where the load of the moment keeps the compiler from its work.
+    The folder keeps the decision, so jobs added later are computed like the first ones.
+    Raises: ConfigError if the jobs so far used compiled code and this machine has none; Undecided
+      if the load of the moment keeps the compiler from its work.
     """
     reason = unavailable()
     earlier = read_decision(folder / NAME) if next(folder.rglob("config.yaml"), None) else ""
@@ -40,7 +39,7 @@ def decide_kernels(folder: Path) -> dict[str, str]:
 
 
 def unavailable() -> str:
-    """Why there is no compiled code on this machine; empty where there is."""
+    """Say why this machine has no compiled code; empty if it has."""
     from rlkit.engines.cached.kernel import compiled
     from rlkit.models.fused import operations
 
@@ -53,7 +52,7 @@ def unavailable() -> str:
 
 
 def read_decision(path: Path) -> str:
-    """eager or fused; empty where nothing was decided yet, or where it cannot be read."""
+    """Read eager or fused; empty if nothing is decided yet or the file cannot be read."""
     try:
         decided = json.loads(path.read_text()).get("auto")
     except (OSError, ValueError, AttributeError):

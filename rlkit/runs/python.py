@@ -1,5 +1,5 @@
-"""Training from Python: a whole run, or one RL step at a time. The steps are those of `rlkit
-train`, bit for bit."""
+"""Train from Python: a whole run, or one RL step at a time. The steps equal those of `rlkit train`,
+bit for bit."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rlkit.tasks.splits import overlaps
 from rlkit.training.experiment import Experiment
 from rlkit.types import Policy, Rollout, Splits
 
-WITHOUT_FILES = ("progress", "health")  # callbacks that write nothing
+WITHOUT_FILES = ("progress", "health")  # callbacks without files
 
 
 class Run(NamedTuple):
-    """What a run gave."""
+    """The result of a run."""
 
     # a row a step, as in metrics.jsonl; step 0 is the evaluation before training
     metrics: list[dict[str, Any]]
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 class RLStep(NamedTuple):
-    """What an RL step gave."""
+    """The result of an RL step."""
 
     step: int  # counted from 1
     metrics: dict[str, Any]
@@ -66,16 +66,16 @@ class RLStep(NamedTuple):
 def train(x: Experiment, folder: Path | str | None = None) -> Run:
     """Train to the end, as `rlkit train` does, evaluations included.
 
-    An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after the step under way;
-    what it gave so far is returned.
+    An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after the step under way,
+    and the results so far are returned.
 
     Args:
       x: of `rlkit.experiment`, or built by hand.
-      folder: a new run folder, which `rlkit report`, `evaluate` and `export` take. Without one
-        nothing is kept on disk: no checkpoint, no logger, and of the callbacks only those that
-        print. A line names the others.
-    Raises: ConfigError, DataError, SelfCheckError before the first step; what a part raises in a
-      step.
+      folder: a new run folder, for `rlkit report`, `evaluate` and `export`. Without one
+        nothing is kept on disk: no checkpoint, no logger, and only the callbacks that print. A line
+        names the others.
+    Raises: ConfigError, DataError, SelfCheckError before the first step; any exception of a part in
+      a step.
     """
     from rlkit.training.loggers import check_loggers
     from rlkit.training.run import train_in
@@ -142,12 +142,14 @@ def steps(x: Experiment) -> Iterator[RLStep]:
 
 
 def _again(x: Experiment) -> Callable[[], Experiment] | None:
-    """Builds the experiment in another process; None where parts of it are Python objects."""
+    """A function to build the experiment in another process; None if some parts are Python
+    objects."""
     return builder(x.config) if isinstance(x, Configured) and x.overrides else None
 
 
 def _problems_of(x: Experiment) -> Splits:
-    """The problems of a run in this process; prints what is probably not meant."""
+    """Load the problems of a run in this process. Prints warnings about settings probably not
+    meant."""
     count = x.trainer.devices * x.trainer.nodes
     if count > 1 and ranks.size() == 1:
         raise ConfigError(
@@ -162,7 +164,8 @@ def _problems_of(x: Experiment) -> Splits:
 
 
 def _begun(x: Experiment, folder: Path) -> Any:
-    """Writes how a run begins to its folder; a block in which this process owns it."""
+    """Write a run's beginning to its folder. Returns a block in which this process owns the
+    folder."""
     if runs.is_run(folder):
         raise ConfigError(
             f"folder={folder}: already holds a run, which is never overwritten; choose another"
@@ -170,7 +173,7 @@ def _begun(x: Experiment, folder: Path) -> Any:
         )
     runs.refuse_leftovers(folder)
     runs.require_writable(folder)
-    overrides = None  # parts that are Python objects cannot be composed again
+    overrides = None  # Python objects cannot be composed again
     if isinstance(x, Configured) and x.config:
         config = x.config
         overrides = x.overrides

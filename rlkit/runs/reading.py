@@ -1,4 +1,4 @@
-"""Run folders read back: numbers, settings, phases, and which runs are one line."""
+"""Read run folders back: numbers, settings, phases, and the grouping of runs into lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlkit.training.schedules.paths import flat
 
 SWITCH = "schedule/switch"
 LARGEST = 1e100
-SAME = (*ONCE, "trainer.max_time")  # settings that change nothing a run computes, beside its seeds
+SAME = (*ONCE, "trainer.max_time")  # settings without effect on a run's numbers, besides its seeds
 
 
 class ReadRun(NamedTuple):
-    """What a folder says of a run."""
+    """The content of a run folder."""
 
     folder: Path
     name: str
@@ -29,23 +29,23 @@ class ReadRun(NamedTuple):
     settings: Mapping[str, Any]  # dotted key → value
     summary: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]  # one a step, from step 0, in order
-    switches: Sequence[tuple[int, str]]  # (step after which, what the run said)
-    notes: Sequence[str] = ()  # what of the folder could not be read
+    switches: Sequence[tuple[int, str]]  # (last step before the switch, the run's message)
+    notes: Sequence[str] = ()  # unreadable parts of the folder
 
 
 class Group(NamedTuple):
-    """Runs that differ by their seed alone: one line."""
+    """Runs with different seeds but equal settings: one line."""
 
     label: str
     runs: Sequence[ReadRun]
 
 
 def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
-    """Folders of runs and of `rlkit rollout`: those named, and those below a folder that is none
-    itself.
+    """List folders of runs and of `rlkit rollout`: the given ones, and those below a given folder
+    that is none itself.
 
-    What else a sweep writes beside its runs is passed over, since `outputs/sweep/*` names it too.
-    Raises ConfigError, which names the command.
+    Other files and folders of a sweep are passed over, since `outputs/sweep/*` names them too.
+    Raises ConfigError naming the command.
     """
     found = list[Path]()
     without = list[Path]()
@@ -56,14 +56,14 @@ def find_runs(paths: Iterable[Path | str], command: str) -> list[Path]:
     beside = {path.parent for path in found}
     odd = [path for path in without if path.parent not in beside or not path.exists()]
     if odd:
-        runs.find_run(str(odd[0]), command)  # names the newest run, where there is one
+        runs.find_run(str(odd[0]), command)  # names the newest run if there is one
         raise ConfigError(f"{command}: {odd[0]} holds no run")
     return list(dict.fromkeys(found))
 
 
 def folders(path: Path) -> list[Path]:
-    """Folders below a path that may hold a run; not what Hydra writes, nor what a sweep has set
-    aside."""
+    """Folders below a path that may hold a run, without Hydra's own folders and without runs set
+    aside by a sweep."""
     files = [
         f
         for name in ("config.yaml", *(f"rollouts{ending}" for ending in FORMATS))
@@ -74,7 +74,7 @@ def folders(path: Path) -> list[Path]:
 
 
 def is_source(folder: Path) -> bool:
-    """Whether a report can be made of what is there: a run's metrics or a file of rollouts."""
+    """Whether a report can be made of a folder: it has a run's metrics or a file of rollouts."""
     return (runs.is_run(folder) and folder.name != ".hydra") or rollout_file(folder) is not None
 
 
@@ -86,8 +86,8 @@ def rollout_file(folder: Path) -> Path | None:
 
 
 def read_run(folder: Path) -> ReadRun:
-    """A run, finished or not; of a folder of `rlkit rollout` the numbers are of one step. What
-    cannot be read is left out and noted."""
+    """Read a run, finished or not. A folder of `rlkit rollout` gives numbers of one step.
+    Unreadable parts are left out and noted."""
     notes: list[str] = []
     settings: dict[str, Any] = {}
     if runs.is_run(folder):
@@ -128,18 +128,18 @@ def read_run(folder: Path) -> ReadRun:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a row or a summary can be drawn and averaged: a finite number of a size
-    that its square exists."""
+    """Whether a value of a row or a summary can be drawn and averaged: a finite number with a
+    finite square."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def series(run: ReadRun, metric: str) -> dict[int, float]:
-    """Step → value, where there is a finite one."""
+    """Step → value, for each step with a finite one."""
     return {row["step"]: float(row[metric]) for row in run.rows if is_number(row.get(metric))}
 
 
 def metrics_of(found: Iterable[ReadRun]) -> list[str]:
-    """All metrics in the order in which runs have them."""
+    """All metrics in the order of the runs' rows."""
     return list(
         dict.fromkeys(key for run in found for row in run.rows for key in row if key != "step")
     )
@@ -154,8 +154,8 @@ def is_seed(key: str) -> bool:
 
 
 def group_runs(found: Sequence[ReadRun]) -> list[Group]:
-    """Runs with metrics, those together whose settings differ by seeds alone, labelled by what
-    tells them apart."""
+    """Group runs with metrics by their settings, seeds aside, and label each group by its
+    differences."""
     by_settings: dict[str, list[ReadRun]] = {}
     for run in found:
         if run.rows:
@@ -172,8 +172,7 @@ def group_runs(found: Sequence[ReadRun]) -> list[Group]:
 
 
 def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
-    """Dotted key → its value in each run, for the settings that are not the same in all; seeds
-    aside."""
+    """Dotted key → its value in each run, for every setting that differs; seeds aside."""
     told = (key for run in found for key in run.settings if not is_seed(key) and key not in SAME)
     # Hydra's own words
     keys = dict.fromkeys(key for key in told if not key.endswith(("_partial_", "_convert_")))
@@ -184,8 +183,8 @@ def differences(found: Sequence[ReadRun]) -> dict[str, list[Any]]:
 
 
 def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> list[str]:
-    """A short name of each, no two alike: the run's, with the settings that it takes to tell them
-    apart, else a number."""
+    """A short name of each, no two alike: the run's name, with as many settings as needed to tell
+    them apart, else a number."""
     names = [run.name for run in found]
     out = list(names)
     for key, values in sorted(changed.items(), key=lambda item: weight(item[0])):
@@ -203,8 +202,8 @@ def labels(found: Sequence[ReadRun], changed: Mapping[str, Sequence[Any]]) -> li
 
 
 def weight(key: str) -> tuple[int, int]:
-    """How little a setting says of a run: names first, then which option of a group, then numbers,
-    then code within options."""
+    """Rank a setting by how little it tells about a run: names first, then the chosen option of a
+    group, then numbers, then code within options."""
     depth = key.count(".")
     last = key.rsplit(".", 1)[-1]
     if last == "name":

@@ -1,4 +1,4 @@
-"""What runs came to, in rows: figures of test problems before and after, health, and seeds put
+"""Tables of runs' results: figures of test problems before and after, health, and seeds put
 together."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlkit.training.callbacks.pathologies import CHECKS, INTERVALS, with_least_b
 
 
 class WithInterval(NamedTuple):
-    """A value and its 95 % interval; nan where it is not known."""
+    """A value and its 95 % interval; nan if unknown."""
 
     value: float
     low: float
@@ -55,11 +55,11 @@ def mark_change(change: WithInterval, *, claims: bool = True) -> Literal["good",
 
 
 def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
-    """Test accuracy and, where it is another number, reward; of a mixture that of each part too.
+    """Test accuracy and, if it is another number, reward; for a mixture also of each part.
 
-    One seed: the interval is over problems, that of the change by Newcombe's rule for two
-    independent samples, which is wide, for the problems are the same. Three and more: over seeds,
-    see `over_seeds`. Two have no interval.
+    One seed: the interval is over problems. The change has the interval of Newcombe's rule for two
+    independent samples; it is wide, because the problems are the same. Three seeds and more: over
+    seeds, see `over_seeds`. Two have no interval.
     """
     out = []
     for group in groups:
@@ -77,7 +77,7 @@ def before_after(groups: Iterable[Group]) -> list[HeldOutRow]:
 def whole_pairs(
     sides: Iterable[tuple[Any, Any]],
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The pairs of held-out results of which both are as `rlkit train` writes them."""
+    """The pairs of held-out results with both sides in the form `rlkit train` writes."""
 
     def whole(side: Any) -> bool:
         if not isinstance(side, Mapping) or not isinstance(side.get("n"), int):
@@ -159,13 +159,13 @@ def newcombe(before: WithInterval, after: WithInterval) -> WithInterval:
 
 
 def estimate(value: float | None, interval: Sequence[float | None]) -> WithInterval:
-    """As a summary has it, where what is not known is null."""
+    """Read a value and its interval from a summary. Null becomes nan."""
     return WithInterval(*(math.nan if v is None else float(v) for v in (value, *interval)))
 
 
 def over_seeds(values: Sequence[float], *, bounded: bool, resolution: float = 0.0) -> WithInterval:
     """The mean of a figure over seeds, and its 95 % interval by Student's t; nan below three seeds,
-    where t says nothing.
+    because t says nothing there.
 
     The problems are held fixed: the interval is of these problems, whatever the seed.
 
@@ -240,7 +240,7 @@ def _ends(curve: Mapping[int, float]) -> tuple[float, float] | None:
 
 
 def _mean_end(group: Group, metric: str) -> float:
-    """The mean over a line's runs at their ends; nan where it was not measured."""
+    """The mean over a line's runs at their ends; nan if it was not measured."""
     known = [end[1] for run in group.runs if (end := _ends(series(run, metric))) is not None]
     return sum(known) / len(known) if known else math.nan
 
@@ -252,13 +252,13 @@ class Symptom(NamedTuple):
     """A known pathology of a run."""
 
     check: str  # in words
-    steps: Sequence[int]  # where it was seen; none where only the whole run shows it
-    text: str  # what the check said first
+    steps: Sequence[int]  # steps with the symptom; empty if only the whole run shows it
+    text: str  # the check's first message
 
 
 def symptoms(run: ReadRun) -> list[Symptom]:
-    """The known pathologies of the whole run and of its steps. A step whose row lacks what a check
-    reads says nothing."""
+    """Find the known pathologies of the whole run and of its steps. A step is skipped if its row
+    lacks a check's metrics."""
     out = [
         Symptom(check.__name__.replace("_", " "), (), text)
         for check in TRENDS

@@ -1,7 +1,7 @@
-"""What only a whole run shows: figures that drift together in a way that is known to end badly.
+"""Find trends visible only in a whole run: figures that drift together and are known to end badly.
 
-Each check compares thirds of a run, and speaks where a change is beyond twice its standard error
-and large enough to matter.
+Each check compares thirds of a run. It speaks if a change is beyond twice its standard error and
+large enough to matter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rlkit.runs.reading import ReadRun, series
 
-FEWEST = 12  # RL steps below which a third says nothing
+FEWEST = 12  # RL steps; with fewer a third says nothing
 
 
 class Thirds(NamedTuple):
@@ -36,9 +36,9 @@ class Thirds(NamedTuple):
 
 
 def thirds(curve: Mapping[int, float]) -> Thirds | None:
-    """None where there are fewer than FEWEST values.
+    """Means by thirds; None below FEWEST values.
 
-    The error is of the values' differences from step to step, so that a trend within a third does
+    The error comes from the values' differences from step to step, so a trend within a third does
     not hide it:
     σ² ≈ Var(x_t - x_{t-1}) / 2, error = √(2 σ² / n) with n values a third.
     """
@@ -53,7 +53,7 @@ def thirds(curve: Mapping[int, float]) -> Thirds | None:
 
 
 def entropy_collapse(run: ReadRun) -> str | None:
-    """Entropy below a fifth of what it was, and most prompts are not solved by it."""
+    """Entropy below a fifth of its start, and most prompts still unsolved."""
     entropy = thirds(series(run, "policy/entropy"))
     solved = thirds(series(run, "group/frac_all_good"))
     if (
@@ -72,7 +72,7 @@ def entropy_collapse(run: ReadRun) -> str | None:
 
 
 def reward_loss(run: ReadRun) -> str | None:
-    """The reward ends a fifth below where it began."""
+    """The reward ends a fifth below its beginning."""
     reward = thirds(series(run, "reward/mean"))
     if reward is None or not reward.fell(reward.first):
         return None
@@ -145,7 +145,7 @@ def training_up_validation_down(run: ReadRun) -> str | None:
 
 
 def reward_hacking(run: ReadRun) -> str | None:
-    """The reward rises and a shadow reward, which nothing is trained on, falls."""
+    """The reward rises, and a shadow reward falls. Nothing is trained on a shadow reward."""
     reward = thirds(series(run, "reward/mean"))
     if reward is None or not reward.rose(reward.first):
         return None
@@ -165,7 +165,7 @@ def reward_hacking(run: ReadRun) -> str | None:
 
 
 def shadows(run: ReadRun) -> list[str]:
-    """Terms of the reward that have no weight in any phase: they are scored and not trained on."""
+    """Terms of the reward without weight in any phase: they are scored and not trained on."""
     weights: dict[str, list[object]] = {}
     for key, value in run.settings.items():
         before, found, rest = key.rpartition("reward.terms.")

@@ -1,5 +1,5 @@
-"""Which line of runs is better, in the sentence that a person would say: differences paired by
-seed, corrected for their number.
+"""Say which line of runs is better, in a plain sentence: differences paired by seed, corrected for
+their number.
 
 Runs of one seed share problems, order and sampling noise. So lines are compared within seeds, and
 the seeds are the independent units.
@@ -28,10 +28,10 @@ from rlkit.runs.comparing import (
 from rlkit.runs.reading import Group, ReadRun, differences, is_number, series
 from rlkit.statistics import FEWEST
 
-# the difference that seeds are counted for where nobody names one: a point of accuracy
+# default difference for counting the seeds: a point of accuracy
 EFFECT = 0.01
-LAST = 10  # RL steps at the end of a run whose training reward is compared
-UNEVEN = 0.02  # relative difference of two budgets that is named
+LAST = 10  # RL steps at the end of a run, for comparing training rewards
+UNEVEN = 0.02  # relative difference of two budgets worth naming
 Unit = Literal["steps", "updates", "samples", "tokens", "seconds"]
 UNITS: Mapping[str, str] = {
     "steps": "RL steps",
@@ -45,7 +45,7 @@ PROBLEMS = ("task.", "evaluation.", "environment.")
 
 
 class Figure(NamedTuple):
-    """A number of each run that lines are compared by."""
+    """A number of each run, for comparing lines."""
 
     name: str
     values: list[dict[int, float]]  # of each line: seed → figure
@@ -53,7 +53,7 @@ class Figure(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What can be said of two lines: `found` is second - first; `p` is corrected for the number of
+    """The verdict on two lines: `found` is second - first; `p` is corrected for the number of
     comparisons."""
 
     first: str
@@ -101,12 +101,12 @@ FIGURES: Mapping[str, tuple[str, Callable[[ReadRun], float | None]]] = {
 def shared_figure(
     groups: Sequence[Group], name: str | None = None, at: str | None = None
 ) -> Figure | None:
-    """The figure of that name, or the first that two lines have; None where there is none.
+    """The figure of this name, or the first one two lines have; None without any.
 
     Args:
-      name: one of FIGURES. at: one of UNITS: the validation accuracy when the budget is spent that
-        every run reached.
-    Raises: ConfigError for another name or unit, or where a named figure is missing.
+      name: one of FIGURES. at: one of UNITS: the validation accuracy at the largest budget every
+        run has reached.
+    Raises: ConfigError for another name or unit, or if a named figure is missing.
     """
     if name is not None and name not in FIGURES:
         raise ConfigError(f"figure={name}: there is no such figure; there are {', '.join(FIGURES)}")
@@ -128,7 +128,7 @@ def shared_figure(
 
 
 def _at_budget(groups: Sequence[Group], at: str) -> Figure:
-    """The last validation accuracy within the budget that all runs have spent."""
+    """The last validation accuracy within the budget all runs have spent."""
     spent = [[budget(run, at) for run in group.runs] for group in groups]
     shared = min((max(own.values(), default=0.0) for of in spent for own in of), default=0.0)
     values: list[dict[int, float]] = []
@@ -150,8 +150,8 @@ def _at_budget(groups: Sequence[Group], at: str) -> Figure:
 def _resolution(
     groups: Sequence[Group], values: Sequence[Mapping[int, float]], *, accuracy: bool
 ) -> float:
-    """The smallest step of a figure: of an accuracy 1 / distinct problems; of a reward, whose scale
-    is anyone's, the smallest seen."""
+    """The smallest step of a figure: for an accuracy 1 / distinct problems; for a reward, whose
+    scale is free, the smallest one seen."""
     seen = smallest_step([value for own in values for value in own.values()])
     counts = _problem_counts(groups)
     if not counts or (seen and not accuracy):
@@ -160,8 +160,7 @@ def _resolution(
 
 
 def _problem_counts(groups: Sequence[Group]) -> list[int]:
-    """Distinct problems of every evaluation of test and validation problems that says how many it
-    had."""
+    """Numbers of distinct problems, from every test or validation result with this number."""
     sides = [
         run.summary.get(side)
         for group in groups
@@ -174,7 +173,7 @@ def _problem_counts(groups: Sequence[Group]) -> list[int]:
 
 
 def distinct_problems(result: Mapping[str, Any]) -> int:
-    """How many distinct problems an evaluation had; 0 where it says nothing."""
+    """Number of distinct problems of an evaluation; 0 if not recorded."""
     found = result.get("distinct")
     return found if isinstance(found, int) and found > 0 else 0
 
@@ -183,7 +182,7 @@ def distinct_problems(result: Mapping[str, Any]) -> int:
 
 
 def budget(run: ReadRun, unit: str) -> dict[int, float]:
-    """RL step → what the run had spent by its end."""
+    """RL step → the run's spending up to its end."""
     rows = [row for row in run.rows if is_number(row.get("reward/mean"))]
     size = run.settings.get("batch.group_size") or 1
     spent: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -201,7 +200,7 @@ def budget(run: ReadRun, unit: str) -> dict[int, float]:
 
 
 def budgets(groups: Sequence[Group]) -> dict[str, list[float]]:
-    """Unit → what each line's runs spent in the mean; units that no run tells of are left out."""
+    """Unit → each line's mean spending; units recorded by no run are left out."""
     table = {
         unit: [
             _mean([max(budget(run, unit).values(), default=0.0) for run in group.runs])
@@ -217,8 +216,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """What a reader has to know beside the verdicts: unequal budgets, and settings that make the
-    problems differ."""
+    """Remarks for a reader of the verdicts: unequal budgets, and settings that change the
+    problems."""
     out = []
     for unit, values in budgets(groups).items():
         if unit != "seconds" and min(values) < (1 - UNEVEN) * max(values):
@@ -248,14 +247,14 @@ def notes(groups: Sequence[Group]) -> list[str]:
 def verdicts(
     groups: Sequence[Group], compared: Figure, *, every_pair: bool = False, effect: float = EFFECT
 ) -> list[Compared]:
-    """What can be said of each line against the first, or of every pair.
+    """Compare each line with the first, or every pair.
 
-    Student's t of the differences within seeds; Holm's correction over the comparisons that have
-    enough seeds, intervals to match, so that one leaves out 0 exactly where a difference is
-    claimed. Below `TO_CLAIM` seeds in common nothing is claimed.
+    Student's t of the differences within seeds; Holm's correction over the comparisons with enough
+    seeds; intervals to match: one leaves out 0 exactly if a difference is claimed. Below `TO_CLAIM`
+    seeds in common nothing is claimed.
 
     Args:
-      effect: the difference > 0 that the seeds are counted for where nothing can be claimed.
+      effect: the difference > 0 for counting the seeds if nothing can be claimed.
     """
     places = (
         list(combinations(range(len(groups)), 2))
@@ -326,18 +325,18 @@ def sentence(
 
 
 class Fall(NamedTuple):
-    """A line whose mean accuracy after training is below that before it."""
+    """A line with a lower mean accuracy after training than before it."""
 
     line: str
     before: float
     found: Difference  # after - before, within seeds
-    claim: bool  # no chance, at a level that is corrected for the number of lines
+    claim: bool  # beyond chance, at a level corrected for the number of lines
     sentence: str
 
 
 def falls(groups: Sequence[Group]) -> list[Fall]:
-    """Lines that end below their start: in test accuracy, else in validation accuracy, of the runs
-    that have both ends.
+    """Lines ending below their start, over the runs with both ends: in test accuracy, else in
+    validation accuracy.
 
     Holm's correction over all lines, whether or not they fell. Fewer than `TO_CLAIM` seeds claim
     nothing.
@@ -371,7 +370,7 @@ def _ends(run: ReadRun) -> tuple[float, float] | None:
 
 
 def fall_sentence(line: str, before: float, d: Difference, *, claim: bool) -> str:
-    """That a line ends below its start, and whether that may be chance."""
+    """Say how far a line ends below its start, and whether this may be chance."""
     said = f"{line} ends below its start: accuracy {before:.3f} before, {before + d.mean:.3f} after"
     if d.n >= FEWEST:
         said += f" ({d.mean:+.3f}, {d.low:+.3f} to {d.high:+.3f})"
@@ -382,7 +381,7 @@ def fall_sentence(line: str, before: float, d: Difference, *, claim: bool) -> st
 
 
 def told(groups: Sequence[Group], compared: Figure, found: Sequence[Compared]) -> list[str]:
-    """The verdicts as lines of text, with what they rest on, and which lines lost by training."""
+    """The verdicts as lines of text, with their basis, and the lines that training made worse."""
     return [
         *(v.sentence for v in found),
         *(fall.sentence for fall in falls(groups)),
@@ -392,7 +391,7 @@ def told(groups: Sequence[Group], compared: Figure, found: Sequence[Compared]) -
 
 
 def basis(compared: Figure, found: Sequence[Compared]) -> str:
-    """What verdicts rest on."""
+    """The basis of the verdicts."""
     tested = sum(not math.isnan(v.p) for v in found)
     corrected = (
         f"; claims corrected for {tested} comparisons (Holm), each interval at 95 % or more"

@@ -24,32 +24,33 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------------------------------- limits
 
-# The filter lists what is allowed; everything else is refused with EPERM. Pairs: number on x86_64,
-# number on aarch64 (None where it does not exist there).
+# The filter lists the allowed calls; all others are refused with EPERM. Pairs: number on x86_64,
+# number on aarch64 (None if it does not exist there).
 #
-# What was judged is every way to reach a process or a file outside that Landlock does not close in
-# all its versions: signals are
-# its own since ABI 6, truncation since ABI 3, and never stat or readlink.
-#   fcntl     F_SETOWN, F_SETOWN_EX and F_SETSIG name another process and a signal, which O_ASYNC,
-#             F_SETLEASE or F_NOTIFY then have the kernel send. Only the commands of `FCNTL` are
+# Judged here is every way to reach a process or a file outside, unless all versions of Landlock
+# close it. Landlock covers signals since ABI 6, truncation since ABI 3, and never stat or readlink.
+#   fcntl     F_SETOWN, F_SETOWN_EX and F_SETSIG name another process and a signal. O_ASYNC,
+#             F_SETLEASE or F_NOTIFY then have the kernel send it. Only the commands of `FCNTL` are
 #             allowed, and F_SETFL without O_ASYNC.
-#   open      O_TRUNC empties a file that is opened for reading, or for nothing (access mode 3,
-#             which Landlock never looks at). O_TRUNC needs a mode that writes, and mode 3 is
-#             refused. openat2, creat and truncate are not allowed.
+#   open      O_TRUNC empties a file even if it is opened for reading, or for nothing (access mode
+#             3, unseen by Landlock). O_TRUNC needs a writing mode, and mode 3 is refused. openat2,
+#             creat and truncate are not allowed.
 #   ioctl     none at all, so neither FIOASYNC, FIOSETOWN nor SIOCSPGRP.
 #   signals   kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, pidfd_send_signal
 #             and mq_notify are not allowed, and neither is timer_create, though its signals stay in
-#             the process. setitimer and alarm do, and are allowed.
+#             the process. Those of setitimer and alarm do too, and these two are allowed.
 #   memory    ptrace, process_vm_readv, process_vm_writev, process_madvise, kcmp, userfaultfd,
 #             perf_event_open and bpf are not allowed. futex and set_robust_list touch memory of
 #             one's own only.
-#   sockets   none of any family, so no abstract unix socket (which Landlock scopes since ABI 6); no
-#             io_uring, which would go past this filter; no memfd_create, keyctl or message queue.
+#   sockets   none of any family, so no abstract unix socket (Landlock scopes these since ABI 6); no
+#             io_uring, because it would go past this filter; no memfd_create, keyctl or message
+#             queue.
 #   rights    prctl, seccomp, unshare, setns, mount, chroot, set*id, capset, chmod, chown, setxattr
-#   and utimensat are not allowed. limits    prlimit64 only asks, and only about oneself;
-#   setpriority, ioprio_set and sched_set* are not allowed.
-# What stays: stat, access and readlink tell whether a file exists and how large it is. /proc/PID/fd
-# and the like need the right to trace that process, which Landlock refuses.
+#             and utimensat are not allowed.
+#   limits    prlimit64 only asks, and only about oneself; setpriority, ioprio_set and sched_set*
+#             are not allowed.
+# Still open: stat, access and readlink tell whether a file exists and how large it is. /proc/PID/fd
+# and the like need the right to trace the process, and Landlock refuses it.
 ALLOWED = {
     "read": (0, 63),
     "write": (1, 64),
@@ -138,7 +139,7 @@ ALLOWED = {
     "close_range": (436, 436),
     "faccessat2": (439, 439),
 }
-# Allowed for some arguments only; the index of the argument that opens a file's flags
+# allowed for some arguments only; the index of the argument with a file's flags
 OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
 FCNTL = {
     "F_DUPFD": 0,
@@ -190,27 +191,27 @@ Instruction = tuple[int, int, int, int]
 
 
 def argument(index: int, half: int = 0) -> Instruction:
-    """Loads the low (0) or high (1) 32 bits of a system call's argument."""
+    """Load the low (0) or high (1) 32 bits of a system call's argument."""
     return (LOAD, 0, 0, 16 + 8 * index + 4 * half)
 
 
 def one_of(values: list[int]) -> list[Instruction]:
-    """Allows each of these values of what was loaded last."""
+    """Allow each of these values of the number loaded last."""
     return [x for value in sorted(values) for x in ((EQUAL, 0, 1, value), (GIVE, 0, 0, ALLOW))]
 
 
 def only(number: int, rules: list[Instruction]) -> list[Instruction]:
-    """Rules for one system call, whose number is what was loaded last; what they do not allow is
-    refused."""
+    """Rules for the system call of this number, compared with the number loaded last. Anything the
+    rules do not allow is refused."""
     return [(EQUAL, 0, len(rules) + 1, number), *rules, (GIVE, 0, 0, EPERM)]
 
 
 def fcntl_rules() -> list[Instruction]:
     """The commands of `FCNTL`, and F_SETFL without O_ASYNC.
 
-    A command is compared in all its 64 bits, of which the kernel takes the low 32. Of flags it
-    reads the low bits alone, and what the C library leaves in the high ones is undefined, so they
-    are not looked at.
+    All 64 bits of a command are compared, although the kernel takes only the low 32. Of flags it
+    reads the low bits alone. The C library leaves the high ones undefined, so they are not looked
+    at.
     """
     commands = one_of(list(FCNTL.values()))
     flags = [(EQUAL, 0, 3, F_SETFL), argument(2), (BITS, 1, 0, O_ASYNC), (GIVE, 0, 0, ALLOW)]
@@ -224,8 +225,8 @@ def fcntl_rules() -> list[Instruction]:
 
 
 def open_rules(index: int) -> list[Instruction]:
-    """Flags, an int of which the kernel reads 32 bits: no access mode 3, and O_TRUNC with a mode
-    that writes."""
+    """Flags, an int of which the kernel reads 32 bits: access mode 3 is refused, and so is O_TRUNC
+    without a writing mode."""
     refused = [O_ACCMODE, O_ACCMODE | O_TRUNC, O_TRUNC]
     tests = [(EQUAL, len(refused) - i, 0, value) for i, value in enumerate(refused)]
     return [argument(index), (AND, 0, 0, O_ACCMODE | O_TRUNC), *tests, (GIVE, 0, 0, ALLOW)]
@@ -235,8 +236,8 @@ def bpf(machine: str) -> list[Instruction]:
     """The seccomp filter as (code, jump if true, jump if false, constant) instructions.
 
     Allowed are `ALLOWED`, opening files and fcntl within limits, threads, and asking for one's own
-    limits. clone3 does not exist, so that threads fall back on clone, whose flags can be read here;
-    ioctl says "not a terminal".
+    limits. clone3 is reported missing, so threads fall back on clone, with flags this filter can
+    read. ioctl says "not a terminal".
     """
     column, audit, clone, ioctl, prlimit, fcntl = MACHINES[machine]
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
@@ -268,7 +269,7 @@ def bpf(machine: str) -> list[Instruction]:
 
 
 def seccomp(libc: Any, instructions: list[Instruction]) -> None:
-    """Puts the filter on this process and all its threads, for good."""
+    """Put the filter on this process and all its threads, for good."""
     import ctypes
 
     # each a struct sock_filter
@@ -290,10 +291,10 @@ def seccomp(libc: Any, instructions: list[Instruction]) -> None:
 def landlock(
     libc: Any, paths: list[tuple[str, int]], newest: int | None = None, port: int | None = None
 ) -> None:
-    """Only what is beneath these paths can be reached, each with its rights; later versions also
-    bar TCP and signals.
+    """Allow only files beneath these paths, each with its rights; later versions also bar TCP and
+    signals.
 
-    `newest` caps the version (ABI) that is used, as on an older kernel. `port` can be connected to.
+    `newest` caps the Landlock version (ABI), as on an older kernel. `port` can be connected to.
     """
     import ctypes
     import os
@@ -333,8 +334,8 @@ def landlock(
 
 
 def namespaces(libc: Any, size: int) -> None:
-    """A user, network, mount, IPC and host name of its own, and a folder in memory of `size` bytes
-    over the current one."""
+    """Give this process a user, network, mount, IPC and host name of its own, and a folder in
+    memory of `size` bytes over the current one."""
     import ctypes
     import os
 
@@ -384,7 +385,7 @@ def rlimits(job: Mapping[str, Any]) -> None:
 
 
 def confine(job: Mapping[str, Any]) -> None:
-    """All limits, in an order in which none prevents the next. Raises where one cannot be set."""
+    """Set all limits, in an order without conflicts. Raises if one cannot be set."""
     features = job["features"]
     if sys.platform.startswith("linux"):
         import ctypes
@@ -419,10 +420,10 @@ def powerless(libc: Any) -> None:
 
 
 def encode(value: Any, room: int, depth: int = 0) -> bytes:
-    """A value of Python's literal types as bytes; subclasses as what they derive from; anything
-    else as its name.
+    """Encode a value of Python's literal types as bytes; a subclass as its base; anything else as
+    its name.
 
-    Raises: ValueError where it is larger than `room` bytes or nested too deeply.
+    Raises: ValueError if it is larger than `room` bytes or nested too deeply.
     """
     if depth > 60:
         raise ValueError("the value is nested too deeply")
@@ -523,7 +524,7 @@ class Printed:
 
 
 def interactive(code: str, namespace: dict[str, Any]) -> str:
-    """Runs code; the value of its last expression as text, or ''. As at Python's prompt."""
+    """Run code. Returns the value of its last expression as text, or '', as at Python's prompt."""
     tree: Any = compile(code, "<program>", "exec", 0x400)  # PyCF_ONLY_AST
     last = tree.body.pop() if tree.body and type(tree.body[-1]).__name__ == "Expr" else None
     exec(compile(tree, "<program>", "exec"), namespace)
@@ -536,7 +537,8 @@ def interactive(code: str, namespace: dict[str, Any]) -> str:
 
 
 def attempt(code: str, namespace: dict[str, Any], room: int) -> tuple[bytes, bytes | None]:
-    """What a program prints, its last expression's value included, and how it failed, or None."""
+    """Run a program. Returns its prints, with its last expression's value, and its failure, or
+    None."""
     printed = sys.stdout = sys.stderr = Printed(room)
     failed = None
     try:
@@ -547,8 +549,8 @@ def attempt(code: str, namespace: dict[str, Any], room: int) -> tuple[bytes, byt
 
 
 def given(source: int) -> bytes:
-    """The next bytes that the parent sends to a session: a length of 8 bytes, and the bytes. Ends
-    the process where there are no more."""
+    """Read the parent's next bytes to a session: a length of 8 bytes, and the bytes. Ends the
+    process if there are no more."""
     import os
 
     size = 0
@@ -567,7 +569,7 @@ def given(source: int) -> bytes:
 
 
 def programs(source: int, out: int, namespace: dict[str, Any], room: int) -> None:
-    """Runs one program after the other in the same names, until there is none."""
+    """Run one program after the other in the same names, until there is none."""
     while True:
         printed, failed = attempt(given(source).decode("utf-8", "replace"), namespace, room)
         say(out, b"P", printed)

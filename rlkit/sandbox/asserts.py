@@ -1,5 +1,4 @@
-"""Tests, split: what the program is asked goes to the child, and what its answers have to be is
-judged in the parent."""
+"""Split tests: the calls of the program go to the child, and the parent judges the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from rlkit.sandbox.judge import (
 )
 from rlkit.sandbox.process import Result
 
-# of a call: only the program can read its own objects, such as str(Fraction(1, 2))
+# of a call: only the program can read its own objects, as in str(Fraction(1, 2))
 READ = ("str", "repr", "int", "float", "bytes")
 PREDICATES = ("all", "any", "isinstance", "issubclass", "hasattr")
 # an expectation may stand in their text
@@ -42,11 +41,11 @@ class Check(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """What is known while a test is split."""
+    """State while a test is split."""
 
     calls: list[str]  # of the program, so far
     functions: frozenset[str]  # evaluated outside
-    given: frozenset[str]  # names that the setup gives
+    given: frozenset[str]  # names from the setup
     defined: frozenset[str]  # functions among them
 
 
@@ -54,16 +53,17 @@ def split(test: str, setup: str = "") -> Check:
     """The program's calls and the verdict of an assert.
 
     A call of the program stands on one side of a comparison (==, is, in, <, <=, >, >=), perhaps
-    under a function of `judge.FUNCTIONS` such as sorted, len, isclose and allclose; `and`, `or` and
-    arithmetic combine them. A call whose truth is the verdict, as in `assert f(1)`, takes plain
-    values only. Comprehensions and lambdas are refused; `allclose` compares lists of numbers.
+    under a function of `judge.FUNCTIONS`, for example sorted, len, isclose and allclose; `and`,
+    `or` and arithmetic combine them. If the truth of a call is the verdict, as in `assert f(1)`,
+    the call takes plain values only. Comprehensions and lambdas are refused; `allclose` compares
+    lists of numbers.
 
     Args:
-      setup: code that runs beside the program before the tests. A function that it defines is not
-        the program's, and can judge nothing.
-    Raises: Unsplittable where the expectation would be computed in the program's process, where
-      both sides of a comparison come from the program, or where the test says only what a value
-      must not be (!=, `is not`, `not in`).
+      setup: code run beside the program before the tests. A function defined there is not the
+        program's, and can judge nothing.
+    Raises: Unsplittable if the expectation would be computed in the program's process, if both
+      sides of a comparison come from the program, or if the test only excludes a value (!=,
+      `is not`, `not in`).
     >>> split("assert add(1, 2) == 3")
     Check(calls=('add(1, 2)',), verdict='value_0 == 3')
     >>> split("assert sorted(f(3)) == [1, 2]").calls
@@ -93,8 +93,8 @@ def split(test: str, setup: str = "") -> Check:
 
 
 def passes(check: Check, *results: Result) -> bool:
-    """The verdict on one test, by the parent alone: False where a call gave no value, and where the
-    verdict raises, whatever it is."""
+    """Judge one test, by the parent alone. False if a call gave no value, and if the verdict raises
+    anything."""
     if len(results) != len(check.calls) or any(result.error for result in results):
         return False
     values = {f"value_{i}": result.value for i, result in enumerate(results)}
@@ -112,7 +112,7 @@ def _parsed(verdict: str) -> ast.expr:
 
 @functools.lru_cache(4096)
 def _names(setup: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that code binds at its top level, and those of its functions."""
+    """The names bound at the top level of code, and those of its functions."""
     given = set()
     defined = set()
     for node in ast.parse(setup).body:
@@ -212,7 +212,7 @@ def _are_truths(value: Any) -> bool:
 
 
 def _literal(node: ast.expr, s: _Split) -> Any:
-    """The value of an expression without the program. Raises: Unsplittable where it has none."""
+    """The value of an expression without the program. Raises: Unsplittable if it has none."""
     try:
         return evaluate(_outside(node, s, False), {})
     except Unsplittable:
@@ -244,8 +244,8 @@ def _function(node: ast.Call, s: _Split, asked: bool) -> ast.expr:
             raise Unsplittable(f"isinstance takes a value and one of {', '.join(TYPES)}")
         return ast.Call(node.func, [_outside(node.args[0], s, False), node.args[1]], [])
     asked = asked or name in ("all", "any", "bool")
-    # Of the program's value a list of its items is asked for, so that it may be a generator or a
-    # view of a dict.
+    # The child sends a list of the items of the program's value, so the value may be a generator or
+    # a view of a dict.
     form = "[*{}]" if name in ITERATE or (name in ("min", "max") and len(node.args) == 1) else "{}"
     arguments = [
         _call(part, s, asked, form) if _is_program(part, s) else _outside(part, s, asked)
@@ -288,7 +288,7 @@ def _from_program(node: ast.AST, s: _Split) -> bool:
 
 
 def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
-    """Adds a call of the program. Raises: Unsplittable where the expectation may stand inside."""
+    """Add a call of the program. Raises: Unsplittable if the expectation may stand inside."""
     text = ast.unparse(node)
     if asked:
         _require_question(node, s)
@@ -306,8 +306,8 @@ def _call(node: ast.expr, s: _Split, asked: bool, form: str = "{}") -> ast.expr:
 
 
 def _judges(node: ast.AST) -> bool:
-    """Whether a part decides something about what is inside it: a comparison, a predicate, a
-    library's function of several values."""
+    """Whether a part decides something about its content: a comparison, a predicate, a library's
+    function of several values."""
     if isinstance(node, ast.Compare | ast.BoolOp) or (
         isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
     ):
@@ -335,7 +335,7 @@ def _is_library(function: ast.expr) -> bool:
 
 
 def _require_question(node: ast.expr, s: _Split) -> None:
-    """One call of the program, with plain values. Of anything else the truth may be that of an
+    """Require one call of the program, with plain values. Otherwise its truth may come from an
     expectation inside: check(f(2), 4)."""
     calls: list[ast.Call] = []
     part: Any = node
@@ -364,8 +364,8 @@ def _require_question(node: ast.expr, s: _Split) -> None:
 
 
 def _is_plain(argument: ast.expr, s: _Split) -> bool:
-    """Whether an argument uses literals, Python's own names, those that the setup gives, and
-    constructors only."""
+    """Whether an argument uses only literals, Python's own names, names from the setup, and
+    constructors."""
     names = [part for part in ast.walk(argument) if isinstance(part, ast.Name)]
     # of a comprehension
     known = BUILTINS | s.given | {name.id for name in names if not isinstance(name.ctx, ast.Load)}

@@ -1,4 +1,4 @@
-"""A confined interpreter that keeps its names from one program to the next, until it is closed or
+"""A confined interpreter: it keeps its names from one program to the next, until it is closed or
 killed."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlkit.system.deadline import ended_by
 
 # seconds of processor time of a session: each program has its own time on the parent's clock
 LIFETIME = 1_000_000.0
-# a child is killed with the thread that started it, and a tool's call has one of its own
+# a child is killed with the thread that started it, and each tool call has a thread of its own
 STARTER = ThreadPoolExecutor(1, "interpreters")
 
 
@@ -41,7 +41,7 @@ class Interpreter:
     """One child for many programs, under the limits of `Sandbox`; time and output are counted anew
     for each program.
 
-    It is started by its first program. A program that runs out of time, says too much or ends the
+    Its first program starts it. A program that runs out of time, says too much or ends the
     interpreter takes all names with it; the next one starts afresh. One program at a time.
     """
 
@@ -52,10 +52,10 @@ class Interpreter:
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self, code: str) -> Outcome:
-        """Runs a program in the names that the earlier ones have left.
+        """Run a program in the names left by the earlier ones.
 
-        Raises: ConfigError, see `require`; SandboxError where the limits cannot be set. Nothing
-        that a program does is an error.
+        Raises: ConfigError, see `require`; SandboxError if the limits cannot be set. Nothing a
+        program does raises an error.
         """
         with self.lock:
             try:
@@ -75,8 +75,8 @@ class Interpreter:
             return outcome
 
     def close(self) -> None:
-        """Kills the interpreter and removes its folder. A program that still runs in it does not
-        hold this up."""
+        """Kill the interpreter and remove its folder. A program still running in it does not hold
+        this up."""
         if self.child is not None:
             self.kill()
         with self.lock:

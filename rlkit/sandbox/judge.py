@@ -1,8 +1,8 @@
-"""Evaluates what a test does with returned values, outside the program: comparisons, `all`,
+"""Evaluate a test's operations on returned values, outside the program: comparisons, `all`,
 `isclose`, `sorted` and the like.
 
 Only literal values come in (see `values`), so nothing here runs code of the program. There are no
-loops, and the operations that could make a large value from a small one are bounded, so the cost
+loops, and operations are bounded if they could make a large value from a small one. So the cost
 follows from the length of the test and of the values.
 """
 
@@ -27,8 +27,8 @@ TYPES = {
 
 
 def truth(value: Any) -> bool:
-    """Whether a value counts as true. Raises: TypeError for a value of no literal type, whose truth
-    only the program knows."""
+    """Whether a value counts as true. Raises: TypeError for a value of no literal type, because
+    only the program knows its truth."""
     if isinstance(value, Opaque):
         raise TypeError(f"the truth of a {value.type} is not known outside the program")
     return bool(value)
@@ -148,7 +148,7 @@ ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of an expression of literals, `names`, operators and `FUNCTIONS`.
 
-    Raises: whatever Python would, TypeError and KeyError for anything else, OverflowError where a
+    Raises: the same errors as Python, TypeError and KeyError for anything else, OverflowError if a
     value becomes too large.
     """
 

@@ -1,5 +1,4 @@
-"""Which isolation this machine gives, found out by running hostile programs; and running programs
-under it."""
+"""Find this machine's isolation level by running hostile programs, and run programs under it."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ CHOICES = (
     (),
 )  # strongest first
 
-# Each gives True where it gets through. CANARY is a readable file outside, PARENT the process id of
+# Each gives True if it gets through. CANARY is a readable file outside, PARENT the process id of
 # the parent.
 ATTACKS = {
     "files": "open(CANARY).read()",
     "writing": "open(CANARY, 'a')",
-    # opened neither to read nor to write, which Landlock alone does not look at
+    # opened neither to read nor to write; Landlock alone does not look at this
     "truncation": "os.open(CANARY, 3 | os.O_TRUNC)",
     "network": "__import__('_socket').socket()",
     "fork": "os.fork() or os._exit(0)",
@@ -59,8 +58,8 @@ def attempt(text):
 
 
 class Level(NamedTuple):
-    """What stands between a program and this machine. `open` names the attacks of the self-test
-    that got through."""
+    """The protection between a program and this machine. `open` names the successful attacks of the
+    self-test."""
 
     name: str
     features: tuple[str, ...]
@@ -75,11 +74,11 @@ class Level(NamedTuple):
 
 @functools.cache
 def probe() -> Level:
-    """The strongest level whose self-test holds here; found once a process. The weakest, `basic`,
+    """The strongest level whose self-test passes here; found once a process. The weakest, `basic`,
     has limits of time and memory only.
 
-    Folders that a killed process left behind are removed first.
-    Raises: SandboxError where not even `basic` runs.
+    Folders left behind by a killed process are removed first.
+    Raises: SandboxError if not even `basic` runs.
     """
     remove_leftovers()
     reasons = []
@@ -104,7 +103,7 @@ def probe() -> Level:
 
 
 def self_test(features: Sequence[str]) -> tuple[str, ...]:
-    """The attacks that get through under these features. Raises: SandboxError where they cannot be
+    """The successful attacks under these features. Raises: SandboxError if the features cannot be
     set, or the test itself fails."""
     with folder() as outside:
         canary = Path(outside, "canary")
@@ -125,8 +124,8 @@ def self_test(features: Sequence[str]) -> tuple[str, ...]:
 
 
 def require(sandbox: Sandbox) -> Level:
-    """The level here. Raises: ConfigError where it is weaker than asked for and that was not
-    consented to, or a number is out of range."""
+    """The level here. Raises: ConfigError if it is weaker than required without consent, or if a
+    number is out of range."""
     check_settings(sandbox)
     if sandbox.min_level not in LEVELS:
         raise ConfigError(
@@ -144,16 +143,16 @@ def require(sandbox: Sandbox) -> Level:
 
 
 def seen() -> Level | None:
-    """The level, where a program has run or the level was asked for; None where no sandbox was
-    needed so far."""
+    """The level, if a program has run or the level was asked for; None if no sandbox was needed so
+    far."""
     return probe() if probe.cache_info().currsize else None
 
 
 def run(job: Job, sandbox: Sandbox | None = None) -> Outcome:
-    """Runs one untrusted program, at least as isolated as `sandbox.min_level`.
+    """Run one untrusted program, at least as isolated as `sandbox.min_level`.
 
-    Raises: ConfigError, see `require`; SandboxError where the limits cannot be set. Nothing that a
-    program does is an error.
+    Raises: ConfigError, see `require`; SandboxError if the limits cannot be set. Nothing a program
+    does raises an error.
     """
     sandbox = sandbox or Sandbox()
     return run_with(job, sandbox, require(sandbox).features)
@@ -168,11 +167,11 @@ def run_many(
     """`run` for many programs on a few threads, each with one child at a time; outcomes in the
     order of the jobs.
 
-    A program whose child could not be set up has its SandboxError in place of an outcome, and the
+    If a program's child cannot be set up, a SandboxError stands in place of its outcome, and the
     others run.
 
     Args:
-      features, landlock_abi: as in `run_with`; None: those of the level here.
+      features, landlock_abi: as in `run_with`; None: the level's own.
     Raises: ConfigError, see `require`.
     """
     if not jobs:

@@ -1,5 +1,5 @@
-"""One child process a program: started, read, timed and killed by the parent, which never runs a
-line of it; what it may read of this machine, and the folder that it works in."""
+"""Run one child process a program: the parent starts, reads, times and kills it, and never runs a
+line of it. The parent also chooses the files readable for the program, and its working folder."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from rlkit.types import ranges, reaches
 CHILD = Path(__file__).with_name("_child.py")
 # seconds until the interpreter stands: a loaded machine is not the program's fault
 START_LIMIT = 30.0
-DISK_MB = 16  # of the folder in memory, where namespaces are
-# what was installed beside the standard library is the trainer's, not the program's
+DISK_MB = 16  # of the folder in memory, with namespaces only
+# packages installed beside the standard library belong to the trainer, not to the program
 PACKAGES = ("site-packages", "dist-packages")
-FOLDER = "rlkit-program-"  # a folder of this name has, or had, a living owner that holds its lock
+# a folder of this name has, or had, an owner that holds its lock while it lives
+FOLDER = "rlkit-program-"
 
-# Run once, in an interpreter of its own: the shared libraries that the standard library's extension
-# modules load. libgcc_s is
-# loaded by the C library when a thread ends.
+# Run once, in an interpreter of its own: find the shared libraries loaded by the standard library's
+# extension modules. The C library loads libgcc_s when a thread ends.
 LIBRARIES = """
 import ctypes, importlib, os, sys
 for folder in [path for path in sys.path if path.endswith("lib-dynload") and os.path.isdir(path)]:
@@ -69,32 +69,31 @@ class Sandbox(NamedTuple):
 
     time_limit: float = 5.0  # seconds a program, its start not counted
     memory_mb: int = 512  # address space of one program
-    output_kb: int = 64  # what one program may send back
+    output_kb: int = 64  # most output of one program
     # of isolation; a weaker one is refused
     min_level: Literal["basic", "kernel", "kernel+ns"] = "kernel"
-    allow_weak: bool = False  # run where min_level cannot be reached
+    allow_weak: bool = False  # run even if min_level cannot be reached
     workers: int | None = None  # programs at once; None: one a core, at most 8
 
 
 @runtime_checkable
 class Sandboxed(Protocol):
-    """A tool, or the owner of a method that is one, which runs programs. The isolation that it asks
-    for is looked for before a run begins."""
+    """A tool that runs programs, or the owner of a method that does. Its isolation is checked
+    before a run begins."""
 
     sandbox: Sandbox
 
 
 class Job(NamedTuple):
-    """A program, and the expressions whose values are wanted after it ran. Nothing expected stands
-    here."""
+    """A program, and expressions to evaluate after it ran. Expected values never stand here."""
 
     code: str
     calls: tuple[str, ...] = ()
-    interactive: bool = False  # capture what it prints, the last expression's repr included
+    interactive: bool = False  # capture the prints and the last expression's repr
 
 
 class Result(NamedTuple):
-    """What one call gave: a value, or why there is none."""
+    """The result of one call: a value, or the reason for its absence."""
 
     value: Any = None
     error: str = ""
@@ -116,7 +115,7 @@ class Outcome(NamedTuple):
 
 
 def check_settings(sandbox: Sandbox) -> None:
-    """Raises: ConfigError naming the number that is out of range."""
+    """Raise ConfigError naming a number out of range."""
     for name, (least, _) in Sandbox.__ranges__.items():  # type: ignore[attr-defined]
         value = getattr(sandbox, name)
         if value is not None and not least <= value:
@@ -136,13 +135,13 @@ def workers(sandbox: Sandbox) -> int:
 def run_with(
     job: Job, sandbox: Sandbox, features: Sequence[str], landlock_abi: int | None = None
 ) -> Outcome:
-    """Runs one program under these features of the kernel, whatever their level. `run` is the
+    """Run one program under these features of the kernel, whatever their level. `run` is the
     function to use.
 
     Args:
-      landlock_abi: the newest version of Landlock that is used, as on an older kernel; None for the
+      landlock_abi: the newest version of Landlock to use, as on an older kernel; None for the
         kernel's own.
-    Raises: SandboxError where the limits cannot be set or this machine cannot start the child.
+    Raises: SandboxError if the limits cannot be set or this machine cannot start the child.
     """
     check_settings(sandbox)
     try:
@@ -157,8 +156,7 @@ def run_with(
 
 
 def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
-    """Starts the child in a folder of its own, and reads what it says until its end; see
-    `_read`."""
+    """Start the child in a folder of its own, and read its output until its end; see `_read`."""
     with folder() as path, tempfile.TemporaryFile() as given:
         given.write(job)
         given.seek(0)
@@ -171,8 +169,8 @@ def _said(job: bytes, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
 def child_in(
     path: str, stdin: Any, *arguments: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
-    """A child that works in a folder, and what kills it and all that it may have started; killed at
-    the end of the block."""
+    """Start a child in a folder, and return it with a function to kill it and all its children. It
+    is killed at the end of the block."""
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(CHILD), *arguments],
         stdin=stdin,
@@ -218,8 +216,8 @@ def _job(
 
 
 def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
-    """What the child says until it ends, its time is up, or it has said too much; and the seconds
-    since it was ready."""
+    """Read the child's output until it ends, its time is up, or it has said too much. Returns also
+    the seconds since it was ready."""
     data = bytearray()
     start = monotonic()
     how = heard(fd, data, START_LIMIT, sandbox, "RX")
@@ -236,8 +234,8 @@ def _read(fd: int, sandbox: Sandbox) -> tuple[bytes, Ending, float]:
 def heard(
     fd: int, data: bytearray, seconds: float, sandbox: Sandbox, last: str = ""
 ) -> Ending | Literal["said"]:
-    """Appends what a child says to `data`, until a record with one of the tags `last` ("said") or
-    until it can or may say no more."""
+    """Append a child's output to `data`, until a record with one of the tags `last` ("said") or
+    until the child can or may say no more."""
     end = monotonic() + seconds
     poller = select.poll()
     poller.register(fd, select.POLLIN | select.POLLHUP)
@@ -295,12 +293,12 @@ def _result(tag: str, payload: bytes) -> Result:
 
 @functools.cache
 def readable() -> tuple[str, ...]:
-    """The files and folders that a program may read beside its own folder: the standard library and
-    what it loads.
+    """The files and folders readable for a program besides its own folder: the standard library and
+    the libraries it loads.
 
     Landlock allows whole subtrees and cannot leave a part of one out. So every entry of the
-    standard library's folders is listed, except the folders of installed packages, and of the
-    system's libraries only those that the standard library loads.
+    standard library's folders is listed, except the folders of installed packages. Of the system's
+    libraries only the ones loaded by the standard library are listed.
     """
     found = {sysconfig.get_config_var("DESTSHARED"), "/usr/share/zoneinfo", "/usr/lib/locale"}
     for name in ("stdlib", "platstdlib"):
@@ -324,17 +322,17 @@ def readable() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def folder() -> Iterator[str]:
-    """An empty folder that is removed afterwards, whatever a program left in it.
+    """Make an empty folder, and remove it afterwards, whatever a program left in it.
 
     It is locked while its owner lives. The kernel releases the lock however the owner ends, so
-    `sweep` can tell a folder that was left behind from one in use, across process namespaces that
-    share a temporary folder too.
+    `remove_leftovers` can tell an abandoned folder from one in use, even if several process
+    namespaces share a temporary folder.
     """
     made = tempfile.mkdtemp(prefix=".rlkit-")
     lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
     path = made
     try:
-        if _locked(lock):  # else it keeps a name that is never swept
+        if _locked(lock):  # else it keeps its name and is never swept
             path = os.path.join(
                 os.path.dirname(made), FOLDER + os.path.basename(made)[len(".rlkit-") :]
             )
@@ -346,7 +344,7 @@ def folder() -> Iterator[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the folders of this user in the temporary folder whose owner is gone. Returns their
+    """Remove this user's folders in the temporary folder, if their owner is gone. Returns their
     paths."""
     swept = []
     for entry in Path(tempfile.gettempdir()).glob(FOLDER + "*"):
@@ -364,9 +362,9 @@ def remove_leftovers() -> list[str]:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether this process now holds the lock; no where another does, or where the file system has
+    """Whether this process now holds the lock; no if another does, or if the file system has
     none."""
-    import fcntl  # not on Windows, where nothing here runs
+    import fcntl  # not on Windows; nothing here runs there
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Values from untrusted programs: decoding what a child sent, and comparing it with a literal.
+"""Values from untrusted programs: decode a child's output, and compare values with literals.
 Nothing here runs their code."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class Opaque:
-    """A value that is of no literal type. It equals nothing expected, has no items and no order,
-    and is no tuple."""
+    """A value of no literal type. It equals nothing expected, has no items and no order, and is no
+    tuple."""
 
     type: str
 
@@ -37,11 +37,12 @@ COLLECTIONS: dict[bytes, Callable[[list[Any]], Any]] = {
 
 
 class Malformed(ValueError):
-    """Bytes that are no value: the program wrote to the channel itself."""
+    """Bytes without a value: the program wrote to the channel itself."""
 
 
 def records(data: bytes) -> list[tuple[str, bytes]]:
-    """The whole records of a child's output: (tag, payload). Reading stops at what is no record."""
+    """The whole records of a child's output: (tag, payload). Reading stops at the first broken
+    record."""
     out = []
     position = 0
     while position < len(data):
@@ -57,8 +58,8 @@ def records(data: bytes) -> list[tuple[str, bytes]]:
 
 
 def decode_value(data: bytes) -> Any:
-    """The value that `_child.encode` wrote: numbers, text, bytes, None, and lists, tuples, sets and
-    dicts of them; else `Opaque`.
+    """Decode a value written by `_child.encode`: numbers, text, bytes, None, and lists, tuples,
+    sets and dicts of them; else `Opaque`.
 
     Raises: Malformed for any other bytes. Time and memory are linear in the bytes.
     """
@@ -100,7 +101,7 @@ def _decode(data: bytes, position: int, depth: int) -> tuple[Any, int]:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether a value equals what is expected, types included: True is not 1, (1, 2) is not [1, 2];
+    """Whether a value equals the expected one, types included: True is not 1, (1, 2) is not [1, 2];
     2.0 is 2, as numbers are one kind.
 
     NaN equals nothing, as in Python. Dict order does not count.
@@ -126,8 +127,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _key(value: Any) -> tuple[str, Any]:
-    """A hashable value with its type, since hashing does not keep True and 1 apart, at any
-    depth."""
+    """A hashable value with its type, at any depth, since hashing does not keep True and 1
+    apart."""
     if isinstance(value, tuple):
         return "tuple", tuple(map(_key, value))
     if isinstance(value, frozenset):

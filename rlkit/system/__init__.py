@@ -1,4 +1,4 @@
-"""What rlkit asks of the machine: files, processors, devices, deadlines, random numbers, who owns a
+"""Access to the machine: files, processors, devices, deadlines, random numbers, and the owner of a
 folder.
 
 Files in the order of their imports: adapters, copies, extras, files, fingerprints, leaving,

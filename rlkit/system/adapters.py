@@ -16,7 +16,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def base_model(model: Any) -> Any:
-    """The model that the adapters are put on; a model without adapters itself."""
+    """The model below the adapters; a model without adapters itself."""
     return model.get_base_model() if has_adapters(model) else model
 
 
@@ -39,10 +39,10 @@ class LoRAFactors(NamedTuple):
 
 
 def plain_lora(layer: Any) -> LoRAFactors | None:
-    """What a LoRA layer computes in evaluation mode, where that is all it computes; None otherwise.
+    """A LoRA layer's factors, if they are all it computes in evaluation mode; None otherwise.
 
-    Plain are PEFT's linear layers with one active adapter, which is neither merged nor disabled nor
-    of a variant such as DoRA.
+    This holds for PEFT's linear layers with one active adapter, if it is neither merged nor
+    disabled nor a variant like DoRA.
     """
     if "peft" not in sys.modules:
         return None

@@ -1,9 +1,9 @@
-"""What a run folder holds: a resumed run knows its own files by it, and moves what is not its own
-to aside/.
+"""List a run's files in its checkpoints. A resumed run recognises its own files by the list, and
+moves all others to aside/.
 
-A checkpoint lists the files that the run appends to, each with its size and the SHA-256 of its
-bytes, and a short digest of each row of metrics.jsonl. So the files themselves stay plain, and a
-checkpoint, which names its run, says for all of them whose they are.
+A checkpoint lists the files the run appends to, each with its size and the SHA-256 of its bytes. It
+also holds a short digest of each row of metrics.jsonl. So the files themselves stay plain: the
+checkpoint names its run, and thereby the owner of all of them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rlkit.system.files import open_regular, read_regular, reason
 from rlkit.system.rows import digest_line
 from rlkit.system.shards import members
 
-ASIDE = "aside"  # folder for what is not the run's own, under its own name
+ASIDE = "aside"  # folder for files that are not the run's own, each under its own name
 METRICS = "metrics.jsonl"
 PROMPTS = "prompts.txt"  # first prompts as the policy reads them, tools included
-APPENDED = (  # files that grow while a run goes on; what a checkpoint lists of them never changes
+APPENDED = (  # files that grow while a run goes on; the part listed in a checkpoint never changes
     "rollouts/steps_*.jsonl.gz",
     "held_out/*/steps_*.jsonl.gz",
     "completions/steps_*.parquet",
     "samples/steps_*.md",
 )
-REWRITTEN = (  # other files that a resume reads or writes, and can do without
+REWRITTEN = (  # other files a resume reads or writes, and can do without
     "run.json",
     "summary.json",
     "metrics.csv",
@@ -62,22 +62,22 @@ FOLDERS = (
     "debug",
 )
 SPAN = re.compile(r"steps_(\d+)-(\d+)\.")
-SHOWN = 3  # files that a sentence names
+SHOWN = 3  # files named in a sentence
 
 
 class Hashed(NamedTuple):
     """The start of a file."""
 
     size: int  # bytes
-    digest: Any  # SHA-256 of them, as an object of hashlib that can be continued
+    digest: Any  # SHA-256 of them, as an object of hashlib open to more bytes
 
 
 def measure_files(folder: Path, before: Mapping[str, Hashed]) -> dict[str, Hashed]:
-    """Size and digest of every file that a run appends to, by its path in the folder. A file that
-    cannot be read is left out.
+    """Size and digest of every file the run appends to, by its path in the folder. An unreadable
+    file is left out.
 
     Args:
-      before: the result of an earlier call in this process. Only bytes that were appended since are
+      before: the result of an earlier call in this process. Only the bytes appended since then are
         read.
     """
     found = {}
@@ -100,8 +100,8 @@ def _measure_file(path: Path, before: Hashed | None) -> Hashed:
 
 
 def list_files(folder: Path, measured: Mapping[str, Hashed]) -> dict[str, Any]:
-    """What a checkpoint says of the run's files, in plain types: `files`, name → [size, digest],
-    and `rows`, digests of lines."""
+    """List the run's files for a checkpoint, in plain types: `files`, name → [size, digest], and
+    `rows`, digests of lines."""
     lines: list[bytes] = []
     with suppress(OSError):
         lines = read_regular(folder / METRICS).split(b"\n")
@@ -123,10 +123,10 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def clear_places(folder: Path) -> None:
-    """Moves to aside/ whatever has the place of one of the run's files and is no regular file: a
-    FIFO would never be read to its end.
+    """Move anything but a regular file away from the places of the run's files, to aside/. Reading
+    a FIFO would never end.
 
-    Raises: DataError naming a file or folder that may not be read.
+    Raises: DataError naming a file or folder without read permission.
     """
     for name in FOLDERS:
         _clear(folder, folder / name, Path.is_dir, "folder")
@@ -143,7 +143,7 @@ def _clear(folder: Path, path: Path, fits: Callable[[Path], bool], kind: str) ->
 
 
 def require_readable(path: Path) -> None:
-    """Raises DataError where a file or folder of a run may not be read, or is neither."""
+    """Raise DataError if a file or folder of a run cannot be read, or is neither."""
     try:
         if path.is_dir():
             os.listdir(path)
@@ -161,10 +161,10 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 
 def set_aside(folder: Path, name: str) -> str:
-    """Moves a file or folder of a run folder to aside/, or to aside_2/ … where its name is taken.
+    """Move a file or folder of a run folder to aside/, or to aside_2/ … if its name is taken.
     Returns the new path in the folder.
 
-    Raises: DataError where it cannot be moved.
+    Raises: DataError if it cannot be moved.
     """
     target = folder / free_place(folder, name)
     try:
@@ -179,7 +179,7 @@ def set_aside(folder: Path, name: str) -> str:
 
 
 def free_place(folder: Path, name: str) -> str:
-    """Where `set_aside` would put a file, as a path in the folder."""
+    """The place `set_aside` would choose for a file, as a path in the folder."""
     places = (
         f"{ASIDE}/{name}" if number == 1 else f"{ASIDE}_{number}/{name}"
         for number in itertools.count(1)
@@ -188,15 +188,15 @@ def free_place(folder: Path, name: str) -> str:
 
 
 def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: int) -> None:
-    """Compares the run's files with the list in the checkpoint of RL step `step`, and says which
+    """Compare the run's files with the list in the checkpoint of RL step `step`. Report files that
     are missing or not the run's own.
 
-    Those are moved to aside/ whole. What stands behind the listed bytes belongs to later steps, and
-    stays.
+    A file of another run is moved to aside/ whole. Bytes behind the listed ones belong to later
+    steps, and stay.
 
     Args:
-      files: path in the folder → (size, SHA-256) of what the run had written.
-    Raises: DataError for a file that cannot be read or moved.
+      files: path in the folder → (size, SHA-256) of the run's own bytes.
+    Raises: DataError if a file cannot be read or moved.
     """
     faults: dict[tuple[str, str], list[str]] = {}
     for name, (size, digest) in files.items():
@@ -217,7 +217,8 @@ def set_others_aside(folder: Path, files: Mapping[str, tuple[int, str]], step: i
 
 
 def _fault(path: Path, size: int, digest: str, step: int) -> str:
-    """In what a file differs from what the run wrote, in a few words; empty where it does not."""
+    """The difference between a file and the run's own bytes, in a few words; empty if there is
+    none."""
     try:
         with open_regular(path) as file:
             held = os.fstat(file.fileno()).st_size
@@ -233,8 +234,7 @@ def _fault(path: Path, size: int, digest: str, step: int) -> str:
 
 
 def _steps(path: Path) -> Iterator[tuple[int, int]]:
-    """(RL step, byte where it begins) of what a file holds, as far as that is known without
-    unpacking it."""
+    """(RL step, its first byte) for each step in a file, as far as known without unpacking it."""
     if path.name.endswith(".jsonl.gz"):
         yield from ((step, part.start) for step, part in members(path))
     elif path.suffix == ".parquet":

@@ -1,5 +1,5 @@
-"""Copies of rows and episodes, which a user's function may change without changing them for anybody
-else."""
+"""Copy rows and episodes, so that a user's function may change them without changing them for
+anybody else."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 ATOMS = frozenset((str, int, float, bool, bytes, complex, NoneType))
-SHORT = 16  # entries of a tuple that are all looked at
+SHORT = 16  # a longer tuple is judged by its ends
 
 
 def copied(value: T) -> T:
-    """A value that shares nothing with the original that can be changed.
+    """Copy a value so that no changeable part is shared with the original.
 
     Mappings, lists, sets and (named) tuples are copied at every depth, other objects with
-    `copy.deepcopy`; one that cannot be copied, such as a lock, is shared. A long tuple that begins
-    and ends with a number is one of token ids or log-probs: it is not looked through. So the copy
-    of an episode takes as many operations as it has messages, not as it has tokens.
+    `copy.deepcopy`. An object without a copy, for example a lock, is shared. A long tuple with a
+    number at both ends holds token ids or log-probs, so it is not looked through. Copying an
+    episode therefore takes as many operations as it has messages, not as it has tokens.
     """
     try:
         return _copied(value)

@@ -1,5 +1,5 @@
-"""Limits of plain Python that rlkit calls for the user: its wall-clock time, and that it does not
-end the process."""
+"""Limits for the user's plain Python: its wall-clock time, and a guard against ending the
+process."""
 
 from __future__ import annotations
 
@@ -26,39 +26,38 @@ from rlkit.system.loops import leave_behind, was_left
 
 T = TypeVar("T")
 end_process = os._exit  # the system's own; `containing` replaces os._exit
-MOST_THREADS = 256  # that work for one event loop at the same time; further calls wait for a place
+MOST_THREADS = 256  # at work for one event loop at the same time; further calls wait for a place
 
 
 class DeadlinePassed(TimeoutError):
-    """The call gave nothing in time. It is no TimeoutError that the call itself raised."""
+    """The call gave no result in time. This is not a TimeoutError raised by the call itself."""
 
 
 class ProcessEndAsked(RuntimeError):
-    """Code that rlkit called tried to end the process. The message says how and where: "os._exit(3)
-    at tools.py:12"."""
+    """User code tried to end the process. The message says how and where: "os._exit(3) at
+    tools.py:12"."""
 
 
 class _Exit(BaseException):
-    """What os._exit raises while user code runs: nothing that a tool catches by habit."""
+    """Raised by os._exit while user code runs. Tools do not catch it by habit."""
 
 
 _Exit.__name__ = "os._exit"  # as a message names it
 
 
-# The process in which this thread, or this coroutine, runs user code; a fork of it may exit as it
-# likes. A context variable, because the coroutines of one thread take turns.
+# The process in which this thread or coroutine runs user code; its forks may exit as they like. A
+# context variable, because the coroutines of one thread take turns.
 CALLED: ContextVar[int] = ContextVar("CALLED", default=0)
 
 
 @contextmanager
 def containing(*passing: type[BaseException]) -> Iterator[None]:
-    """A block of user code that ends neither the process nor the run; it may await.
+    """Keep a block of user code from ending the process or the run; it may await.
 
-    SystemExit, KeyboardInterrupt, any other BaseException that the block raises, and os._exit in
-    its thread, become ProcessEndAsked. An interruption from outside passes: a signal that rlkit
-    handles, and Ctrl-C where Python's own handler is in place. An exit from C, or a crash, cannot
-    be stopped here; what may do that belongs into a child process. Exceptions of `passing` pass
-    too.
+    SystemExit, KeyboardInterrupt, any other BaseException from the block, and os._exit in its
+    thread become ProcessEndAsked. Interruptions from outside pass: signals handled by rlkit, and
+    Ctrl-C with Python's own handler in place. An exit from C, or a crash, cannot be stopped here,
+    so such code belongs in a child process. Exceptions of `passing` pass too.
     """
     outer = CALLED.get()
     CALLED.set(os.getpid())
@@ -78,15 +77,15 @@ def containing(*passing: type[BaseException]) -> Iterator[None]:
 
 
 def contained(call: Callable[[], T]) -> T:
-    """A call's result, or the exception that it raises. It ends neither the process nor the run
+    """Return a call's result or raise its exception. The call ends neither the process nor the run
     (`containing`)."""
     with containing():
         return call()
 
 
 def _asked(status: int) -> None:
-    """os._exit while user code runs: where that code runs, an exception; anywhere else, and in a
-    fork, the real one."""
+    """os._exit while user code runs: an exception in the user code itself, and the real exit
+    anywhere else or in a fork."""
     if CALLED.get() == os.getpid():
         raise _Exit(status)
     end_process(status)
@@ -100,11 +99,11 @@ def _may_be_typed() -> bool:
 
 
 class _Work(Generic[T]):
-    """A call in a thread of its own, which does not keep the process alive."""
+    """A call in a thread of its own. The thread does not keep the process alive."""
 
     def __init__(self, call: Callable[[], T]):
         self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # so that no one who waits for it can cancel it
+        self.future.set_running_or_notify_cancel()  # so no waiter can cancel it
         self.lock = Lock()
         self.given_up = False
         self.ends = list[Callable[[], None]]()
@@ -117,17 +116,17 @@ class _Work(Generic[T]):
         waiting.CURRENT.set(self.waits)
         try:
             result = contained(call)
-        except BaseException as error:  # raised again by the one who waits
-            # no future of asyncio takes it, and the one who waits would wait for ever
+        except BaseException as error:  # raised again in the waiting thread
+            # an asyncio future refuses StopIteration, and its waiter would wait for ever
             stop = isinstance(error, StopIteration)
             self.future.set_exception(RuntimeError(f"StopIteration {error}") if stop else error)
         else:
             self.future.set_result(result)
 
     def give_up(self, what: str = "") -> None:
-        """No one waits any longer. Ends the call as it has said (`ended_by`); else it goes on, and
-        `what` is named once."""
-        with self.lock:  # so that nothing is ended that is over
+        """Stop waiting for the call. If the call has said how to end it (`ended_by`), it is ended;
+        otherwise it goes on, and `what` is named once."""
+        with self.lock:  # so no call is ended after it is over
             if self.future.done() or self.given_up:
                 return
             self.given_up = True
@@ -143,21 +142,21 @@ class _Work(Generic[T]):
             )
 
 
-WORK: ContextVar[_Work[Any] | None] = ContextVar("WORK", default=None)  # whose thread this is
+WORK: ContextVar[_Work[Any] | None] = ContextVar("WORK", default=None)  # the work of this thread
 
 
 @lru_cache(maxsize=64)
 def warn_once(text: str) -> None:
-    """Prints a warning to standard error, the same one only once."""
+    """Print a warning to standard error, the same one only once."""
     print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def ended_by(end: Callable[[], None]) -> Iterator[None]:
-    """Inside a tool or a reward in a thread: where no one waits for it any longer, what the block
-    waits for is ended by `end()`.
+    """Inside a tool or a reward in a thread: call `end()` when nobody waits for the thread any
+    longer. It ends the call the block waits for.
 
-    That is called from another thread, and may kill a child process; the block is not left
+    `end` is called from another thread, and may kill a child process. The block is not left
     meanwhile.
     """
     work = WORK.get()
@@ -177,17 +176,18 @@ def ended_by(end: Callable[[], None]) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T], seconds: float | None) -> T:
-    """A call's result, or what it raises, from a thread that does not keep the process alive.
+    """Run a call in a thread of its own, and return its result or raise its exception. The thread
+    does not keep the process alive.
 
-    A thread cannot be killed: a call that is given up and has not said how it is ended (`ended_by`)
-    goes on in the background, and one that never lets go of the interpreter (a single huge power, a
-    C function that holds the lock) is not even noticed in time. What may truly hang belongs into a
-    child process, as the python tool and math_verify do it.
+    A thread cannot be killed. A call given up without a way to end it (`ended_by`) goes on in the
+    background. A call that never lets go of the interpreter (a single huge power, a C function
+    holding the lock) is not even noticed in time. Code that may truly hang belongs in a child
+    process, as in the python tool and math_verify.
 
     Args:
-      seconds: that are waited; None waits for ever.
-    Raises: DeadlinePassed after that time, and whatever the call raises; ProcessEndAsked where it
-      tries to end the process.
+      seconds: the time to wait; None waits for ever.
+    Raises: DeadlinePassed after the time is up, and any exception of the call; ProcessEndAsked if
+      it tries to end the process.
     """
     work = _Work(call)
     try:
@@ -207,8 +207,8 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
     """`in_thread` for a coroutine: the event loop goes on meanwhile, with at most MOST_THREADS
     calls at the same time.
 
-    A call whose coroutine is cancelled is given up too. `what` names the call, for the warning
-    where it cannot be ended.
+    A call is given up too if its coroutine is cancelled. `what` names the call, for the warning if
+    it cannot be ended.
     """
     async with PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_THREADS)):
         work = _Work(call)
@@ -220,12 +220,11 @@ async def in_worker(call: Callable[[], T], seconds: float | None, what: str) -> 
 
 
 class Countdown:
-    """Seconds that blocks may await, all together; None: no limit. `spent` is their time on the
-    clock.
+    """Seconds for awaiting, shared by several blocks; None: no limit. `spent` is the blocks' time
+    on the clock.
 
-    The event loop counts them in small ticks. While it is busy with something else, such as
-    decoding, nothing that it awaits can go on, so such a stretch counts as one tick, however long
-    it is.
+    The event loop counts them in small ticks. While it is busy with something else, for example
+    decoding, nothing it awaits can go on. So a busy stretch of any length counts as one tick.
     """
 
     def __init__(self, seconds: float | None):
@@ -236,10 +235,11 @@ class Countdown:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A block whose awaiting is cancelled when the time is up; GRACE later its task is left
-        behind (`rlkit.system.loops`).
+        """Cancel the block's awaiting when the time is up. GRACE later its task is left behind
+        (`rlkit.system.loops`).
 
-        Raises: DeadlinePassed then; Hung in a task that comes back after it was left behind.
+        Raises: DeadlinePassed when the time is up; Hung in a task returning after it was left
+        behind.
         """
         loop = asyncio.get_running_loop()
         entered = begun = loop.time()
@@ -294,8 +294,8 @@ class Countdown:
 
 
 def within(seconds: float | None) -> AbstractAsyncContextManager[None]:
-    """A block whose awaiting is cancelled after these seconds (`Countdown`). None: never. Raises:
-    DeadlinePassed then."""
+    """Cancel a block's awaiting after these seconds (`Countdown`). None: never. Raises:
+    DeadlinePassed."""
     return Countdown(seconds).running()
 
 
@@ -315,17 +315,17 @@ async def call_user(
     closes: bool = False,
     **keywords: Any,
 ) -> Any:
-    """What a function of the user's gives, plain or async. The watcher names it while it is waited
-    for (`rlkit.system.waiting`).
+    """Call a function of the user, plain or async, and return its result. The watcher names it
+    while rlkit waits for it (`rlkit.system.waiting`).
 
-    rlkit's own functions are only called: they name and limit what they call themselves.
+    rlkit's own functions are only called: they name and limit their own calls.
 
     Args:
-      what: kind and role, such as "the environment's answer". named: stands for the function in
-        messages. count: episodes that wait.
+      what: kind and role, for example "the environment's answer". named: stands for the function in
+        messages. count: waiting episodes.
       closes: an async function is cancelled after CLOSE_LIMIT seconds, else after CALL_LIMIT. A
         plain one blocks its event loop, and cannot be cancelled.
-    Raises: Hung at that limit; what the function raises.
+    Raises: Hung at the limit; any exception of the function.
     """
     shown = function if named is None else named
     if is_of_rlkit(shown):

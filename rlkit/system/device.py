@@ -1,5 +1,4 @@
-"""The device that a run computes on: which one, its threads and precision, and what the frameworks
-print there."""
+"""The device of a run, its threads and precision, and the silencing of framework messages."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PACKAGES = ("torch", "transformers", "peft", "lightning", "hydra-core", "numpy")
 
 
 def pick_device(x: Any) -> Any:
-    """The device that the settings of an experiment's trainer name. Raises ConfigError where there
+    """Choose the device from the settings of an experiment's trainer. Raises ConfigError if there
     is no GPU."""
     import torch
 
@@ -41,8 +40,7 @@ def pick_device(x: Any) -> Any:
 
 
 def on_device(x: Any) -> tuple[Any, Any]:
-    """The policy of a run, loaded on its device with the threads that it asks for; and the
-    device."""
+    """Load the policy on its device, with the run's threads. Returns the policy and the device."""
     quiet()
     device = pick_device(x)
     if device.type == "cpu":
@@ -60,8 +58,8 @@ def on_device(x: Any) -> tuple[Any, Any]:
 
 
 def use_threads(settings: Any, model: Any, device: Any) -> None:
-    """Gives torch the threads that the settings ask for, or as many as a model of this size can
-    use. With a GPU torch's choice stays."""
+    """Give torch the number of threads in the settings, or as many as a model of this size can use.
+    With a GPU torch's choice stays."""
     import torch
 
     parameters = sum(p.numel() for p in model.parameters())
@@ -75,7 +73,7 @@ def total_memory(device: Any) -> int:
     """Bytes of a device for this process: all of a GPU's memory, or on a CPU an equal part of the
     machine's or its control group's for each rank on this machine.
 
-    It never depends on what is free at the moment, so a decision that rests on it repeats itself.
+    It never depends on the memory free at the moment, so decisions resting on it repeat.
     """
     import torch
 
@@ -85,14 +83,14 @@ def total_memory(device: Any) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other
+    """Let glibc keep freed blocks of up to 32 MiB instead of giving them back to the system. Other
     C libraries stay as they are.
 
-    An update frees and takes the same blocks again and again, and each page that comes from the
-    system is filled with zeros first: about an eighth of the processor time of an update over
-    10,000 tokens. The peak stays, since larger blocks go back at once.
+    An update frees and takes the same blocks again and again, and the system fills each page with
+    zeros first: about an eighth of the processor time of an update over 10,000 tokens. The peak
+    stays, since larger blocks go back at once.
     """
-    # names of malloc.h; 32 MiB is the most that glibc takes
+    # names of malloc.h; glibc takes 32 MiB at most
     trim_threshold = -1
     mmap_threshold = -3
     try:
@@ -104,8 +102,8 @@ def keep_freed_memory() -> None:
 
 
 def precision(x: Any, device: Any) -> str:
-    """auto: bf16-mixed where all weights are trained on a GPU; else nothing is cast (under LoRA the
-    base is bfloat16 already)."""
+    """auto: bf16-mixed if all weights are trained on a GPU; otherwise nothing is cast (under LoRA
+    the base is bfloat16 already)."""
     if x.trainer.precision != "auto":
         return x.trainer.precision
     return "bf16-mixed" if device.type == "cuda" and not x.model.rank else "32-true"
@@ -124,7 +122,7 @@ def autocast(x: Any, device: Any, *, updates: bool = False) -> AbstractContextMa
 
 
 def quiet() -> None:
-    """Silences adverts and tips of the frameworks, not their warnings about what we do."""
+    """Silence the frameworks' adverts and tips, but not their warnings about our calls."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
@@ -134,7 +132,7 @@ def quiet() -> None:
         ".*eval mode at the start of training.*",
         ".*`training_step` returned `None`.*",
         ".*GPU available but not used.*",
-        # where a cluster is entered; several nodes without srun are refused
+        # printed on a cluster; several nodes without srun are refused
         ".*`srun` command is available.*",
         ".*isinstance.treespec, LeafSpec.*",
         ".*Checkpoint directory .* exists.*",
@@ -143,7 +141,7 @@ def quiet() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide a run's numbers."""
+    """Versions of the packages behind a run's numbers."""
     own = distribution()
     found = {"python": sys.version.split()[0], "rlkit": own.version if own else "not installed"}
     for package in PACKAGES:

@@ -1,8 +1,8 @@
-"""Digests of what was written, so that damage is found before anything is read.
+"""Digests of written files, to find damage before anything is read.
 
-A checkpoint ends with a line that holds the SHA-256 of all bytes before it; `torch.load` ignores
-whatever follows the archive. A folder of weights holds `rlkit.sha256`, a list that `sha256sum -c
-rlkit.sha256` reads as well.
+A checkpoint ends with a line with the SHA-256 of all bytes before it. `torch.load` ignores bytes
+after the archive. A folder of weights holds `rlkit.sha256`, a list in the format of
+`sha256sum -c rlkit.sha256`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 
 
 class Hashing:
-    """A binary file to write to, and the digest of all that was written."""
+    """A binary file to write to, and the digest of everything written."""
 
     def __init__(self, file: IO[bytes]):
         self.file = file
@@ -37,14 +37,14 @@ class Hashing:
 
 
 def seal(file: IO[bytes], write: Callable[[Any], object]) -> None:
-    """Lets `write` fill a file, and appends the digest of its bytes as they were handed over."""
+    """Let `write` fill a file, and append the digest of its bytes as they were handed over."""
     hashing = Hashing(file)
     write(hashing)
     file.write(MARK + hashing.digest.hexdigest().encode() + b"\n")
 
 
 def damage(path: Path) -> str:
-    """Why a sealed file is not what was written, in a few words; empty if it is whole."""
+    """Say why a sealed file is damaged, in a few words; empty if it is whole."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -69,7 +69,7 @@ def digest_more(file: IO[bytes], count: int, digest: Any) -> Any:
 
 
 def write_sums(folder: Path) -> None:
-    """Lists the digests of all files of a folder in its rlkit.sha256."""
+    """List the digests of all files of a folder in its rlkit.sha256."""
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -79,8 +79,8 @@ def write_sums(folder: Path) -> None:
 
 
 def only_listed(folder: Path) -> bool:
-    """Whether a folder holds nothing but files that its rlkit.sha256 lists, so that nobody else's
-    is lost with it."""
+    """Whether rlkit.sha256 lists every file of a folder. If so, deleting the folder loses nobody
+    else's file."""
     try:
         names = {line.partition("  ")[2] for line in (folder / SUMS).read_text().splitlines()}
     except (OSError, ValueError):
@@ -92,12 +92,11 @@ def only_listed(folder: Path) -> bool:
 
 
 def folder_damage(folder: Path, *, weights: bool = True) -> str:
-    """Which file of a folder is not the one that rlkit.sha256 lists, as a phrase; empty where all
-    are, or where there is no list.
+    """Name a file whose digest differs from rlkit.sha256, as a phrase; empty if there is none, or
+    no list.
 
     Args:
-      weights: whether *.safetensors files are read too, which takes a second for each gigabyte or
-        two.
+      weights: whether *.safetensors files are read too, at about a second for each gigabyte or two.
     """
     try:
         listed = (folder / SUMS).read_bytes()

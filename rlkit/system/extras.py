@@ -1,7 +1,7 @@
-"""Which extras are in this copy of rlkit, and the commands that they and other packages bring.
+"""Find the extras in this copy of rlkit, and the commands from them and from other packages.
 
-An extra is a folder of rlkit/extras. It is found by looking there, so a bare checkout works, and a
-folder that was deleted is an extra that is missing. Nothing is imported before it is called.
+An extra is a folder of rlkit/extras. The folder itself is looked for, so a bare checkout works, and
+deleting the folder removes the extra. Nothing is imported before it is called.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ GROUP = "rlkit.commands"  # of the entry points of other packages
 
 
 def list_extras() -> list[str]:
-    """Names of the extras that are there."""
+    """Names of the extras present."""
     return sorted(file.parent.name for file in FOLDER.glob("*/__init__.py"))
 
 
 def extra_of(name: str) -> str | None:
-    """The extra that a dotted name is of; None for a name of the core or of another package.
+    """The extra in a dotted name; None for a name of the core or of another package.
 
     >>> extra_of("rlkit.extras.vllm.VLLM"), extra_of("rlkit.rewards.numeric")
     ('vllm', None)
@@ -34,7 +34,7 @@ def extra_of(name: str) -> str | None:
 
 
 def explain_missing(name: str) -> str | None:
-    """A sentence for a dotted name whose extra is not there, else None."""
+    """A sentence for a dotted name in a missing extra, else None."""
     extra = extra_of(name)
     if extra is None or extra in list_extras():
         return None
@@ -45,7 +45,7 @@ def explain_missing(name: str) -> str | None:
 
 
 def find_commands() -> dict[str, str]:
-    """Command → its module, for the extras that are there. Each is a file commands/COMMAND.py."""
+    """Command → its module, for the extras present. Each is a file commands/COMMAND.py."""
     files = sorted(FOLDER.glob("*/commands/*.py"))
     return {
         file.stem: f"{PACKAGE}.{file.parents[1].name}.commands.{file.stem}"
@@ -55,7 +55,7 @@ def find_commands() -> dict[str, str]:
 
 
 def summarize_commands() -> dict[str, str]:
-    """Command → the first line of its module's docstring, which is read without an import."""
+    """Command → the first line of its module's docstring, read without an import."""
     lines = {}
     for name, module in find_commands().items():
         file = FOLDER.joinpath(*module.removeprefix(f"{PACKAGE}.").split(".")).with_suffix(".py")
@@ -64,7 +64,7 @@ def summarize_commands() -> dict[str, str]:
 
 
 def outside_commands() -> dict[str, importlib.metadata.EntryPoint]:
-    """Command → entry point, for the packages installed here that declare the group."""
+    """Command → entry point, for the installed packages that declare the group."""
     return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 
 

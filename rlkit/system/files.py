@@ -1,9 +1,8 @@
-"""Writing files that are whole or not there, and what happens where they cannot be written: one
-place for all of a run's files.
+"""Write a run's files whole or not at all, and handle failed writes: one place for all of them.
 
-Before the first step a file that cannot be written refuses the run (`refusing`). From then on
-nothing that is written is worth a run: each loss is reported at once, the run goes on, and its end
-names what is missing (`lenient`, `LOST`).
+Before the first step, a file that cannot be written refuses the run (`refusing`). From then on
+no file is worth a run: each loss is reported at once, the run goes on, and its end names the
+missing files (`lenient`, `LOST`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from rlkit.errors import ConfigError, Refusal
 
 
 def cache_folder() -> Path | None:
-    """What rlkit may make again at any time: $XDG_CACHE_HOME/rlkit, else ~/.cache/rlkit. None for a
-    user without a home."""
+    """The folder for files rlkit may make again at any time: $XDG_CACHE_HOME/rlkit, else
+    ~/.cache/rlkit. None for a user without a home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     cache = given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache) / "rlkit" if os.path.isabs(cache) else None
@@ -33,12 +32,12 @@ def cache_folder() -> Path | None:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write into that takes its place, on the disk, when the block ends; where the block
-    fails, what was there stays."""
+    """Open a file to write into. It takes its place, on the disk, when the block ends. If the block
+    fails, the old file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".tmp")
     try:
-        part.unlink(missing_ok=True)  # of a process that was killed, whatever it is by now
+        part.unlink(missing_ok=True)  # left by a killed process, whatever it is by now
         with part.open("wb") as file:
             yield file
             file.flush()
@@ -55,7 +54,7 @@ def open_regular(path: Path) -> IO[bytes]:
     """Open a regular file to read it. A plain `open` of a FIFO waits for a writer, possibly
     forever.
 
-    Raises: OSError, also where the path is anything but a regular file.
+    Raises: OSError, also if the path is anything but a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -71,7 +70,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,14 +79,14 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes beside the target, flushes to the disk, renames. A reader never sees half a file."""
+    """Write beside the target, flush to the disk, rename. A reader never sees half a file."""
     with atomic(path) as file:
         file.write(data)
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Appends to a file, which need not be there yet. Raises: OSError where there is no room for
-    all of it; then nothing was appended."""
+    """Append to a file, created if missing. Raises: OSError if there is no room for all of the
+    data; then nothing was appended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         size = file.tell()
@@ -95,14 +94,14 @@ def append_whole(path: Path, data: bytes) -> None:
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with suppress(OSError):  # a folder that became read-only in between
+            with suppress(OSError):  # a folder made read-only in between
                 os.truncate(path, size)
             raise
 
 
 def append_once(path: Path, data: bytes) -> None:
-    """Appends to a file, on the disk when it returns. What the file ends with already was appended
-    before a kill. Raises: OSError."""
+    """Append to a file, on the disk when this returns. If the file ends with the data already, they
+    were appended before a kill. Raises: OSError."""
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,13 +113,14 @@ def append_once(path: Path, data: bytes) -> None:
         sync(path)
 
 
-LOST: dict[str, str] = {}  # what this process could not write and has not written since → why
+# output that could not be written, and has not been written since → the reason
+LOST: dict[str, str] = {}
 
 
 @contextmanager
 def lenient(what: str, kind: str = "") -> Iterator[None]:
-    """Run a block that writes something the run can do without. A full disk or a read-only folder
-    is reported, not raised.
+    """Run a block whose output the run can do without. A full disk or a read-only folder is
+    reported, not raised.
 
     The loss is kept in `LOST` until a later block of the same kind succeeds, so the end of the run
     can name it.
@@ -141,12 +141,12 @@ def lenient(what: str, kind: str = "") -> Iterator[None]:
 
 
 def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
-    """Report that something was not written, the same thing once, and remember it for the end of
-    the run; `quiet` where another rank reports it."""
+    """Report an unwritten file once, and remember it for the end of the run; `quiet` if another
+    rank reports it."""
     again = LOST.get(what) == why
     LOST[kind or what] = why
     if not quiet and not again:
-        with suppress(OSError):  # what is printed may go into a file on the same disk
+        with suppress(OSError):  # standard error may go into a file on the same disk
             print(
                 f"warning: {what} not written ({why}); the run goes on", file=sys.stderr, flush=True
             )
@@ -154,7 +154,7 @@ def lose(what: str, why: str, kind: str = "", *, quiet: bool = False) -> None:
 
 @contextmanager
 def refusing(place: Path | str) -> Iterator[None]:
-    """Run a block that writes before anything has been computed. Where it cannot, the command is
+    """Run a block that writes before anything is computed. If it cannot write, the command is
     refused in one sentence.
 
     Raises: ConfigError naming the place and the reason.
@@ -170,8 +170,8 @@ def refusing(place: Path | str) -> Iterator[None]:
         ) from error
 
 
-# What the libraries raise where the file under them cannot grow or be made, besides OSError. Rust's
-# (safetensors, tokenizers) name the system's error number; torch's zip writer in C++ names only
+# Errors of libraries about a file that cannot grow or be made, besides OSError. Rust libraries
+# (safetensors, tokenizers) give the system's error number; torch's zip writer in C++ names only
 # itself.
 RUST = re.compile(r"\(os error (\d+)\)")
 TORCH = re.compile(
@@ -181,8 +181,7 @@ TORCH = re.compile(
 
 
 def unwritable(error: BaseException) -> str | None:
-    """Why a file could not be written, in a few words; None for an error that is about something
-    else."""
+    """Say why a file could not be written, in a few words; None for any other error."""
     if isinstance(error, OSError):
         return reason(error)
     if isinstance(error, MemoryError):
@@ -198,8 +197,7 @@ def unwritable(error: BaseException) -> str | None:
 
 @contextmanager
 def as_oserror() -> Iterator[None]:
-    """Run a library's writer. What it raises in a way of its own where the disk refuses becomes an
-    OSError, on all ranks alike."""
+    """Run a library's writer. Its own errors about the disk become OSErrors, on all ranks alike."""
     try:
         yield
     except Exception as error:
@@ -216,12 +214,12 @@ def reason(error: BaseException) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Readable JSON; nan and infinity become null, as JSON knows neither."""
+    """Write readable JSON; nan and infinity become null, as JSON knows neither."""
     write_atomic(path, _json_text(value))
 
 
 def is_json(path: Path, value: Any) -> bool:
-    """Whether a file holds what `write_json` would write."""
+    """Whether a file holds exactly the output of `write_json`."""
     try:
         return read_regular(path) == _json_text(value)
     except OSError:
@@ -233,8 +231,7 @@ def _json_text(value: Any) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """The value with None for every number that JSON does not know, and a NamedTuple as a
-    mapping."""
+    """The value with None for every number unknown to JSON, and a NamedTuple as a mapping."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -245,7 +242,7 @@ def finite(value: Any) -> Any:
 
 
 def put_aside(path: Path, suffix: str) -> Path:
-    """Renames a file to its name with a suffix, and a number where that is taken: nothing is
+    """Rename a file to its name with a suffix, plus a number if this name is taken. Nothing is
     overwritten. Returns the new path."""
     target = path.with_name(path.name + suffix)
     number = 2

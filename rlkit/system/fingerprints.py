@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: numbers that tell whether weights have changed."""
+"""Fingerprints of tensors: numbers to tell whether weights have changed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def fingerprint(tensors: Iterator[Tensor] | Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    """Numbers that differ where any of the tensors does: a hash of the bits, and the sum, of each,
-    read on its device.
+    """Numbers to tell whether any tensor has changed: of each tensor a hash of the bits and the
+    sum, computed on its device.
 
     The version counters of autograd cost less, but a fused optimizer does not move them.
     """

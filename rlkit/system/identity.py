@@ -1,5 +1,5 @@
-"""A run's identity, written in the first line of its config.yaml when the folder is made and kept
-by every resume."""
+"""A run's identity: it stands in the first line of config.yaml from the start, and every resume
+keeps it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def identity_line(identity: str) -> bytes:
 
 
 def read_identity(folder: Path) -> str:
-    """The identity of the run in a folder; empty where its config.yaml is missing, cannot be read
-    or names none."""
+    """The identity of the run in a folder; empty if its config.yaml is missing, cannot be read or
+    names none."""
     try:
         with open_regular(folder / "config.yaml") as file:
             found = LINE.match(file.readline(100))

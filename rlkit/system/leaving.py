@@ -1,4 +1,4 @@
-"""The end of a process whose work is done: it ends, whatever threads and exit handlers are left."""
+"""End a process after its work is done, whatever threads and exit handlers are left."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from rlkit.errors import defined_at, visible
 
-SHOWN = 3  # threads that are named
-# seconds for threads that are no daemons, and for handlers that libraries have left with atexit
+SHOWN = 3  # threads named in the line
+# seconds for threads other than daemons, and for `atexit` handlers of libraries
 GRACE = 10.0
 end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in os
 
@@ -20,9 +20,9 @@ end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in
 def leave_process(status: int) -> None:
     """End the process with this status, after all has been written. Does not return.
 
-    Threads that are no daemons and `atexit` handlers have GRACE seconds together, as Python would
-    run them; then a line names what is left, and the process ends all the same. The interpreter is
-    not taken apart, so no finalizer of an object can hold it up.
+    Non-daemon threads and `atexit` handlers have GRACE seconds together, in Python's usual order.
+    Then a line names the rest, and the process ends all the same. The interpreter is not taken
+    apart, so no finalizer of an object can hold it up.
     """
     ended = threading.Event()
 
@@ -48,7 +48,7 @@ def leave_process(status: int) -> None:
 
 
 def left_threads() -> list[threading.Thread]:
-    """The threads that keep a process alive, beside the main one."""
+    """The threads keeping a process alive, besides the main one."""
     return [
         thread
         for thread in threading.enumerate()
@@ -57,8 +57,8 @@ def left_threads() -> list[threading.Thread]:
 
 
 def name_threads(threads: list[threading.Thread]) -> str:
-    """The first few of them as "the thread 'upload' of my_reward.send (/home/me/my_reward.py:7)",
-    those of one function once."""
+    """Name the first few of them as "the thread 'upload' of my_reward.send
+    (/home/me/my_reward.py:7)", threads of one function once."""
     targets = [getattr(thread, "_target", None) for thread in threads]
     names = Counter(
         (

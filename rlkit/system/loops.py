@@ -1,4 +1,4 @@
-"""Running coroutines from plain code, and what comes out of them when they fail."""
+"""Run coroutines from plain code, and handle their failures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ P = ParamSpec("P")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns. Works where a loop is running already, as in a notebook: that one
-    waits meanwhile.
+    """Run a coroutine and return its result. Inside a running loop, for example in a notebook, the
+    outer loop waits meanwhile.
 
-    `asyncio.run` waits without a limit for every task and thread that is left. Here those that do
-    not end are abandoned.
+    `asyncio.run` waits without a limit for every task and thread left. Here a task or thread is
+    abandoned if it does not end.
     """
     with outside_loops():
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -46,19 +46,20 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _alone(main: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns in a task of its own, which can be left behind."""
+    """The result of a coroutine in a task of its own, so it can be left behind."""
     return (await together([main]))[0]
 
 
 def _end_tasks(runner: asyncio.Runner) -> None:
-    """Cancels all that still runs in a loop, once, and waits for it as long as `wind_up` does.
+    """Cancel every task of a loop once, and wait for them as long as `wind_up` does.
 
-    It waits on where a task raises what ends the loop at once, such as KeyboardInterrupt.
+    It waits on if a task raises an exception that ends the loop at once, for example
+    KeyboardInterrupt.
     """
     ends: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
     running = asyncio.all_tasks(runner.get_loop())
     for task in running:
-        task.cancel()  # before the loop runs on: what wakes up sees this first
+        task.cancel()  # before the loop runs on: a waking task sees this first
     left = running
     while True:
         try:
@@ -82,14 +83,15 @@ async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
         elif not task.cancelled():
             task.exception()  # looked at, or asyncio complains
     if any(not task.done() for task in tasks):
-        return  # generators of a task that was left behind are in use
+        return  # the generators of a task left behind are in use
     with suppress(TimeoutError):
         async with asyncio.timeout(waiting.GRACE):
             await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Callable[P, T]:
-    """A coroutine function as a plain function of the same signature, which runs it to its end."""
+    """Wrap a coroutine function as a plain function of the same signature. It runs the coroutine to
+    its end."""
 
     @functools.wraps(function)
     def plain(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -101,7 +103,7 @@ def blocking(function: Callable[P, Coroutine[Any, Any, T]], *, name: str) -> Cal
 
 @contextmanager
 def outside_loops() -> Iterator[None]:
-    """A block in which another event loop may run, even where one is running already.
+    """Allow another event loop in this block, even inside a running one.
 
     It runs in this same thread, because grad mode, autocast and signal handlers belong to the
     thread.
@@ -117,11 +119,11 @@ def outside_loops() -> Iterator[None]:
 async def together(
     coroutines: Iterable[Coroutine[Any, Any, T]], *, announced: bool = False
 ) -> list[T]:
-    """What coroutines return that run at the same time.
+    """Run coroutines at the same time and return their results.
 
-    At the first error, or where this one is cancelled, the others are cancelled and awaited; those
-    that are closing end by themselves. A task that is left behind (`leave_behind`) counts as an
-    error, unless it has named what takes its place.
+    At the first error, or if this task is cancelled, the others are cancelled and awaited. Tasks
+    already closing end by themselves. A task left behind (`leave_behind`) counts as an error,
+    unless it has given a result to take its place.
 
     Args:
       announced: the first error ends a step, and is printed before the others are awaited.
@@ -153,7 +155,7 @@ async def together(
 
 # task → its result, or the error, in its place
 LEFT: WeakKeyDictionary[asyncio.Future[Any], Any] = WeakKeyDictionary()
-# of loops that are closed: the garbage collector would run their `finally` blocks
+# of closed loops: the garbage collector would run their `finally` blocks
 KEPT: list[asyncio.Task[Any]] = []
 INSTEAD: WeakKeyDictionary[asyncio.Future[Any], Callable[[BaseException], Any]] = (
     WeakKeyDictionary()
@@ -171,8 +173,8 @@ def instead(make: Callable[[BaseException], Any]) -> None:
 
 
 def leave_behind(task: asyncio.Task[Any], error: BaseException) -> None:
-    """No one waits for this task any longer, which swallows its cancellation. It may go on; nothing
-    is made of what it gives."""
+    """Stop waiting for a task that swallows its cancellation. It may go on; its result is
+    ignored."""
     if is_over(task):
         return
     make = INSTEAD.pop(task, None)
@@ -184,7 +186,7 @@ def leave_behind(task: asyncio.Task[Any], error: BaseException) -> None:
 
 
 def was_left() -> bool:
-    """Whether the task that asks has been left behind."""
+    """Whether the asking task has been left behind."""
     return asyncio.current_task() in LEFT
 
 
@@ -194,8 +196,8 @@ def is_over(task: asyncio.Future[Any]) -> bool:
 
 
 def error_of(task: asyncio.Future[Any]) -> BaseException | None:
-    """The error with which a task ended or was left behind; None where there is none, or it was
-    cancelled."""
+    """The error with which a task ended or was left behind; None without an error, or after a
+    cancellation."""
     if task in LEFT:
         found = LEFT[task]
         return found if isinstance(found, BaseException) else None
@@ -203,9 +205,9 @@ def error_of(task: asyncio.Future[Any]) -> BaseException | None:
 
 
 def result_of(task: asyncio.Future[T]) -> T:
-    """What a task that is over gives. Raises: its error."""
+    """The result of a task that is over. Raises: its error."""
     if task not in LEFT:
-        if task.cancelled():  # by none of those who wait for it: they do not ask
+        if task.cancelled():  # not by a waiter: a waiter that cancels does not ask
             raise EnvironmentFailed(
                 "code of a tool, an environment or a reward cancelled the task of its episode; take"
                 " its cancel() out"
@@ -228,10 +230,10 @@ async def settled(
     until: Callable[[asyncio.Future[Any]], bool] = lambda task: False,
     seconds: float | None = None,
 ) -> None:
-    """Waits until all of these tasks are over, or one is for which `until` holds, or for so many
-    seconds.
+    """Wait until all of these tasks are over, or `until` holds for one of them, or the seconds have
+    passed.
 
-    As `asyncio.wait`, which knows of no task that is left behind.
+    Like `asyncio.wait`, which does not know tasks left behind.
     """
     missing = {task for task in tasks if not is_over(task)}
     if not missing or any(until(task) for task in tasks if task not in missing):
@@ -264,8 +266,8 @@ async def settled(
 
 
 async def wind_up(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Waits for tasks that have been cancelled. One that is not over within GRACE is left behind;
-    one that is closing has longer, because its close has a limit of its own."""
+    """Wait for cancelled tasks. A task not over within GRACE is left behind. A closing task has
+    longer, because its close has a limit of its own."""
     told = {task for task in tasks if task not in CLOSING}
     while any(not is_over(task) for task in tasks):
         await settled(tasks, seconds=waiting.GRACE)
@@ -290,8 +292,8 @@ CLOSING: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 @contextmanager
 def closing() -> Iterator[None]:
-    """A block that frees what a task holds: an error in one of the others of `together` does not
-    cut it short."""
+    """A block for freeing a task's resources: an error in another task of `together` does not cut
+    it short."""
     task = asyncio.current_task()
     assert task is not None
     CLOSING.add(task)
@@ -302,5 +304,5 @@ def closing() -> Iterator[None]:
 
 
 async def awaited(value: Any) -> Any:
-    """The value, or what it gives where it has to be awaited: for what may be plain or async."""
+    """Return a plain value, or await it if it is awaitable."""
     return await value if inspect.isawaitable(value) else value

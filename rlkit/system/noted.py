@@ -1,8 +1,9 @@
-"""Which run folders are the user's own: the state folder keeps a digest of each folder that rlkit
-has written for this user.
+"""Recognise the user's own run folders: the state folder keeps a digest of each folder rlkit has
+written for this user.
 
-A note holds the resolved path of a folder and digests of that path with the bytes of every config
-file in it. A folder that is moved, copied or edited has another digest, and counts as a stranger's.
+A note holds the resolved path of a folder, and digests of this path with the bytes of every config
+file in it. A folder that was moved, copied or edited has another digest, and counts as a
+stranger's.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ LARGEST = 4 << 20  # bytes of a config file
 
 
 def state_folder() -> Path | None:
-    """Where notes are kept: $XDG_STATE_HOME/rlkit, else ~/.local/state/rlkit. None where there is
-    no such place of the user's own.
+    """The folder for notes: $XDG_STATE_HOME/rlkit, else ~/.local/state/rlkit. None if the user has
+    no place of his own.
 
-    A folder that belongs to somebody else, or in which others may write, is none.
+    A folder that belongs to somebody else, or is writable for others, does not count.
     """
     home = os.environ.get("HOME", "")
     base = os.environ.get("XDG_STATE_HOME") or (
@@ -53,11 +54,11 @@ def is_noted(folder: Path) -> bool:
 
 
 def note(folder: Path, files: Mapping[str, bytes] | None = None) -> None:
-    """Note that a folder is the user's own. Where nothing can be written, nothing is noted.
+    """Note a folder as the user's own. If nothing can be written, nothing is noted.
 
     Args:
-      files: relative path → what is about to be written there. The note is made before, so that a
-        kill finds the folder noted.
+      files: relative path → the bytes about to be written there. The note comes before the files,
+        so even after a kill the folder is noted.
     """
     state = state_folder()
     digest = _digest(folder, files or {})
@@ -79,10 +80,9 @@ def _name(folder: Path) -> str:
 
 
 def _digest(folder: Path, files: Mapping[str, bytes]) -> str | None:
-    """SHA-256 of the resolved path and of every config file, `files` in place of those that are
-    there.
+    """SHA-256 of the resolved path and of every config file. `files` replace the files present.
 
-    None where a file is too large, or cannot be read.
+    None if a file is too large or cannot be read.
     """
     found = dict(files)
     try:
@@ -110,7 +110,7 @@ def _digests(entry: Path) -> list[str]:
 
 
 def _forget_lost(state: Path) -> None:
-    """Removes the notes of folders that are gone."""
+    """Remove the notes of missing folders."""
     for entry in state.iterdir():
         with suppress(OSError):
             path = entry.read_bytes().split(b"\n", 1)[0]

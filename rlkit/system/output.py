@@ -1,5 +1,5 @@
-"""What a command prints: secrets are covered, and a terminal that is gone or a full disk ends no
-run."""
+"""Standard output of a command: secrets are covered, and neither a closed terminal nor a full disk
+ends a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Descriptor(io.FileIO):
-    """A file descriptor whose writes never fail. What a full disk refuses is remembered; a closed
-    terminal's is dropped."""
+    """A file descriptor whose writes never fail. A full disk is remembered; output to a closed
+    terminal is dropped."""
 
     def write(self, data: Any) -> int:
         try:
@@ -31,25 +31,23 @@ class Descriptor(io.FileIO):
 
 
 class Output(io.TextIOWrapper):
-    """A standard stream that covers secrets in what is printed: prints, warnings, logs and
-    tracebacks alike."""
+    """A standard stream that covers secrets in prints, warnings, logs and tracebacks alike."""
 
     def write(self, text: str) -> int:
         return super().write(cover(text))
 
 
 def guard_output() -> None:
-    """Puts an Output in the place of standard output and standard error, where they are the
-    process's own.
+    """Replace standard output and standard error by an Output each, if they are the process's own.
 
-    A standard stream that the parent has closed becomes /dev/null. Else the next file that is
-    opened would get its number, and what libraries print would go into that file.
+    A standard stream closed by the parent becomes /dev/null. Otherwise the next opened file would
+    get its number, and the prints of libraries would go into this file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name) or open(number, "w", closefd=False)  # noqa: SIM115
         try:
@@ -59,7 +57,7 @@ def guard_output() -> None:
         if own:
             stream.flush()
             raw = io.BufferedWriter(Descriptor(number, "wb", closefd=False))
-            errors = "backslashreplace"  # a half character that a model wrote
+            errors = "backslashreplace"  # for half a character from a model
             setattr(
                 sys,
                 name,

@@ -1,5 +1,5 @@
-"""One process at a time works in a run folder: who does, whether it lives, and what becomes of one
-that has to give way.
+"""Let one process at a time work in a run folder: find its owner, tell whether the owner lives, and
+replace it on request.
 
 The owner writes owner.json when it starts, renews its `beat` every 30 seconds, and removes the file
 when it ends. A second process is refused while the owner lives:
@@ -7,15 +7,15 @@ when it ends. A second process is refused while the owner lives:
     the same machine   its process id exists, with the same start time
     another machine    its beat is younger than 5 minutes, by the clocks of the two
 
-A beat in the future says that the two clocks differ. It tells nothing of how long the owner has
-been silent, so the second process is refused, and the refusal names both times.
+A beat in the future means that the two clocks differ. It says nothing about how long the owner has
+been silent. So the second process is refused, and the refusal names both times.
 
-A machine that was started again and another container count as another machine: neither shows the
-owner's processes. A SLURM job that was queued again knows that its earlier self is gone.
+A machine started again counts as another machine, and so does another container: neither shows the
+owner's processes. A SLURM job queued again knows that its earlier self is gone.
 
-The file is created with O_EXCL and changed while the folder is locked, so of several processes that
-find a dead owner exactly one takes its place. On a file system without locks two may do so at the
-same instant: then the later one has the folder, and the other one finds out at its next check. An
+The file is created with O_EXCL and changed while the folder is locked. So if several processes find
+a dead owner, exactly one takes its place. On a file system without locks two may do so at the
+same instant. Then the later one has the folder, and the other one finds out at its next check. An
 owner that finds another name in the file ends, and writes nothing more.
 """
 
@@ -41,8 +41,8 @@ from rlkit.system.files import read_regular
 
 NAME = "owner.json"
 BEAT = 30.0  # seconds between two signs of life
-DEAD = 300.0  # seconds without one after which an owner on another machine counts as dead
-UNKNOWN = "unknown"  # start time of a process that exists and that this process may not inspect
+DEAD = 300.0  # seconds without one until an owner on another machine counts as dead
+UNKNOWN = "unknown"  # start time of an existing process this process may not inspect
 
 
 class Occupied(Refusal):
@@ -53,20 +53,20 @@ class TakenOver(RLKitError, RuntimeError):
     """Another process has taken the run folder over while this one worked in it."""
 
 
-# run folder → the token of this process's record, and what ends its beat
+# run folder → the token of this process's record, and the event to end its beat
 HELD: dict[Path, tuple[str, threading.Event]] = {}
 
 
 @contextmanager
 def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
-    """A block in which this process owns a run folder, which is made if it is missing.
+    """Own a run folder inside this block. The folder is made if it is missing.
 
-    A thread renews the beat, because an RL step may take longer than five minutes. A process that
-    hangs therefore counts as alive: it might go on and write.
+    A thread renews the beat, because an RL step may take longer than five minutes. So a hanging
+    process counts as alive: it might go on and write.
 
     Args:
       folder: the run's.
-      takeover: take it even from an owner that lives.
+      takeover: take it even from a living owner.
     Raises: Occupied if another process owns it. If owner.json cannot be written, a warning says so
       and the block runs.
     """
@@ -98,8 +98,8 @@ def owned(folder: Path, *, takeover: bool = False) -> Iterator[None]:
 
 
 def identity() -> dict[str, Any]:
-    """This process: host, pid, which boot and which container of that host, start time, SLURM job,
-    and the time as its first beat."""
+    """Identify this process: host, pid, boot and container of the host, start time, SLURM job, and
+    the time as its first beat."""
     job = os.environ.get("SLURM_JOB_ID")
     return {
         **describe_process(os.getpid()),
@@ -111,14 +111,14 @@ def identity() -> dict[str, Any]:
 
 
 def describe_process(pid: int) -> dict[str, Any]:
-    """A process of this machine: host, pid, boot and container, start time. No later process that
-    gets its number is equal."""
+    """Identify a process of this machine: host, pid, boot and container, start time. A later
+    process with its number differs."""
     return {"host": socket.gethostname(), "pid": pid, "place": _place(), "started": started(pid)}
 
 
 def _place() -> str:
-    """Which processes a pid can mean here: the boot of the kernel and the namespace of process ids;
-    empty if the system has neither."""
+    """The scope of a pid here: the boot of the kernel and the namespace of process ids; empty if
+    the system has neither."""
     try:
         return (
             f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
@@ -170,8 +170,8 @@ def lives(found: Mapping[str, Any]) -> bool:
 
 
 def occupied(folder: Path) -> str:
-    """Who works in a folder, as a sentence that tells how to go on. Empty if no one does, or if it
-    cannot be found out."""
+    """Name the process at work in a folder, in a sentence on how to go on. Empty if there is none,
+    or if it cannot be found out."""
     try:
         found = _read(folder)
     except OSError:
@@ -206,7 +206,7 @@ def occupied(folder: Path) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """A time of the system in words; a number that is no date stays a number."""
+    """A time of the system in words; a number without a date stays a number."""
     try:
         return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
     except (ValueError, OverflowError, OSError):
@@ -214,8 +214,7 @@ def _clock(seconds: float) -> str:
 
 
 def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) -> str:
-    """Writes a record to the folder's owner.json. Returns what became of an earlier owner, or
-    nothing.
+    """Write a record to the folder's owner.json. Returns a text about an earlier owner, or nothing.
 
     Raises: Occupied if another process lives there and `takeover` is not set; OSError if the file
     cannot be written.
@@ -242,8 +241,8 @@ def claim(folder: Path, record: Mapping[str, Any], *, takeover: bool = False) ->
 
 
 def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> None:
-    """Renews a record until `ended` is set or another process has the folder. A file that someone
-    deleted is written again."""
+    """Renew a record until `ended` is set or another process has the folder. A deleted file is
+    written again."""
     while not ended.wait(BEAT):
         with suppress(OSError), _locked(folder):
             with suppress(FileNotFoundError):
@@ -254,7 +253,7 @@ def beat(folder: Path, record: Mapping[str, Any], ended: threading.Event) -> Non
 
 
 def check_owner(folder: Path) -> None:
-    """Raises TakenOver if this process owned a run folder and another one does now; nothing if it
+    """Raise TakenOver if this process owned a run folder and another one does now; nothing if it
     never did."""
     said = lost(folder)
     if said:
@@ -262,20 +261,20 @@ def check_owner(folder: Path) -> None:
 
 
 def check_path(path: Path) -> None:
-    """`check` for the run folder that a path lies in."""
+    """`check_owner` for the run folder around a path."""
     for folder in [folder for folder in HELD if folder in path.resolve().parents]:
         check_owner(folder)
 
 
 def lost(folder: Path) -> str:
-    """Who has taken a run folder from this process, as a sentence; empty if it is still its own, or
+    """Say which process has taken a run folder from this one; empty if it is still its own, or
     never was."""
     folder = folder.resolve()
     if folder not in HELD:
         return ""
     try:
         found = _read(folder)
-    except OSError:  # deleted, or a file system that fails: no one else has put a name there
+    except OSError:  # deleted, or a failing file system: nobody else has put a name there
         return ""
     if found.get("token", HELD[folder][0]) == HELD[folder][0]:
         return ""
@@ -286,7 +285,7 @@ def lost(folder: Path) -> str:
 
 
 def release(folder: Path) -> None:
-    """Gives a run folder up: the file is removed if it is still this process's."""
+    """Give a run folder up: the file is removed if it is still this process's."""
     folder = folder.resolve()
     token, ended = HELD.pop(folder, ("", None))
     if ended is None:
@@ -302,7 +301,7 @@ def release(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """A block that no other process or thread enters for the same folder. It takes milliseconds."""
+    """Lock a folder against every other process and thread. It takes milliseconds."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -330,7 +329,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, record: Mapping[str, Any], flags: int = 0) -> None:
-    """Overwrites the file in place, so that the folder's time of change stays."""
+    """Overwrite the file in place, so the folder's time of change stays."""
     data = (json.dumps(record, indent=1) + "\n").encode()
     descriptor = os.open(folder / NAME, os.O_RDWR | flags, 0o644)
     try:

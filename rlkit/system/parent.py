@@ -1,13 +1,12 @@
-"""Processes that end when the process that started them is gone, however that ended, SIGKILL
-included.
+"""Let a process end when its parent is gone, even if SIGKILL ended the parent.
 
 rlkit's own children read RLKIT_PARENT when they start (`end_with_parent`). Any other program is run
 by this file as a script:
 
     python -I -S -B parent.py PID COMMAND …
 
-The script runs the command, ends with its exit status, and kills its process group once process
-PID, which started it, is gone.
+The script runs the command and ends with its exit status. Once its parent, process PID, is gone, it
+kills its process group.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ import threading
 import time
 from collections.abc import Sequence
 
-PARENT = "RLKIT_PARENT"  # in the environment of a child: the process that it must not outlive
+PARENT = "RLKIT_PARENT"  # in the environment of a child: the process it must not outlive
 DEATH_SIGNAL = 1  # of prctl, linux/prctl.h
-LOOK = 0.2  # seconds between two looks at whether the parent lives, where the kernel does not tell
+LOOK = 0.2  # seconds between two looks for the parent, if the kernel does not tell
 
 
 def tied() -> dict[str, str]:
-    """Environment of a child of rlkit's own that has to end with this process."""
+    """Environment for a child of rlkit's own, to make it end with this process."""
     return {PARENT: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """Tie this process to the one that started it, if that one asked for it by `tied`. Its own
-    children are not tied by that."""
+    """Tie this process to its parent, if the parent asked for it by `tied`. Children of this
+    process are not tied."""
     parent = os.environ.pop(PARENT, "")
     if parent.isdecimal():
         end_with(int(parent))
@@ -41,12 +40,12 @@ def end_with_parent() -> None:
 def end_with(parent: int) -> None:
     """Have this process killed when its parent ends.
 
-    On Linux the kernel does it, when the parent's thread that started this process ends; elsewhere
-    a thread of this process looks.
+    On Linux the kernel does it, when the starting thread of the parent ends. Elsewhere a thread of
+    this process looks.
 
     Args:
-      parent: the parent's process id, as the parent knows it. If that process is gone already, this
-        one ends at once.
+      parent: the parent's process id, as the parent knows it. If the parent is gone already, this
+        process ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -67,8 +66,7 @@ def _watch(parent: int) -> None:
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """The command that runs another one, and kills it when this process is gone. It needs a session
-    of its own."""
+    """Wrap a command to kill it when this process is gone. It needs a session of its own."""
     return [sys.executable, "-I", "-S", "-B", __file__, str(os.getpid()), *command]
 
 
@@ -76,7 +74,7 @@ def _main() -> None:
     """See the head of this file."""
     parent = int(sys.argv[1])
     command = sys.argv[2:]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the command, which ends in its time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for the command: it ends in its own time
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

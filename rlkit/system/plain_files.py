@@ -1,5 +1,5 @@
-"""Reading a file that somebody else may have made: never a hang, and never another file than the
-one that has the name."""
+"""Read a file somebody else may have made: never hang, and never read another file than the one of
+this name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def read_plain_file(path: str | Path, *, most: int, folder: int | None = None) -
     """The bytes of a regular file with one name.
 
     Args:
-      most: bytes that it may have, >= 0.
-      folder: a descriptor of the open folder that a relative path is in. Whoever renames that
-        folder changes nothing.
-    Raises: OSError where the path is a link, a FIFO, a folder, a device or a socket, has a second
-      name (a hard link shows a file of somebody else), is larger, or cannot be read. Nothing of the
-      content is in the message.
+      most: the largest size in bytes, >= 0.
+      folder: a descriptor of the open folder for a relative path. Renaming the folder changes
+        nothing.
+    Raises: OSError if the path is a link, a FIFO, a folder, a device or a socket, has a second name
+      (a hard link shows a file of somebody else), is larger, or cannot be read. The message never
+      shows the content.
     """
-    # a device may notice that it is opened
+    # a device may notice being opened
     check_plain(os.stat(path, dir_fd=folder, follow_symlinks=False), most)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, flags, dir_fd=folder)
@@ -33,7 +33,7 @@ def read_plain_file(path: str | Path, *, most: int, folder: int | None = None) -
 
 
 def check_plain(found: os.stat_result, most: int) -> None:
-    """Raises OSError for what is no regular file with one name and at most so many bytes."""
+    """Raise OSError unless this is a regular file with one name and at most so many bytes."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
     if found.st_nlink > 1:

@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, and how many threads a model is computed with."""
+"""Cores and memory for this process, and the number of threads for a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Cores that this process may use: its affinity, and the processor time that its container may
-    take, rounded up; at least 1."""
+    """Cores for this process: its affinity, limited by its container's share of processor time,
+    rounded up; at least 1."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -24,8 +24,7 @@ def cores() -> int:
 
 
 def groups() -> list[Path]:
-    """The folders of the control groups (version 2) that this process is in, the innermost
-    first."""
+    """The folders of this process's control groups (version 2), the innermost first."""
     try:
         inner = next(
             CGROUP / line[3:].lstrip("/")
@@ -38,26 +37,26 @@ def groups() -> list[Path]:
 
 
 def quota(folder: Path) -> float:
-    """Cores' worth of processor time that a control group may take; inf if it has no limit."""
+    """Cores' worth of processor time for a control group; inf without a limit."""
     try:
         limit, period = (folder / "cpu.max").read_text().split()
         return float(limit) / float(period)
-    except (OSError, ValueError):  # no such file, or "max": no limit
+    except (OSError, ValueError):  # no file, or "max": no limit
         return math.inf
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this process may ever use: the machine's, or less where a control group
-    limits it. What is free at the moment does not count."""
+    """Bytes of memory this process may ever use: the machine's, or a control group's limit if
+    smaller. The memory free at the moment does not count."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(min([machine, *map(memory_limit, groups())]))
 
 
 def memory_limit(folder: Path) -> float:
-    """Bytes that a control group may hold; inf if it has no limit."""
+    """Bytes a control group may hold; inf without a limit."""
     try:
         return float((folder / "memory.max").read_text())
-    except (OSError, ValueError):  # no such file, or "max": no limit
+    except (OSError, ValueError):  # no file, or "max": no limit
         return math.inf
 
 

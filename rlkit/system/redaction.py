@@ -1,12 +1,10 @@
-"""Secrets are kept out of every text that leaves a run: its files, what it prints, what its loggers
-show.
+"""Keep secrets out of every text of a run: its files, its prints, and its loggers' displays.
 
-A secret is found in three ways and then covered by its value, wherever it turns up:
-by name     what stands under a key of SECRET_KEYS, and the value of an environment variable that is
-            named like a secret
-by origin   what a config took from the environment (`${oc.env:NAME}`); the same words come in its
-            place, so a reader knows the source by form     the password of a URL, and a token among
-            the parameters of one
+A secret is found in three ways. Then it is covered by its value, wherever it turns up:
+by name     the value of a key in SECRET_KEYS, or of an environment variable with a secret's name
+by origin   a value taken from the environment (`${oc.env:NAME}`); these words replace it, so a
+            reader knows the source
+by form     the password of a URL, and a token among the parameters of one
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 REDACTED = "<redacted>"
-# Keys of a config that hold a secret, in small letters and with _ in place of -.
+# Keys of a config for secrets, in small letters and with _ in place of -.
 SECRET_KEYS = {
     "access_key",
     "access_key_id",
@@ -63,7 +61,7 @@ SECRET_KEYS = {
     "x_api_key",
     "x_auth_token",
 }
-# names of environment variables that hold a secret
+# names of environment variables with secrets
 VARIABLE = re.compile(
     r"(^|_)(api_?keys?|access_?keys?|private_?keys?|secrets?|passwords?|passwd|credentials?"
     r"|authorization)(_|$)"
@@ -77,11 +75,11 @@ PARAMETER = re.compile(
     re.IGNORECASE,
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)[^{}]*\}")
-# characters that the value of a variable needs to be covered in any text: found by its name, or by
-# its origin
+# fewest characters of a value to be covered in any text: of a variable found by its name, and of
+# one found by its origin
 NAMED = 8
 TAKEN = 6
-# values that say nothing
+# values without information
 PLAIN = re.compile(r"[-+]?[\d.,:eE]*|true|false|null|none", re.IGNORECASE)
 KNOWN: dict[str, str] = {}  # secret value → its replacement; of this process
 
@@ -91,8 +89,8 @@ def learn(config: Any, raw: Any = None) -> None:
 
     Args:
       config: composed and resolved, in plain containers.
-      raw: the same before its interpolations were resolved. What it says in clear is no secret,
-        whatever variable holds it too.
+      raw: the same before its interpolations were resolved. A value in clear here is no secret,
+        even if a variable holds it too.
     """
     for value in _variables():
         _add(value, REDACTED)
@@ -113,8 +111,8 @@ def learn(config: Any, raw: Any = None) -> None:
 
 
 def _add(value: str, place: str) -> None:
-    """A secret in the forms in which it may be written: as it is, line by line, in JSON or Python,
-    in a URL."""
+    """Add a secret in each form it may be written in: as it is, line by line, in JSON or Python, in
+    a URL."""
     lines = [line for line in value.splitlines() if len(line) >= 2 * NAMED] if "\n" in value else []
     for form in (value, *lines):
         KNOWN.update(
@@ -126,7 +124,7 @@ def _add(value: str, place: str) -> None:
 
 
 def cover(text: str) -> str:
-    """The text without secrets that are known, and without passwords in URLs."""
+    """The text without known secrets, and without passwords in URLs."""
     return _covered(text, KNOWN)
 
 
@@ -158,7 +156,7 @@ def redacted(config: Any) -> Any:
 
 
 def _variables() -> set[str]:
-    """The values of environment variables that are named like a secret."""
+    """The values of environment variables with a secret's name."""
     return {
         value for name, value in os.environ.items() if len(value) >= NAMED and _names_secret(name)
     }

@@ -1,5 +1,4 @@
-"""The generators of python, numpy and torch, as plain types: saved with a run, put back, kept from
-moving.
+"""Save and restore the generators of python, numpy and torch, as plain types.
 
 rlkit's own sampling does not draw from them (it is a function of seed, step, prompt and sample). A
 user's reward or environment may: then its draws are a function of the same numbers (`drawing`,
@@ -22,13 +21,13 @@ T = TypeVar("T")
 
 
 def seed(value: int) -> None:
-    """Seeds every generator; any integer."""
+    """Seed every generator; any integer."""
     _seed_on_host(value)
     torch.manual_seed(value)
 
 
 def _seed_on_host(value: int) -> None:
-    """Seeds all but the generators of devices, which takes a tenth of the time (9 us)."""
+    """Seed all generators except those of devices; this takes a tenth of the time (9 us)."""
     import numpy as np
 
     random.seed(value)
@@ -37,8 +36,7 @@ def _seed_on_host(value: int) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Where every generator stands, as numbers and tensors that `torch.load(weights_only=True)`
-    takes."""
+    """The state of every generator, as numbers and tensors for `torch.load(weights_only=True)`."""
     import numpy as np
 
     version, keys, gauss = random.getstate()
@@ -58,7 +56,7 @@ def state() -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """The inverse of `state`. Generators of devices that are not here are left out."""
+    """The inverse of `state`. Generators of missing devices are left out."""
     import numpy as np
 
     version, keys, gauss = saved["python"]
@@ -72,8 +70,7 @@ def restore(saved: dict[str, Any]) -> None:
 
 @contextmanager
 def drawn_from(value: int) -> Iterator[None]:
-    """A block that draws what this seed gives; after it every generator stands where it stood
-    before."""
+    """Seed every generator inside this block, and put all of them back after it."""
     with kept():
         seed(value)
         yield
@@ -81,7 +78,7 @@ def drawn_from(value: int) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """A block after which every generator stands where it stood before."""
+    """Put every generator back after this block."""
     before = state()
     try:
         yield
@@ -91,12 +88,11 @@ def kept() -> Iterator[None]:
 
 @types.coroutine
 def drawing(value: int, coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Awaits a coroutine that draws what this seed gives, whatever runs while it waits for
-    something.
+    """Await a coroutine whose draws depend on this seed alone, whatever runs while it waits.
 
-    Leaves the generators where they are then: `kept` belongs around all coroutines of a loop
-    together. A thread that the coroutine waits for has no generators of its own. Whenever the
-    coroutine waits, shared state that it has changed is put back (`rlkit.system.shared_state`).
+    The generators are not put back after it: put `kept` around all coroutines of a loop together. A
+    thread the coroutine waits for has no generators of its own. Whenever the coroutine waits,
+    shared state it has changed is put back (`rlkit.system.shared_state`).
     """
     _seed_on_host(value)
     resume = coroutine.send

@@ -1,5 +1,5 @@
-"""metrics.jsonl, the truth of a run: rows appended, read back, cut back by a resumed run, and
-repeated in metrics.csv."""
+"""Keep metrics.jsonl, the truth of a run: append rows, read them, cut them back for a resumed run,
+and repeat them in metrics.csv."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from rlkit.system.files import (
 # beside metrics.jsonl
 DISCARDED = "metrics.discarded.jsonl"
 UNREADABLE = "metrics.unreadable"
-# file → rows that found no room; a checkpoint is not written before they are
+# file → rows without room so far; a checkpoint waits until they are written
 WAITING: dict[Path, bytes] = {}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows that can be read; none where there is no file. A line that is no row, as one cut by
-    a kill, is passed over."""
+    """All readable rows; none without a file. A broken line, for example one cut by a kill, is
+    passed over."""
     return [row for _, row in read_lines(path) if row is not None]
 
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """(line, its row or None) for every line that is not empty."""
+    """(line, its row or None) for every nonempty line."""
     lines = read_regular(path).split(b"\n") if path.exists() else []
     return [(line, _row(line)) for line in lines if line]
 
@@ -56,21 +56,21 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def digest_line(line: bytes) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a line, by which a checkpoint knows it
-    again."""
+    """The first 16 hexadecimal digits of the SHA-256 of a line. A checkpoint knows the line by
+    them."""
     return hashlib.sha256(line).hexdigest()[:16]
 
 
 def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
-    """Moves the rows after `step`, which a resumed run writes again, to metrics.discarded.jsonl,
-    and unreadable lines to metrics.unreadable, and says so.
+    """Move the rows after `step` to metrics.discarded.jsonl, because a resumed run writes them
+    again, and unreadable lines to metrics.unreadable. Print both moves.
 
     Args:
-      own: digests of the lines that the run had written up to `step`, by its checkpoint. If one of
-        them is not there, the file was damaged or exchanged: then other lines up to `step` go to
-        aside/metrics.jsonl, and without any line of its own the whole file. None: no checkpoint
-        says so.
-    Raises: DataError, with everything in its place, where a file cannot be written.
+      own: digests of the lines the run had written up to `step`, by its checkpoint. If one of them
+        is missing, the file was damaged or exchanged. Then other lines up to `step` go to
+        aside/metrics.jsonl, and without any line of its own the whole file does. None: no
+        checkpoint lists them.
+    Raises: DataError, with everything in its place, if a file cannot be written.
     """
     lines = read_lines(path)
     missing = Counter(own or ()) - Counter(digest_line(line) for line, _ in lines)
@@ -125,7 +125,7 @@ def cut_back(path: Path, step: int, own: Sequence[str] | None = None) -> None:
 def _loss(
     path: Path, lines: Sequence[object], own: int, missing: int, step: int, others: int
 ) -> str:
-    """A sentence on rows that a checkpoint knows and metrics.jsonl lacks."""
+    """A sentence on rows known to a checkpoint and missing in metrics.jsonl."""
     kept = f"; {others} other line(s) are kept in aside/{path.name}" if others else ""
     if missing < own:
         return (
@@ -145,8 +145,8 @@ def _joined(lines: Sequence[bytes]) -> bytes:
 
 
 def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
-    """One more line; nan becomes null. Where the disk is full it waits for the next one; the file
-    ends with a whole line."""
+    """Append a line; nan becomes null. On a full disk the row waits for the next call; the file
+    always ends with a whole line."""
     waiting = WAITING.get(path, b"") + (json.dumps(finite({"step": step, **row})) + "\n").encode()
     try:
         append_whole(path, waiting)
@@ -164,7 +164,7 @@ def append_row(path: Path, step: int, row: dict[str, Any]) -> None:
 
 
 def export_csv(path: Path) -> Path:
-    """metrics.csv beside metrics.jsonl, all columns of all rows, blank where a row has none."""
+    """Write metrics.csv beside metrics.jsonl: all columns of all rows, blank if a row lacks one."""
     rows = read_rows(path)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     target = path.with_suffix(".csv")

@@ -18,7 +18,7 @@ def holds_shards(module: Any) -> bool:
 
 
 def sharded(*models: Any) -> list[Any]:
-    """All submodules of the models that are sharded."""
+    """All sharded submodules of the models."""
     return [
         module
         for model in models
@@ -29,7 +29,7 @@ def sharded(*models: Any) -> list[Any]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value is a tensor that lies in shards, a DTensor of torch."""
+    """Whether a value is a tensor in shards, a DTensor of torch."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor

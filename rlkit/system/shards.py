@@ -1,10 +1,10 @@
-"""What a run writes at each RL step, in few files: a gzip member a step, whose header says which
-step it is and how long.
+"""Keep the lines of each RL step in few files: one gzip member per step, with the step and its
+length in the header.
 
     rollouts/steps_000001-000100.jsonl.gz:  [step 1, its bytes | compressed lines] [step 2, its
     bytes | compressed lines] …
 
-A step is found by its header alone, and what was cut off in the middle holds the steps before. To
+The header alone finds a step, and a file cut off in the middle still holds the steps before. To
 other programs it is one gzip file. Step and length are a subfield of the header's extra field (RFC
 1952, 2.3.1.1), as in bgzip's files.
 """
@@ -23,13 +23,13 @@ from rlkit.errors import DataError
 from rlkit.system.files import append_once, append_whole, open_regular, reason
 
 STEPS = 100  # of a file
-HEAD = struct.Struct("<16sQQ")  # all that is the same in every header, step, bytes of the member
+HEAD = struct.Struct("<16sQQ")  # the bytes equal in every header, step, bytes of the member
 # deflated, with an extra field, without a time
 SAME = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff" + struct.pack("<H2sH", 20, b"RL", 16)
 
 
 class Part(NamedTuple):
-    """Bytes of a file: what it holds of a step."""
+    """The bytes of one step in a file."""
 
     path: Path
     start: int = 0
@@ -39,7 +39,7 @@ class Part(NamedTuple):
         return f"{self.path} from byte {self.start}" if self.start else str(self.path)
 
     def read(self) -> bytes:
-        """What is there of it. Raises: OSError."""
+        """Read the bytes present. Raises: OSError."""
         with open_regular(self.path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(self.start)
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 def append_lines(folder: Path, step: int, lines: bytes) -> None:
-    """Adds the lines of an RL step behind those of earlier ones. Raises: OSError; then nothing was
+    """Append the lines of an RL step after the earlier ones. Raises: OSError; then nothing was
     added."""
     data = gzip.compress(lines, compresslevel=3, mtime=0)[10:]  # its own header has 10 bytes
     append_whole(
@@ -56,8 +56,8 @@ def append_lines(folder: Path, step: int, lines: bytes) -> None:
 
 
 def stem(step: int) -> str:
-    """The name, without its ending, of the file that an RL step belongs to; what is before the
-    first step is with it.
+    """The name, without its ending, of an RL step's file. Lines from before the first step go with
+    it.
 
     >>> stem(101)
     'steps_000101-000200'
@@ -67,8 +67,7 @@ def stem(step: int) -> str:
 
 
 def recorded(folder: Path) -> dict[int, Part]:
-    """Where each RL step is that the folder holds, in their order; none where there is no
-    folder."""
+    """Step → its place, for each RL step in the folder, in order; none without a folder."""
     found: dict[int, Part] = {}
     for path in files(folder):
         found |= members(path)
@@ -76,13 +75,13 @@ def recorded(folder: Path) -> dict[int, Part]:
 
 
 def files(folder: Path) -> list[Path]:
-    """The files that hold many steps, in their order."""
+    """The files of recorded steps, in their order."""
     return sorted(folder.glob("steps_*.jsonl.gz"))
 
 
 def members(path: Path) -> Iterator[tuple[int, Part]]:
-    """(step, where it is) in a file that may end in the middle of the last. Behind a damaged header
-    it goes on with the next one."""
+    """(step, its place) for each step in a file, even if the file ends in the middle of the last.
+    After a damaged header the search goes on with the next one."""
     if path.stat().st_size < HEAD.size:
         return
     with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -96,10 +95,10 @@ def members(path: Path) -> Iterator[tuple[int, Part]]:
 
 
 def cut_steps(folder: Path, step: int) -> None:
-    """Moves what comes after an RL step, which a resumed run writes again, to
-    NAME.discarded.jsonl.gz beside the folder, and says so.
+    """Move everything after an RL step to NAME.discarded.jsonl.gz beside the folder, because a
+    resumed run writes it again, and print this.
 
-    Raises: DataError, with everything in its place, where that fails.
+    Raises: DataError, with everything in its place, on failure.
     """
     target = folder.with_name(f"{folder.name}.discarded.jsonl.gz")
     moved = 0

@@ -1,13 +1,13 @@
-"""State of the whole process that a user's function may change in passing: gradients off, another
+"""Guard state of the whole process against changes by a user's function: gradients off, another
 default type, another folder.
 
-rlkit reads it before a stretch of user code and compares it where none of that code runs. What
-differs is put back, so that the run computes what it would have computed, and one sentence names
-the functions that ran. A change holds until its function returns or waits.
+rlkit reads the state before a stretch of user code, and compares it at points without user code.
+Every difference is put back, so the run's numbers do not depend on it, and one sentence names the
+functions behind it. A change holds until its function returns or waits.
 
-Left alone are changes that are usually meant and that move no number of a run: environment
-variables, warning filters, the recursion limit, `sys.path`. The umask cannot be read without being
-set. Random generators have rules of their own (`rlkit.system.rng`).
+Some changes are left alone, because they are usually intended and affect no number of a run:
+environment variables, warning filters, the recursion limit, `sys.path`. The umask cannot be read
+without being set. Random generators have rules of their own (`rlkit.system.rng`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit.errors import RLKitError, defined_at, visible
 
-# those that a run and its children rely on
+# a run and its children rely on these
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 DEVICES = ("cpu", "cuda")
 
 
 class SharedStateError(RLKitError, RuntimeError):
-    """User code changed something of the whole process that cannot be put back."""
+    """User code changed state of the whole process, and rlkit cannot put it back."""
 
 
 class Kind(NamedTuple):
-    """Something that code may change for all other code.
+    """A piece of state that code may change for all other code.
 
-    place   process: one value for all threads. thread: each thread has its own, which ends with it.
-            both: a thread has its own, and what it sets reaches the others too
+    place   process: one value for all threads
+            thread: each thread has its own value, until the thread ends
+            both: a thread has its own value, but setting it reaches the others too
     """
 
     read: Callable[[], Any]  # a value, or several by name
@@ -60,8 +61,8 @@ def _handlers() -> dict[str, Any]:
 
 
 def _handler(number: signal.Signals) -> Any:
-    """What handles a signal; an event loop's own handler of Ctrl-C, which comes and goes with it,
-    counts as Python's."""
+    """The handler of a signal. An event loop's own handler of Ctrl-C comes and goes with the loop,
+    so it counts as Python's."""
     found = signal.getsignal(number)
     of_loop = isinstance(found, partial) and getattr(found.func, "__name__", "") == "_on_sigint"
     return signal.default_int_handler if of_loop else found
@@ -88,7 +89,7 @@ def _blocked() -> set[Any]:
 
 
 def describe_change(was: Any, now: Any) -> str:
-    """From what to what a value changed; of several by name those that did."""
+    """Say how a value changed, from old to new; of several named values only the changed ones."""
     if isinstance(was, dict):
         return " and ".join(
             f"{name} {describe_change(was[name], now[name])}"
@@ -125,7 +126,7 @@ OF_PYTHON: Mapping[str, Kind] = {
 
 @cache
 def all_kinds() -> Mapping[str, Kind]:
-    """Those of Python and of torch, which is imported for them."""
+    """The kinds of Python and of torch; this imports torch."""
     import torch
 
     cuda = torch.backends.cuda
@@ -184,7 +185,7 @@ def all_kinds() -> Mapping[str, Kind]:
 
 
 def named_kinds(names: Sequence[str]) -> Mapping[str, Kind]:
-    """These kinds; all of them where none is named."""
+    """The kinds of these names; all of them if none is named."""
     return {name: OF_PYTHON[name] for name in names} if names else all_kinds()
 
 
@@ -192,14 +193,14 @@ SharedState = Mapping[str, Any]  # name of a kind → its value
 
 
 def read_state(kinds: Mapping[str, Kind]) -> SharedState:
-    """What there is now, in this thread."""
+    """Read the current state of this thread."""
     return {name: kind.read() for name, kind in kinds.items()}
 
 
 def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
-    """Puts back what differs. Returns: for each of them what changed, from what to what.
+    """Put back every difference. Returns: for each a text with the old and the new value.
 
-    Raises: SharedStateError for what does not take its old value.
+    Raises: SharedStateError if a value cannot be put back.
     """
     changed = []
     for name, was in before.items():
@@ -220,12 +221,12 @@ def put_back(before: SharedState, kinds: Mapping[str, Kind]) -> list[str]:
 
 # --------------------------------------------------------------------------- a stretch of user code
 
-# functions and what they changed → the sentence that was printed, in this process
+# functions and their changes → the sentence printed, in this process
 NAMED: dict[tuple[str, ...], str] = {}
 
 
 def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
-    """Prints the sentences of functions and changes that have not been named before."""
+    """Print the sentences of functions and changes not named before."""
     for key, sentence in sentences.items():
         if key not in NAMED:
             NAMED[key] = sentence
@@ -233,12 +234,12 @@ def say_once(sentences: Mapping[tuple[str, ...], str]) -> None:
 
 
 class Watch:
-    """The state before a stretch of user code, and who ran since it was last looked at.
+    """The state before a stretch of user code, and the functions run since the last look.
 
     Args:
-      parts: functions, or values that hold some, such as an Environment. They are named where
-        nothing closer is known. A text stands for itself.
-      kinds: what is looked at; all where none is named.
+      parts: functions, or values with functions inside, for example an Environment. They are named
+        if nothing closer is known. A text stands for itself.
+      kinds: the state to compare; by default all of it.
     """
 
     def __init__(self, *parts: Any, kinds: Sequence[str] = ()):
@@ -250,11 +251,11 @@ class Watch:
         self.ran = list[Any]()
 
     def look(self, *, over: bool = False) -> None:
-        """Puts back what differs and names who ran. Call it where no user code runs in this thread.
+        """Put back every difference and name the functions behind it. Call it while no user code
+        runs in this thread.
 
-        While user code runs in other threads, what belongs to the whole process stays: it may be
-        theirs, and still be needed. Once the stretch is `over`, only functions that were given up
-        still run.
+        While user code runs in other threads, state of the whole process stays: a change may be
+        theirs, and still be needed. Once the stretch is `over`, only functions given up still run.
         """
         with self.lock:
             self._compare(
@@ -263,7 +264,7 @@ class Watch:
 
     @contextmanager
     def calling(self, function: Any) -> Iterator[None]:
-        """A call of a function in this thread, which is named for what it changes."""
+        """Call a function in this thread inside this block; it is named for its changes."""
         self._note(function)
         try:
             yield
@@ -272,7 +273,7 @@ class Watch:
 
     @contextmanager
     def in_worker(self, function: Any) -> Iterator[None]:
-        """The same in a thread that ends with the call."""
+        """The same for a call in a thread of its own."""
         with self.lock:
             self.elsewhere += 1
             self._note(function)
@@ -325,7 +326,7 @@ WATCH: ContextVar[Watch | None] = ContextVar("WATCH", default=None)  # of the st
 
 @contextmanager
 def guard_state(*parts: Any, kinds: Sequence[str] = ()) -> Iterator[Watch]:
-    """A stretch of user code, after which all shared state is as it was before it."""
+    """Guard a stretch of user code: all shared state is put back after it."""
     watch = Watch(*parts, kinds=kinds)
     token = WATCH.set(WATCH.get() if kinds else watch)
     try:
@@ -351,8 +352,8 @@ def is_own(function: Any) -> bool:
 
 
 def users_functions(part: Any, depth: int = 6) -> list[Any]:
-    """The functions and classes in a value that are not rlkit's own, also those that rlkit's
-    functions hold."""
+    """The functions and classes in a value, except rlkit's own, even if rlkit's functions hold
+    them."""
     found: list[Any] = []
     if depth == 0 or part is None or isinstance(part, str | bytes | int | float):
         return found

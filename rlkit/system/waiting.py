@@ -1,11 +1,11 @@
-"""What this process waits for now: calls of the user's code and requests to servers.
+"""Keep track of waits: calls of the user's code and requests to servers.
 
     with waiting("the tool", tool):      # any thread, any coroutine; two operations on a dict
         …
 
-One watcher thread for a process prints a line about each function that is waited for longer than
-NAMED_AFTER, and ends the process where nothing has moved for `trainer.max_step_time`
-(`limit_waiting`). It lives while something is waited for or a limit is set.
+One watcher thread for a process prints a line about each call after NAMED_AFTER seconds of waiting.
+It ends the process if nothing has moved for `trainer.max_step_time` (`limit_waiting`). It lives
+while there is a wait or a limit.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from rlkit.system.redaction import cover
 NAMED_AFTER = 20.0  # seconds of waiting until a line names the function
 GRACE = 10.0  # seconds after its cancellation until a call is abandoned
 LOOK = 1.0  # seconds between two looks of the watcher, while something is waited for
-# seconds of an async call that no option limits, an environment's answer for example
+# seconds of an async call without an option for its limit, for example an environment's answer
 CALL_LIMIT = 1800.0
 CLOSE_LIMIT = 30.0  # seconds of an async close
 THREAD = "rlkit watcher"
 MAX_STEP_TIME = "trainer.max_step_time"
-# seconds after the limit at which a process ends whose interpreter is held by one call, so that no
-# watcher can run
+# Seconds after the limit: then the process ends even if a call holds the interpreter, so that no
+# watcher can run.
 LATE = 5.0
 end_process = os._exit  # the system's own: rlkit.system.deadline replaces it in os
 
 
 class Wait:
-    """A call that has not returned yet.
+    """A call in progress.
 
-    what: kind and role, such as "the tool". function: what is called, or its name as a text. count:
-    episodes that wait for it. inner: further waits inside this one, which are named in its place.
+    what: kind and role, for example "the tool". function: the called function, or its name as a
+    text. count: episodes waiting for it. inner: further waits inside this one; they are named in
+    its place.
     """
 
     __slots__ = ("count", "function", "inner", "since", "task", "thread", "what", "worked")
@@ -55,7 +56,7 @@ class Wait:
         self.function = function
         self.count = count
         task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
-        # a loop that was closed may be gone, with what it ran
+        # a closed loop may be gone, with its tasks
         self.task = None if task is None else weakref.ref(task)
         self.thread = threading.get_ident()
         self.inner = 0
@@ -67,7 +68,7 @@ class Wait:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A block in which what is waited for waits itself; the time begins anew after it."""
+        """A block in which the awaited call waits itself. The time begins anew after it."""
         self.inner += 1
         try:
             yield
@@ -77,8 +78,8 @@ class Wait:
             WATCHER.moved = self.since
 
     def age(self, now: float) -> float:
-        """Seconds so far. For a coroutine those do not count in which a decoder keeps its event
-        loop."""
+        """Seconds so far. For a coroutine, seconds in which a decoder keeps its event loop do not
+        count."""
         return (
             now - self.since - (WORK.seconds(now) - self.worked if self.task is not None else 0.0)
         )
@@ -88,14 +89,14 @@ class Wait:
 
 
 class Work:
-    """What this process computes itself, and what others compute for it."""
+    """Computation in this process, and computation elsewhere for it."""
 
     def __init__(self) -> None:
-        # seconds in which a decoder kept the event loop, up to the last such block
+        # seconds in which a decoder kept the event loop, up to its last block
         self.total = 0.0
         self.decoding: float | None = None  # since when it does now
         self.begun: float | None = None  # since when the model decodes or learns
-        self.outside = 0  # blocks that wait for a model, a rank or a process outside of this one
+        self.outside = 0  # blocks waiting for a model, a rank or a process outside of this one
 
     def seconds(self, now: float) -> float:
         """Seconds in which a decoder kept the event loop, up to now."""
@@ -104,11 +105,11 @@ class Work:
 
 
 class Limit:
-    """A time after which the process ends.
+    """A time limit; the process ends at it.
 
-    key: the option that sets it. place: says where the run is, as "step 3 hangs in generate"; ""
-    where it need not move. whole: the time is that of the block, whatever happens in it; else the
-    time in which nothing moves.
+    key: the option behind it. place: a function for the run's place, as "step 3 hangs in generate";
+    "" if it need not move. whole: the limit counts the time of the whole block; otherwise only the
+    time without movement.
     """
 
     def __init__(self, minutes: float, key: str, place: Callable[[], str], *, whole: bool):
@@ -144,7 +145,7 @@ WORK = Work()
 # the innermost one of this thread or coroutine
 CURRENT: ContextVar[Wait | None] = ContextVar("CURRENT", default=None)
 LOCK = threading.Lock()
-# held until a line is printed, so that whoever looks next finds it there
+# held until a line is printed, so the next to look finds it there
 LOOKING = threading.Lock()
 
 
@@ -155,9 +156,9 @@ class Watcher:
         self.thread: threading.Thread | None = None
         self.limits: list[Limit] = []
         self.moved = monotonic()  # when a wait began or ended last, or the model did something
-        # function → seconds of waiting at which it is named again
+        # function → seconds of waiting until it is named again
         self.named: dict[str, float] = {}
-        # is given each line too: in a process whose output no one reads
+        # also gets each line, for a process with unread output
         self.tell: Callable[[str], None] = lambda line: None
 
 
@@ -165,8 +166,8 @@ WATCHER = Watcher()
 
 
 def name_of(function: Any) -> str:
-    """The name of a function and where it is defined; a text as it is. A function made by rlkit
-    says in `shown` what it stands for."""
+    """The name of a function and the place of its definition; a text as it is. A function made by
+    rlkit may carry another name in `shown`."""
     shown = function if isinstance(function, str) else getattr(function, "shown", None)
     return str(shown or defined_at(function))
 
@@ -176,12 +177,12 @@ def name_of(function: Any) -> str:
 
 @contextmanager
 def waiting(what: str | Wait, function: Any = None, *, count: int = 1) -> Iterator[None]:
-    """A block that waits for a call of `function`.
+    """Wait for a call of `function` in this block.
 
     Args:
-      what: kind and role, such as "the tool"; or a Wait that was made before. function: or a text
-        that names what is waited for.
-      count: episodes that wait in it.
+      what: kind and role, for example "the tool", or a Wait made before. function: a function or a
+        text that names the wait.
+      count: episodes waiting in it.
     """
     outer = CURRENT.get()
     wait = Wait(what, function, count) if isinstance(what, str) else what
@@ -210,8 +211,7 @@ def note_movement() -> None:
 
 @contextmanager
 def working() -> Iterator[None]:
-    """A block in which the model computes, which takes as long as it takes. Blocks inside count
-    once."""
+    """A block of computation by the model, of any length. Blocks inside count once."""
     outer = WORK.begun
     if outer is None:
         WORK.begun = monotonic()
@@ -224,7 +224,7 @@ def working() -> Iterator[None]:
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """`working` in the event loop, where no coroutine goes on meanwhile."""
+    """`working` in the event loop: no coroutine goes on meanwhile."""
     WORK.decoding = monotonic()
     try:
         with working():
@@ -236,7 +236,7 @@ def decoding() -> Iterator[None]:
 
 @contextmanager
 def waiting_outside() -> Iterator[None]:
-    """A block that waits for a model, a rank or a process of rlkit outside of this one.
+    """A block of waiting for a model, a rank or a process of rlkit outside of this process.
 
     Each of them has a limit of its own, so this process is not ended meanwhile.
     """
@@ -249,7 +249,7 @@ def waiting_outside() -> Iterator[None]:
 
 
 def waits_of(task: asyncio.Task[Any] | None) -> str:
-    """What a task waits for, in words: the innermost call; "a call" where none is known."""
+    """The innermost call a task waits for, in words; "a call" if none is known."""
     own = [
         wait
         for wait in list(WAITS.values())
@@ -270,12 +270,11 @@ def forget(*, task: asyncio.Task[Any] | None = None, thread: int | None = None) 
 def limit_waiting(
     minutes: float | None, key: str, place: Callable[[], str], *, whole: bool = False
 ) -> Iterator[None]:
-    """A block at whose limit the process says what hangs and where each of its threads stands, and
-    ends with status 1.
+    """Limit the time of a block. At the limit the process says what hangs, prints the stack of each
+    thread, and ends with status 1.
 
-    Nothing milder ends plain code of the user's that never returns. Only what waits can stand
-    still: while the model computes, nothing is reached, unless the limit is one of the `whole`
-    block.
+    Nothing milder ends plain code of the user that never returns. Only waiting can stand still:
+    while the model computes, no limit is reached, except the limit of a `whole` block.
 
     Args:
       minutes: None: no limit. The rest as for `Limit`.
@@ -308,7 +307,7 @@ def _start() -> None:
 
 
 def _watch() -> None:
-    """Looks from time to time, as long as there may be something to see."""
+    """Look from time to time, as long as there may be something to see."""
     looked = monotonic()
     while True:
         time.sleep(min([LOOK, *(15 * limit.minutes for limit in WATCHER.limits)]))
@@ -317,14 +316,14 @@ def _watch() -> None:
         looked = now
         look_safely(now)
         with LOCK:
-            WATCHER.thread = None  # first, so that a wait that begins now starts another one
+            WATCHER.thread = None  # first, so a wait beginning now starts another one
             if not WAITS and not WATCHER.limits:
                 return
             WATCHER.thread = threading.current_thread()
 
 
 def _pass_over(stopped: float) -> None:
-    """Does not count seconds in which the whole process stood still, such as under SIGSTOP: nothing
+    """Subtract seconds in which the whole process stood still, for example under SIGSTOP: nothing
     hung meanwhile."""
     if stopped > 0:
         WATCHER.moved += stopped
@@ -335,12 +334,12 @@ def _pass_over(stopped: float) -> None:
 
 
 def look_safely(now: float) -> None:
-    """`look`, which prints its own failure. A call that reaches its limit looks too, because the
-    watcher's thread may have had no turn on a busy machine."""
+    """`look`, printing its own failure. A call at its limit looks too, because the watcher's thread
+    may have had no turn on a busy machine."""
     try:
         with LOOKING:
             look(now)
-    except Exception as error:  # a name that cannot be printed ends no watch
+    except Exception as error:  # an unprintable name ends no watch
         print(
             f"rlkit: the watcher failed: {type(error).__name__}: {visible(str(error))}",
             file=sys.stderr,
@@ -349,7 +348,7 @@ def look_safely(now: float) -> None:
 
 
 def look(now: float) -> None:
-    """Names what is waited for too long; ends the process at a limit."""
+    """Name waits that take too long; end the process at a limit."""
     reached = [limit for limit in WATCHER.limits if limit.reached(now)]
     groups: dict[str, tuple[int, float]] = {}
     for wait in list(WAITS.values()):
@@ -360,7 +359,7 @@ def look(now: float) -> None:
     lines = {name: _line(name, *group) for name, group in groups.items()}
     for name, (_, age) in groups.items():
         if not reached and age >= WATCHER.named.get(name, NAMED_AFTER):
-            # a call that hangs is named again and again, ever more rarely
+            # a hanging call is named again and again, ever more rarely
             WATCHER.named[name] = 2 * age
             line = visible(f"rlkit: {_rank()}{lines[name]}")
             print(line, file=sys.stderr, flush=True)
@@ -375,14 +374,14 @@ def _line(name: str, number: int, age: float) -> str:
 
 
 def _rank() -> str:
-    """Which of several ranks speaks."""
+    """The start of a message that names its rank; empty for a single process."""
     return (
         f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     )
 
 
 def end_at(limit: Limit, lines: list[str]) -> None:
-    """Say what hangs and where each thread stands, and end the process with status 1."""
+    """Say what hangs, print the stack of each thread, and end the process with status 1."""
     place = limit.place() or "the run hangs"
     within = f"nothing within {limit.key}={limit.minutes:g} minutes"
     waited = f"; {'; '.join(lines)}" if lines else ""
@@ -395,8 +394,8 @@ def end_at(limit: Limit, lines: list[str]) -> None:
 
 
 def _arm(now: float) -> None:
-    """Ends the process a little after its limit even if a call holds the interpreter, so that the
-    watcher cannot run."""
+    """End the process a little after its limit even if a call holds the interpreter and the watcher
+    cannot run."""
     if WATCHER.limits:
         left = [limit.left(now) if limit.whole else 60 * limit.minutes for limit in WATCHER.limits]
         faulthandler.dump_traceback_later(max(0.0, min(left)) + LATE, exit=True, file=2)

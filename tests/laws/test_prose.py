@@ -15,8 +15,6 @@ LIMITS = {
     "experiments": 2.3,
     "rlkit": 5.1,
     "rlkit/commands": 5.4,
-    "rlkit/config": 6.6,
-    "rlkit/distributed": 3.2,
     "rlkit/environments": 4.6,
     "rlkit/episodes": 5.3,
     "rlkit/extras": 5.6,
@@ -29,10 +27,6 @@ LIMITS = {
     "rlkit/extras/report": 5.1,
     "rlkit/extras/vllm": 4.4,
     "rlkit/extras/why": 6.2,
-    "rlkit/models": 4.8,
-    "rlkit/runs": 5.6,
-    "rlkit/sandbox": 4.1,
-    "rlkit/system": 6.8,
     "rlkit/tasks": 3.9,
 }
 

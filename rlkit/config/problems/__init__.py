@@ -1,10 +1,10 @@
-"""Everything that finds what of an experiment cannot run, or would silently do nothing, before a
-model is loaded.
+"""Find everything in an experiment that cannot run, or would silently do nothing, before a model is
+loaded.
 
-Keys and types are checked against the signatures of functions (rlkit.config.schema); here numbers
-(numbers.py), combinations of parts (combinations.py, schedules.py, asynchrony.py), what parts
-assume of one another (assumptions.py), their maths on fake data (trial.py) and the rows of the data
-(rows.py). doubts.py has what is legal but probably not meant.
+Keys and types are checked against the signatures of functions (rlkit.config.schema). The files here
+check numbers (numbers.py), combinations of parts (combinations.py, schedules.py, asynchrony.py),
+the parts' assumptions about one another (assumptions.py), their maths on fake data (trial.py) and
+the rows of the data (rows.py). doubts.py reports settings that are legal but probably not meant.
 
 Files in the order of their imports: assumptions, asynchrony, combinations, names, numbers,
 schedules, trial, doubts, rows.
@@ -21,7 +21,7 @@ from rlkit.config.problems.numbers import number_problems
 from rlkit.config.problems.schedules import first_steps, schedule_problems
 from rlkit.config.problems.trial import optimizer_problems
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
 
@@ -56,6 +56,6 @@ def run_problems(x: Experiment) -> list[str]:
 
 
 def problems_of(x: Experiment) -> list[str]:
-    """What of an experiment without open schedules cannot run, or would silently do nothing, as
-    sentences."""
+    """Problems of an experiment without open schedules, as sentences: parts that cannot run, or
+    would silently do nothing."""
     return number_problems(x) + combination_problems(x) + assumption_problems(x)

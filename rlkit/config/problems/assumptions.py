@@ -1,9 +1,9 @@
-"""What the parts of an experiment assume of one another, held against what the others declare
+"""Check the assumptions of an experiment's parts against the declarations of the others
 (`rlkit.types`: assumes, gives, keeps).
 
-There is no table of forbidden pairs: the words of a reward are followed from its terms through
-weights, aggregator, normalisation, overlong rule and a KL in the baseline to the advantage, and
-each part's assumptions are compared with what is left of them there.
+There is no table of forbidden pairs. The words of a reward are followed from its terms through
+weights, aggregator, normalisation, overlong rule and a KL in the baseline to the advantage. Each
+part's assumptions are compared with the words left at its place.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlkit.errors import written
 from rlkit.types import ASSUMPTIONS, GUARANTEES, Environment, Task, bound, declarations, plain
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
-# assumption → the guarantee that it asks for
+# assumption → the guarantee it needs
 OF_REWARDS = {f"{word}_rewards": word for word in GUARANTEES}
 NEEDED = {
     "binary": (
@@ -30,18 +30,18 @@ NEEDED = {
 
 
 class Words(NamedTuple):
-    """What is known of rewards at one place: word → why it does not hold there, and word → the part
-    that does not say."""
+    """Guarantees lost at one place: word → the reason, and word → the part without a
+    declaration."""
 
     lost: Mapping[str, str] = {}
     unsaid: Mapping[str, str] = {}
 
     def without(self, words: Sequence[str], why: str) -> Words:
-        """The same where these words are lost too; the first reason stays."""
+        """Lose these words too; the first reason stays."""
         return self._replace(lost=dict.fromkeys(words, why) | dict(self.lost))
 
     def through(self, part: Any, path: str, why: str) -> Words:
-        """What is left behind a part that changes rewards, by the words that it keeps."""
+        """Pass the rewards through a part: only the words it declares to keep stay."""
         kept = declarations(part, "keeps")
         if kept is None:
             return self._replace(unsaid=dict.fromkeys(GUARANTEES, path) | dict(self.unsaid))
@@ -49,11 +49,11 @@ class Words(NamedTuple):
 
 
 def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
-    """Assumptions that the experiment breaks, as sentences that say what to choose.
+    """List the assumptions broken in the experiment, as sentences with a remedy.
 
     Args:
-      tasks: rows of the run, where they are loaded: they name rewards and environments that the
-        config leaves open.
+      tasks: rows of the run, once loaded. They name the rewards and environments the config leaves
+        open.
     """
     problems = []
     for path, part, words in _assuming(x, tasks):
@@ -68,8 +68,7 @@ def assumption_problems(x: Experiment, tasks: Sequence[Task] = ()) -> list[str]:
 
 
 def assumption_warnings(x: Experiment) -> list[str]:
-    """Assumptions that nothing breaks and nothing guarantees, and limits of an episode that a
-    single reply may exceed."""
+    """Assumptions neither broken nor guaranteed, and episode limits a single reply may exceed."""
     out = []
     for path, part, words in _assuming(x, ()):
         for assumed in sorted(declarations(part, "assumes") or ()):
@@ -85,8 +84,8 @@ def assumption_warnings(x: Experiment) -> list[str]:
 
 
 def _assuming(x: Experiment, tasks: Sequence[Task]) -> list[tuple[str, Any, Words]]:
-    """(path, part, what is known of the rewards that it sees) of the parts of an algorithm that
-    look at rewards, in order."""
+    """(path, part, the rewards' words there) of the parts of an algorithm that look at rewards, in
+    order."""
     a = x.algorithm
     kl = x.kl
     given = _of_reward(x, tasks)
@@ -131,7 +130,7 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
                 ["binary"], f"{path} gives a score to every step; {NEEDED['binary']}"
             )
     aggregator = x.reward.aggregator
-    # of one component all of them give that component
+    # with a single component, every aggregator returns that component
     if len(counted) > 1 or not declarations(aggregator, "keeps"):
         why = (
             f"reward.aggregator ({written(aggregator)}) joins {', '.join(counted)}; give one of"
@@ -146,8 +145,7 @@ def _of_reward(x: Experiment, tasks: Sequence[Task]) -> Words:
 
 
 def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
-    """The functions that score rollouts: the function itself, or where every row names its own
-    those that the rows name."""
+    """The functions scoring rollouts: the function itself, or the functions named in the rows."""
     from rlkit.rewards import by_task, named_rewards
 
     if plain(fn) is not by_task:
@@ -157,7 +155,7 @@ def _candidates(fn: Any, tasks: Sequence[Task]) -> list[Any]:
 
 
 def _reply_budgets(x: Experiment) -> list[str]:
-    """Limits of a reply that no reply reaches."""
+    """Reply limits no reply reaches."""
     longest = x.generation.max_new_tokens
     out = []
     for name, part in x.algorithm.parts.items():
@@ -173,7 +171,7 @@ def _reply_budgets(x: Experiment) -> list[str]:
 
 
 def _episode_budgets(x: Experiment) -> list[str]:
-    """Limits of an episode of several replies that one reply may use up."""
+    """Limits of an episode of several replies, if one reply may use them up."""
     # by row: each has its own
     turns = x.environment.max_steps if isinstance(x.environment, Environment) else 1
     out = []

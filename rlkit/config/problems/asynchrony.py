@@ -1,4 +1,4 @@
-"""What cannot be sampled ahead of training, as sentences."""
+"""Problems of sampling ahead of training, as sentences."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rlkit.training.schedules.paths import flat
 from rlkit.training.schedules.progress import controllers_of, phase_steps
 from rlkit.types import is_stateful
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
-# Numbers that are needed when groups are dispatched, staleness steps before their step.
+# Numbers needed at dispatch, `staleness` steps before the groups' step.
 DISPATCH = (
     "generation.",
     "environment.",
@@ -56,7 +56,7 @@ def asynchrony_problems(x: Experiment, firsts: dict[str, Experiment]) -> list[st
 
 
 def _second_process(x: Experiment) -> list[str]:
-    """What a second process of this machine cannot sample."""
+    """Settings a second process of this machine cannot sample with."""
     said = "asynchrony=overlap"
     problems = []
     count = x.trainer.devices * x.trainer.nodes
@@ -76,8 +76,8 @@ def _second_process(x: Experiment) -> list[str]:
 
 
 def _stateful(x: Experiment) -> list[str]:
-    """Functions that remember earlier calls, and that the second process would call with a memory
-    of its own."""
+    """Find functions with a memory of earlier calls: the second process would call them with a
+    memory of its own."""
     found: dict[str, str] = {}
     for phase in phases(x).values():
         terms = {f"reward.terms.{name}": term.fn for name, term in phase.reward.terms.items()}
@@ -104,7 +104,7 @@ def _stateful(x: Experiment) -> list[str]:
 
 
 def _open_ends(x: Experiment, firsts: dict[str, Experiment], said: str) -> list[str]:
-    """Phases whose end is not known ahead, before one that samples or scores in another way."""
+    """Phases without a known end, before a phase with other sampling or scoring."""
     from rlkit.training.ahead.flight import settings_of
 
     given = x.schedule.phases

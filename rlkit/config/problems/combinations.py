@@ -1,4 +1,4 @@
-"""Parts that do not go together, or of which one would do nothing, as sentences."""
+"""Parts that do not go together, and parts that would do nothing, as sentences."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from rlkit.errors import nearest
 from rlkit.types import bound, plain
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.algorithm import Algorithm, Stream
     from rlkit.training.experiment import Experiment
 
 
 def combination_problems(x: Experiment) -> list[str]:
-    """Combinations that cannot run, or that would silently do nothing."""
+    """Combinations that cannot run, or would silently do nothing."""
     checks = [
         _check_evaluation,
         _check_groups,
@@ -61,7 +61,7 @@ def _check_evaluation(x: Experiment) -> list[str]:
 
 
 def rank_problems(x: Experiment) -> list[str]:
-    """What several ranks cannot do, as sentences."""
+    """Settings several ranks cannot run with, as sentences."""
     t = x.trainer
     problems = []
     count = t.devices * t.nodes
@@ -100,7 +100,7 @@ def _check_groups(x: Experiment) -> list[str]:
             f"batch.group_size={x.batch.group_size}: algorithm={x.algorithm.name} samples nothing,"
             " so a row is one episode; set it to 1"
         )
-    # a partial's defaults are what the config has bound
+    # a partial's defaults are the values bound in the config
     numbers = inspect.signature(x.algorithm.advantage).parameters
     if x.batch.group_size == 1 and (
         asks(x.algorithm.advantage, "group_ids") or asks(x.algorithm.normalization, "group_ids")
@@ -126,8 +126,8 @@ def _check_groups(x: Experiment) -> list[str]:
 
 
 def _check_choice(x: Experiment) -> list[str]:
-    """What an algorithm cannot do with chosen problems (task.sampler), or with groups that are
-    learned from again (task.reuse)."""
+    """Problems of an algorithm with chosen tasks (task.sampler), or with groups learned from again
+    (task.reuse)."""
     a = x.algorithm
     problems = []
     if x.sampler.weigh is not None and a.episodes is not None:
@@ -220,8 +220,8 @@ def _check_corrections(x: Experiment) -> list[str]:
 
 
 def _check_old(x: Experiment) -> list[str]:
-    """What has no meaning, or two, where the ratio's old policy is not the one before the update
-    (`algorithm.old`)."""
+    """Find settings that lose their meaning, or get a second one, if the ratio's old policy is not
+    the one before the update (`algorithm.old`)."""
     from rlkit.algorithm import asks
     from rlkit.functional import automatic_correction, no_correction, second_moment_mask
 
@@ -324,7 +324,7 @@ def _check_streams(x: Experiment) -> list[str]:
 
 
 def _check_parts(x: Experiment) -> list[str]:
-    """What the engine and the teacher themselves refuse."""
+    """Problems found by the engine and the teacher themselves."""
     from rlkit.types import ChecksConfig
 
     parts: list[Any] = [x.generation.engine]

@@ -1,4 +1,4 @@
-"""What is legal but probably not meant."""
+"""Settings that are legal but probably not meant."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rlkit.errors import written
 from rlkit.training.schedules import phases
 from rlkit.types import bound, plain
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment, RolloutRun
 
 
 def _list_unused(x: Experiment) -> list[str]:
-    """Parts that were chosen and do nothing."""
+    """Parts chosen but without effect."""
     out = []
-    # The algorithm suggests no KL, and the reference is the default: nobody chose what is not
-    # built.
+    # If the algorithm turns the KL off and the reference is the default, the user asked for no
+    # reference: no warning.
     by_default = x.kl.name != "none" and x.reference.name == "frozen"
     if not x.needs_reference and x.reference.name != "none" and not by_default:
         out.append(
@@ -44,7 +44,7 @@ def _list_unused(x: Experiment) -> list[str]:
 
 
 def warnings(x: Experiment) -> list[str]:
-    """What is legal but probably not meant."""
+    """List the settings that are legal but probably not meant."""
     from rlkit.functional import forward, k1
 
     a = x.algorithm
@@ -97,7 +97,7 @@ def warnings(x: Experiment) -> list[str]:
 
 
 def _correction_doubts(x: Experiment) -> list[str]:
-    """Samples that are weighed twice, dropped by chance, or old and not weighed at all."""
+    """Samples weighed twice, dropped by chance, or old and not weighed at all."""
     from rlkit.algorithm import asks
     from rlkit.functional import automatic_correction, geometric_mask, no_correction
 
@@ -145,8 +145,7 @@ def _correction_doubts(x: Experiment) -> list[str]:
 def embedded_numbers(
     x: Experiment | RolloutRun, keys: Sequence[str] = ("generation.max_new_tokens",)
 ) -> list[str]:
-    """Numbers for the model that ships with rlkit, among these keys, where another model runs with
-    them."""
+    """Find values of these keys made for rlkit's embedded model, in a run of another model."""
     own = x.model.suggests
     path = x.model.path or x.model.origin
     if own.get("max_new_tokens") is None or _is_embedded(path):
@@ -171,8 +170,8 @@ def embedded_numbers(
 
 
 def _is_embedded(path: str | None) -> bool:
-    """Whether a path names the model that ships with rlkit, or a folder with a model of the same
-    shape, such as an export of it."""
+    """Whether a path names the embedded model, or a folder with a model of the same shape, for
+    example an export of it."""
     from rlkit.models.load import EMBEDDED, TINY
 
     shapes = [
@@ -183,12 +182,12 @@ def _is_embedded(path: str | None) -> bool:
 
 
 def _rate(x: Experiment | RolloutRun) -> float | None:
-    """The learning rate at the beginning of a run; None where nothing is trained."""
+    """The learning rate at the beginning of a run; None without training."""
     return bound(x._asdict().get("optimizer")).get("lr")
 
 
 def _adapter_rate(x: Experiment) -> list[str]:
-    """Adapters that are trained with the learning rate of all weights."""
+    """Find adapters trained with the learning rate for all weights."""
     own = x.model.suggests
     rank = x.model.rank
     rate = _rate(x)
@@ -203,8 +202,7 @@ def _adapter_rate(x: Experiment) -> list[str]:
 
 
 def _too_late(x: Experiment) -> list[tuple[str, int, str]]:
-    """(path, RL steps, what does not happen in a run that is no longer): numbers of steps that a
-    short run never reaches."""
+    """(path, RL steps, consequence) of numbers of steps a short run never reaches."""
     out = []
     every = bound(x.reference.update).get("every")
     if x.needs_reference and isinstance(every, int):

@@ -1,5 +1,5 @@
-"""Names that become folders: each part of one is a plain name, so that it stays inside the folder
-that it is made in."""
+"""Check names of folders: each part of one is a plain name, so it stays inside its parent
+folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LONGEST = 200  # bytes of one part; a file system takes 255
-# groups that the name of a run comes from, the first that has one
+# groups in search order for the name of a run
 SOURCES = ("schedule", "algorithm")
 
 
@@ -16,7 +16,7 @@ def name_problems(config: Mapping[str, Any]) -> list[str]:
     """Why the name of a run is no folder inside outputs/, as a sentence with its key. `a/b` is a
     folder within a folder."""
     name = config.get("name")
-    if not isinstance(name, str):  # the schema says what it has to be
+    if not isinstance(name, str):  # the schema reports the type
         return []
     reason = next((why for part in name.split("/") if (why := part_problem(part))), "")
     if name.startswith("/"):
@@ -39,7 +39,7 @@ def name_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def part_problem(part: str) -> str:
-    """Why a text is no plain name of one file or folder; empty where it is one."""
+    """Say why a text is no plain name of one file or folder; empty if it is one."""
     if not part:
         return "it is empty, or a part of it is"
     if part in (".", ".."):

@@ -1,4 +1,4 @@
-"""Numbers out of their range, and numbers that do not fit one another, as sentences."""
+"""Numbers out of their range, and numbers in conflict with one another, as sentences."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rlkit.config.schema import resolve
 from rlkit.training.schedules.paths import fields
 from rlkit.types import plain
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment, Sampling
 
 
 def range_problems(node: Any, path: str = "") -> list[str]:
-    """Numbers out of the range that their part declares (`rlkit.types.ranges`), in a config or in
-    what was built from it."""
+    """Numbers out of their part's declared range (`rlkit.types.ranges`), in a config or in the
+    objects built from it."""
     named = isinstance(node, Mapping) and "_target_" in node
     part = resolve(node["_target_"]) if named else plain(node)
     limits = getattr(part, "__ranges__", {})
@@ -37,7 +37,7 @@ def range_problems(node: Any, path: str = "") -> list[str]:
 
 
 def number_problems(x: Experiment) -> list[str]:
-    """Numbers that a run cannot have, or that do not fit one another, as sentences."""
+    """Numbers a run cannot have, and numbers in conflict with one another, as sentences."""
     a = x.algorithm
     sampling = x.generation
     rollouts = x.batch.prompts * x.batch.group_size
@@ -74,14 +74,14 @@ def number_problems(x: Experiment) -> list[str]:
 
 
 def sampling_problems(sampling: Sampling) -> list[str]:
-    """What no engine can sample, as sentences."""
+    """Sampling settings no engine supports, as sentences."""
     from rlkit.engines.service import out_of_range  # engines bring torch
 
     return out_of_range(sampling) + thinking_problems(sampling)
 
 
 def thinking_problems(sampling: Sampling) -> list[str]:
-    """A thinking budget out of range, or one that no reply can reach, as a sentence."""
+    """A thinking budget out of range or beyond every reply, as a sentence."""
     budget = sampling.max_thinking_tokens
     limit = sampling.max_new_tokens
     if budget is None or 0 <= budget < limit:

@@ -1,4 +1,4 @@
-"""What of the rows of a task cannot be played or scored: looked at before a model is loaded."""
+"""Find rows of a task that cannot be played or scored, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from rlkit.types import Environment, Rollout, Split, Splits, Step, Task
 
 
 def load_tasks(x: Experiment) -> Splits:
-    """The problems that a run plays, truths read, verifier and every phase's reward tried on gold
-    answers.
+    """Load the problems of a run. Truths are read, and the verifier and every phase's reward are
+    tried on gold answers.
 
-    Test problems are loaded where `evaluation.n` is above 0, validation problems where
-    `evaluation.every` is too.
-    Raises: DataError, ConfigError; of a split without problems with the setting that gives it some.
+    Test problems are loaded if `evaluation.n` is above 0, validation problems if `evaluation.every`
+    is above 0 too.
+    Raises: DataError; ConfigError. For a split without problems the message names the setting to
+    change.
     """
     # Rewards and environments are called.
     with (
@@ -64,8 +65,8 @@ def _checked_tasks(x: Experiment) -> Splits:
 
 
 def load_split(x: Experiment, split: Split) -> Sequence[Task]:
-    """The first `evaluation.n` problems of a split, truths read and the verifier tried. Raises
-    DataError, ConfigError."""
+    """Load the first `evaluation.n` problems of a split, read their truths and try the verifier.
+    Raises DataError, ConfigError."""
     with guard_state(x.task.load, kinds=[FOLDER]):
         tasks = x.task(split=split)[: x.evaluation.n]
     if not tasks:
@@ -80,7 +81,7 @@ def load_split(x: Experiment, split: Split) -> Sequence[Task]:
 
 
 def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
-    """Whether the reward that rows ask for by this name is marked `no_gold`."""
+    """Whether the reward of this name in the rows is marked `no_gold`."""
     fns = []
     for reward in rewards:
         for term_name, term in reward.terms.items() if reward else ():
@@ -93,11 +94,12 @@ def _is_judged(name: str, rewards: Sequence[Reward | None]) -> bool:
 
 
 def check_verifier(tasks: Sequence[Task], reward: Reward, training: Reward | None = None) -> None:
-    """The verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows whose reward
-    is marked `no_gold` have no gold answer to try; it may be one of `training` alone.
+    """Check that the verifier gives gold answers 1 and an empty answer 0, on the first rows. Rows
+    with a reward marked `no_gold` have no gold answer to try. This reward may belong to `training`
+    alone.
 
     The tests of programs are read in every row.
-    Raises: DataError naming the row, and the test that cannot be judged outside the program.
+    Raises: DataError naming the row and any test impossible to judge outside the program.
     """
     for task in tasks:
         if task.reward == "code_exec":
@@ -128,9 +130,10 @@ def check_truths(
     reward: Reward,
     environment: Environment | Callable[[Task], Environment],
 ) -> None:
-    """Every row's truth can be read by the terms of the reward that compare with it, on all rows: a
-    row that cannot would be left out of every step without a word. A term of weight 0 is only
-    logged, and not asked. The environment can play each row (`Environment.check`).
+    """Check every row's truth and environment. Each term of the reward must be able to read the
+    truth it compares with: a row with an unreadable truth would be left out of every step without a
+    word. A term of weight 0 is only logged, so it is not asked. The environment must be able to
+    play the row (`Environment.check`).
 
     Raises: DataError naming the row, and how many there are.
     """
@@ -154,8 +157,8 @@ def check_truths(
 
 
 def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
-    """The rows hold what the streams learn from: conversations, answers, and a teacher for every
-    part. Raises: DataError naming the row."""
+    """Check the rows for the streams' data: conversations, answers, and a teacher for every part.
+    Raises: DataError naming the row."""
     streams = x.algorithm.streams
     teacher = x.teacher
     for name, stream in streams.items():
@@ -205,8 +208,8 @@ def check_streams(tasks: Sequence[Task], x: Experiment) -> None:
 
 
 def check_assumptions(tasks: Sequence[Task], x: Experiment) -> None:
-    """What the parts assume holds with the rewards that the rows name. Raises: ConfigError with all
-    problems."""
+    """Check the parts' assumptions against the rewards named in the rows. Raises: ConfigError with
+    all problems."""
     refuse_problems(assumption_problems(x, tasks))
 
 
@@ -215,11 +218,11 @@ def check_reward(
     reward: Reward,
     environment: Environment | Callable[[Task], Environment] | None = None,
 ) -> None:
-    """The training reward runs, and can score at least one of the first rows, of every part of a
-    mixture, with their gold answers.
+    """Check that the training reward runs, and can score the gold answer of at least one of the
+    first rows, for every part of a mixture.
 
-    A reward of a session's end state sees the state that the environment's session begins with.
-    Raises: ConfigError where a term raises or none can be scored; so a broken reward is found
+    A reward of a session's end state sees the state at the session's beginning.
+    Raises: ConfigError if a term raises or nothing can be scored. So a broken reward is found
     before a model is loaded.
     """
     gold = [_answered(task, task.answer) for task in first_rows(tasks, ROWS)]
@@ -243,8 +246,8 @@ def check_reward(
 def check_tools(
     tasks: Sequence[Task], environment: Environment | Callable[[Task], Environment]
 ) -> None:
-    """Tools that run model-written code get the isolation that they ask for, wherever the data's
-    environments have any.
+    """Check that tools running model-written code get the isolation they ask for, in every
+    environment of the data.
 
     Raises: ConfigError, before a model is loaded.
     """

@@ -1,4 +1,4 @@
-"""What of a schedule cannot run, or is probably not meant, as sentences."""
+"""Problems and doubts of a schedule, as sentences."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rlkit.training.schedules.progress import (
 )
 from rlkit.types import Controller
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from rlkit.training.experiment import Experiment
 
 RESETS = ("optimizer", "reference")
 
 
 def schedule_problems(experiment: Any) -> list[str]:
-    """What of a schedule cannot run, as sentences."""
+    """List a schedule's problems, as sentences."""
     given = experiment.schedule.phases
     problems = _check_whole(given)
     if problems:
@@ -57,7 +57,7 @@ def schedule_problems(experiment: Any) -> list[str]:
 
 
 def _check_whole(given: Mapping[str, Any]) -> list[str]:
-    """What of these is no phase, or part of one."""
+    """Entries of the schedule that are no whole phase."""
     problems = []
     for name, phase in given.items():
         where = f"schedule.phases.{name}"
@@ -77,7 +77,7 @@ def _check_whole(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check_phase(where: str, phase: Phase, *, last: bool) -> list[str]:
-    """What of a phase's end and of its resets cannot be."""
+    """Impossible ends and resets of a phase."""
     problems = []
     if phase.until is None and not last:
         problems.append(
@@ -105,7 +105,7 @@ def _check_phase(where: str, phase: Phase, *, last: bool) -> list[str]:
 
 
 def _check_waiting(experiment: Any) -> list[str]:
-    """Metrics that a phase waits for and will not or must not see."""
+    """Metrics a phase waits for but will not or must not see."""
     problems = []
     evaluated = experiment.evaluation.n > 0 and experiment.evaluation.every > 0
     waiting = {
@@ -129,7 +129,7 @@ def _check_waiting(experiment: Any) -> list[str]:
 
 
 def schedule_warnings(experiment: Any) -> list[str]:
-    """What of a schedule is legal but probably not meant."""
+    """Settings of a schedule that are legal but probably not meant."""
     out = []
     steps = 0
     given = experiment.schedule.phases
@@ -156,8 +156,8 @@ def schedule_warnings(experiment: Any) -> list[str]:
 
 
 def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Overrides of a group of the whole run that every phase replaces: they would change nothing,
-    silently."""
+    """Overrides of a group of the whole run, without effect because every phase replaces the
+    group."""
     phases = (config.get("schedule") or {}).get("phases") or {}
     out = []
     for text in overrides:
@@ -184,10 +184,10 @@ def phase_problems(config: dict[str, Any], overrides: Sequence[str]) -> list[str
 
 
 def first_steps(x: Experiment) -> dict[str, Experiment]:
-    """Phase → its experiment at its first step, every number a plain number; each finds its place
-    at the first and the last step.
+    """Phase → its experiment at its first step, with plain numbers only. Every number must find its
+    place at the first and the last step.
 
-    Raises: ConfigError naming the path that does not.
+    Raises: ConfigError naming the path without a place.
     """
     out = {}
     for name, phase in phases(x).items():

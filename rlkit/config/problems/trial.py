@@ -1,4 +1,4 @@
-"""What is tried without a model: the maths on fake data, the optimizer on one parameter."""
+"""Trials without a model: the maths on fake data, the optimizer on one parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlkit.errors import ConfigError, describe_error, written
 from rlkit.training.schedules import phases
 from rlkit.types import bound
 
-if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
+if TYPE_CHECKING:  # torch is imported only with the parts that need it
     from torch import Tensor
 
     from rlkit.algorithm import KL
@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # torch is imported with the parts that need it, not before
 
 
 def dry_run(x: Experiment) -> None:
-    """One update on fake data through advantage, weights, loss and backward, in milliseconds and
-    without a model.
+    """Run one update on fake data through advantage, weights, loss and backward, in milliseconds
+    and without a model.
 
-    Not where a part asks for `metadata`: what stands in the user's rows cannot be made up. And not
-    where the reward is no part of the loss.
+    Skipped if a part asks for `metadata`, because a user's rows cannot be made up, and if the
+    reward is no part of the loss.
 
-    Raises: ConfigError where a part fails, where the gradient is not finite or zero, or where a
-      part declares falsely that it has none.
+    Raises: ConfigError if a part fails, if the gradient is zero or not finite, or if a part falsely
+      declares a vanishing gradient.
     """
     import torch
 
@@ -82,8 +82,8 @@ def dry_run(x: Experiment) -> None:
 
 
 def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
-    """Two groups of rollouts, of which one in each is rewarded; what the policy gives for them; and
-    the logits that this depends on."""
+    """Make two groups of rollouts, with one rewarded in each, the policy's scores of them, and the
+    logits behind these scores."""
     import torch
 
     from rlkit.types import Scored, TokenLogprobs
@@ -132,9 +132,9 @@ def _fake_batch(x: Experiment) -> tuple[Scored, TokenLogprobs, Tensor]:
 
 
 def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> None:
-    """Tries what the policy loss and the KL estimator declare by `rlkit.types.vanishes`.
+    """Test the declarations of the policy loss and the KL estimator by `rlkit.types.vanishes`.
 
-    Raises: ConfigError where there is a gradient.
+    Raises: ConfigError if there is a gradient after all.
     """
     import torch
 
@@ -157,7 +157,7 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
     tried: list[tuple[str, Any, str, KL]] = []
     if "without_advantages" in (declarations(loss, "vanishes") or ()):
         tried.append(("algorithm.policy_loss", loss, "without_advantages", KL("none")))
-        # of the whole vocabulary, which the fake data does not have
+        # needs the whole vocabulary, absent from the fake data
         exact = asks(estimator, "full_kl")
         if (
             x.kl.in_loss
@@ -176,8 +176,7 @@ def _check_vanishing(x: Experiment, batch: Minibatch, scores: TokenLogprobs) -> 
 
 
 def optimizer_problems(x: Experiment) -> list[str]:
-    """What an optimizer says to its numbers, tried on one parameter: with the model it would be too
-    late."""
+    """Try an optimizer's numbers on one parameter: with the model it would be too late."""
     import torch
 
     critics = {

@@ -15,8 +15,8 @@ from rlkit.runs.sweeps.jobs import RunJob, last_reward
 
 
 def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
-    """One row a job: the settings that vary, how it ended, its accuracies, reward, steps and
-    seconds, and its folder."""
+    """One row a job: the varying settings, how it ended, its accuracies, reward, steps and seconds,
+    and its folder."""
     settings = [
         dict(text.lstrip("+").partition("=")[::2] for text in job.overrides) for job in jobs
     ]
@@ -40,7 +40,7 @@ def results(jobs: Sequence[RunJob]) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
-    """The same rows for other programs."""
+    """Write the same rows for other programs."""
     rows = results(jobs)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["status"])
@@ -49,11 +49,11 @@ def write_csv(path: Path, jobs: Sequence[RunJob]) -> None:
 
 
 def comparison(jobs: Sequence[RunJob]) -> str:
-    """The table for people, best first; and where several lines have seeds in common, what can be
-    said of each against the first.
+    """The table for people, best first. If several lines have seeds in common, verdicts on each
+    against the first follow.
 
-    The order goes by validation accuracy where there is any, else by the training reward: with a
-    choice by test accuracy, that would no longer be a figure of problems that nothing was tuned on.
+    The order goes by validation accuracy if there is any, else by the training reward. Choosing by
+    test accuracy would spoil it: the figure would no longer come from untouched problems.
     """
     rows = results(jobs)
     if not rows:
@@ -77,8 +77,8 @@ def comparison(jobs: Sequence[RunJob]) -> str:
 
 
 def seeds_together(jobs: Sequence[RunJob]) -> str:
-    """The finished jobs that differ by their seed alone as one line each, and a sentence on each
-    line against the first; or nothing."""
+    """The finished jobs as lines: jobs that differ by their seed alone share a line. A sentence on
+    each line against the first follows. Empty if there is nothing to compare."""
     found = [
         read_run(job.folder) for job in jobs if job.status == "finished" and runs.is_run(job.folder)
     ]

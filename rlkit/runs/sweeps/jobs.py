@@ -27,16 +27,16 @@ class RunJob(NamedTuple):
     status: str = "waiting"  # then running; finished, failed, interrupted, not started
     process: Mapping[str, Any] = {}  # while it runs, as `owner.describe_process` has it
     seconds: float = 0.0
-    reason: str = ""  # why it did not finish; EARLIER where a sweep before did the job
+    reason: str = ""  # why it did not finish; EARLIER if an earlier sweep did the job
 
 
 def record_path(root: Path, folder: Path) -> Path:
-    """The file of a job of a sweep whose run folder is below the sweep's."""
+    """The file of a job with a run folder below the sweep's."""
     return root / "jobs" / f"{'.'.join(folder.relative_to(root).parts)}.json"
 
 
 def save(record: Path, job: RunJob) -> RunJob:
-    """Write what is known of a job, and return it. Secrets of its overrides are left out."""
+    """Write the state of a job, and return the job. Secrets of its overrides are left out."""
     known = job._asdict()
     known["folder"] = str(job.folder)
     known["overrides"] = runs.without_secrets(list(job.overrides))
@@ -45,7 +45,7 @@ def save(record: Path, job: RunJob) -> RunJob:
 
 
 def read_jobs(jobs: Path) -> list[RunJob]:
-    """All jobs that have begun, in order. A file that cannot be read is passed over."""
+    """All jobs begun so far, in order. An unreadable file is passed over."""
     found = []
     for path in jobs.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -77,8 +77,8 @@ def last_reward(folder: Path) -> float | None:
 
 
 def objective(folder: Path) -> float | None:
-    """What a search maximises: the last validation accuracy, never a test figure; without one the
-    mean reward of the last ten steps."""
+    """The objective of a search: the last validation accuracy, never a test figure. Without one,
+    the mean reward of the last ten steps."""
     last = (runs.read_summary(folder) or {}).get("validation")
     if last:
         return float(last["accuracy"])

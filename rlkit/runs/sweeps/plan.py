@@ -1,4 +1,4 @@
-"""Which jobs a command line asks for, each of them checked before the first one starts."""
+"""Plan the jobs of a command line, and check each of them before the first one starts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rlkit.system import owner
 from rlkit.system.files import put_aside
 
 PLUGINS = ("joblib", "submitit", "optuna")  # extras
-SHOWN = 3  # changed settings that a sentence names
+SHOWN = 3  # changed settings named in a sentence
 
 
 class Plan(NamedTuple):
-    """What a sweep will do."""
+    """The plan of a sweep."""
 
     config: DictConfig  # Hydra's, with its sweeper and launcher
     arguments: list[str]  # as the sweeper takes them
@@ -35,8 +35,8 @@ class Plan(NamedTuple):
 
 
 def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
-    """The jobs of a command line, each of them composed, checked and dry-run. Raises ConfigError
-    with all problems at once."""
+    """Compose, check and dry-run the jobs of a command line. Raises ConfigError with all problems
+    at once."""
     given = [read_override(text)[1] for text in arguments]
     secret = [text.partition("=")[0] for text in arguments if runs.without_secrets(text) != text]
     if secret:
@@ -49,7 +49,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
     search = is_search(config)
     living = None if config.takeover else owner.occupied(root)
     if living:
-        raise owner.Occupied(living)  # before its jobs' folders are looked at, which belong to it
+        raise owner.Occupied(living)  # before a look at its jobs' folders: they belong to it
     resume = (
         [text.partition("=")[2] for text in given if text.lstrip("+").partition("=")[0] == "resume"]
         or ["never"]
@@ -79,7 +79,7 @@ def make_plan(arguments: Sequence[str], config_dir: str | None) -> Plan:
 
 
 def refuse_running(root: Path) -> None:
-    """Raises ConfigError where a job of an earlier sweep still runs, which has lost its sweep."""
+    """Raise ConfigError if a job of an earlier sweep still runs without its sweep."""
     for job in read_jobs(root / "jobs"):
         if alive(job):
             raise ConfigError(
@@ -94,13 +94,13 @@ def check_jobs(
     root: Path | None,
     resume: bool,
 ) -> set[str]:
-    """Composes, checks and dry-runs every job; the keys that only a signature knows, which Hydra
-    has to be told to add.
+    """Compose, check and dry-run every job. Returns the keys known only to a signature: Hydra has
+    to be told to add them.
 
     Args:
       root: the folder with the jobs' folders; None looks at no folder, since a search chooses its
         values later.
-    Raises: ConfigError with the problems of all jobs, one that all of them have said once.
+    Raises: ConfigError with the problems of all jobs; a problem common to all is given once.
     """
     from rlkit.config.compose import compose, experiment
     from rlkit.training.loggers import check_loggers
@@ -147,8 +147,8 @@ def is_search(config: DictConfig) -> bool:
 
 
 def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
-    """The config of the sweep itself: which sweeper, launcher and folder. Raises ConfigError, also
-    where a plugin is missing."""
+    """The config of the sweep itself: sweeper, launcher and folder. Raises ConfigError, also if a
+    plugin is missing."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -162,7 +162,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="train"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        # A key that only a signature knows is added; the check of the jobs decides about it.
+        # A key known only to a signature is added. The check of the jobs decides about it.
         texts = [
             (
                 text
@@ -196,7 +196,7 @@ def compose_sweep(given: Sequence[str], config_dir: str | None) -> DictConfig:
         extra = next((e for e in PLUGINS if e in target), "")
         if extra and not installed(package):
             raise ConfigError(f"hydra/{name}: {package} is not installed; {install(extra)}")
-    # its own option minimises, and ends a search with the first job that fails
+    # optuna's own option minimises, and ends a search with the first failed job
     if "optuna" in targets["sweeper"]:
         config.hydra.sweeper.direction = "maximize"
         config.hydra.sweeper.max_failure_rate = 1.0
@@ -218,8 +218,8 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def corners(overrides: Sequence[str]) -> list[list[str]]:
-    """Jobs that a search may propose: the first value of every key, then each end or choice of each
-    key in turn."""
+    """Jobs a search may propose: the first value of every key, then each end or choice of each key
+    in turn."""
     ends = _values(overrides, intervals=True)
     first = {key: own[0] for key, own in ends.items()}
     return [
@@ -229,10 +229,9 @@ def corners(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, list[str]]:
-    """Key → the overrides that a sweep has of it, one for each value; of an interval its ends.
+    """Key → a sweep's overrides of it, one for each value; the ends of an interval.
 
-    Raises: ConfigError where an override cannot be read, or is an interval and those are not asked
-    for.
+    Raises: ConfigError if an override cannot be read, or is an interval without `intervals`.
     """
     found: dict[str, list[str]] = {}
     for override, text in map(read_override, overrides):
@@ -251,8 +250,8 @@ def _values(overrides: Sequence[str], *, intervals: bool = False) -> dict[str, l
 
 
 def read_override(text: str) -> tuple[Any, str]:
-    """An override, and its text in Hydra's grammar, as for a single run. Raises ConfigError where
-    it cannot be read."""
+    """Parse an override, and return its text in Hydra's grammar, like a single run's. Raises
+    ConfigError if it cannot be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -265,8 +264,7 @@ def read_override(text: str) -> tuple[Any, str]:
 
 
 def dirname(overrides: Sequence[str]) -> str:
-    """Hydra's override_dirname: the overrides that make a job this one, in order of the
-    alphabet."""
+    """Hydra's override_dirname: the overrides of one job, in alphabetical order."""
     return ",".join(
         sorted(text for text in overrides if text.partition("=")[0].lstrip("+") not in ONCE)
     )
@@ -312,10 +310,10 @@ def folder_problems(folder: Path, config: Mapping[str, Any], resume: bool) -> li
 
 
 def changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
-    """In what the run of a folder differs from a job's config, its length included; empty if in
-    nothing that counts.
+    """Name the differences of a folder's run from a job's config, its length included; empty if
+    none counts.
 
-    Raises: DataError where the folder's config cannot be read.
+    Raises: DataError if the folder's config cannot be read.
     """
     earlier = runs.read_config(folder)
     changed = other_run(earlier, config)
@@ -328,9 +326,9 @@ def changed_settings(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def set_aside_changed(folder: Path, config: Mapping[str, Any]) -> str:
-    """Moves the run of a folder away if it is not one of a job's config; why, or nothing.
+    """Move the run of a folder away if it is not one of a job's config. Returns why, or nothing.
 
-    Raises: Occupied if a process works there; OSError where it cannot be moved.
+    Raises: Occupied if a process works there; OSError if it cannot be moved.
     """
     if not runs.is_run(folder) and not runs.is_finished(folder):
         return ""

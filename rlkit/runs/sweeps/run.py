@@ -1,4 +1,4 @@
-"""`rlkit train -m`: the jobs of Hydra's sweeper, run where its launcher puts them, and compared."""
+"""`rlkit train -m`: run the jobs of Hydra's sweeper through its launcher, and compare them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def sweep(
     config_dir: str | None = None,
     report: Callable[[Sequence[Path], Path], None] | None = None,
 ) -> int:
-    """Runs all jobs of a command line and compares them; the exit status: 0 all done, 1 one failed,
-    130 or 143 stopped by a signal.
+    """Run all jobs of a command line and compare them. Returns the exit status: 0 all done,
+    1 one failed, 130 or 143 stopped by a signal.
 
     Args:
-      arguments: overrides, those with several values among them.
+      arguments: overrides, some of them with several values.
       config_dir: a folder with the user's own options.
-      report: writes one page of the run folders to a file, and prints where it is.
+      report: writes one page of the run folders to a file, and prints the file's place.
     """
     plan = make_plan(arguments, config_dir)
     jobs = plan.root / "jobs"
@@ -80,8 +80,8 @@ def sweep(
 
 
 def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
-    """What Hydra's multirun does, with the config that is composed already. Raises ConfigError
-    where the sweeper refuses."""
+    """Do the work of Hydra's multirun with the composed config. Raises ConfigError if the sweeper
+    refuses."""
     import logging
     import warnings
 
@@ -103,14 +103,14 @@ def launch(plan: Plan, task: Callable[[DictConfig], float | None]) -> None:
             sweeper.sweep(arguments=plan.arguments)
         except HydraException as error:
             raise ConfigError(str(error)) from error
-        except ValueError as error:  # optuna's, where no trial has a value
+        except ValueError as error:  # optuna's, if no trial has a value
             if "trial" not in str(error).lower():
                 raise
         context.callbacks.on_multirun_end(config=plan.config, config_name="train")
 
 
 def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float | None:
-    """One job, wherever Hydra's launcher has put us; its objective, or None where it has none.
+    """Run one job in the launcher's process. Returns its objective, or None without one.
 
     Args:
       config: the job's; the process composes it again, from its overrides.
@@ -133,7 +133,7 @@ def run_job(config: DictConfig, *, shared: Sweep, search: bool = False) -> float
 
 
 def parallel(plan: Plan) -> int:
-    """Jobs that run at once on one machine, and so share its cores."""
+    """Jobs running at once on one machine; they share its cores."""
     launcher = plan.config.hydra.launcher
     at_once = 1
     if "Joblib" in launcher._target_:

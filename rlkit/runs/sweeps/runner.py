@@ -1,5 +1,5 @@
-"""What all commands of many runs share: one owner of their folder, a process for each job, and
-signals that reach all of them.
+"""The common part of all commands of many runs: one owner of their folder, a process for each job,
+and signals to all of them.
 
 A command of many runs owns its folder and calls `do_job` for each job in a block of `conducting`,
 one after another or in several threads or processes. Every job is `rlkit train` in a run folder
@@ -30,26 +30,25 @@ from rlkit.system.output import clock
 from rlkit.system.parent import tied
 from rlkit.system.processors import cores
 
-STOP = "stop"  # jobs/stop: no further job starts; which signal, and the jobs that were told
+STOP = "stop"  # jobs/stop: no further job starts; holds the signal, and the jobs it was sent to
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LOOK = 1.0  # seconds between two looks at what else has to end a job
+LOOK = 1.0  # seconds between two looks for other reasons to end a job
 ENDED = ("finished", "failed", "interrupted")
 
 
 class Sweep(NamedTuple):
-    """What the jobs of a sweep have in common. A launcher may take it to another process or
-    machine."""
+    """Data common to the jobs of a sweep. A launcher may take it to another process or machine."""
 
     root: Path
     config_dir: str | None
-    parallel: int  # jobs that share this machine's cores
+    parallel: int  # jobs sharing this machine's cores
     environment: Mapping[str, str]  # of every job, see `settle`
-    process: Mapping[str, Any]  # the one that handles signals, as `owner.describe_process` has it
+    process: Mapping[str, Any]  # the one handling signals, as `owner.describe_process` has it
 
 
 class Process(Protocol):
-    """A job's process: a subprocess.Popen, or what rlkit.runs.sweeps.warm starts."""
+    """A job's process: a subprocess.Popen, or a `WarmJob` of rlkit.runs.sweeps.warm."""
 
     pid: int
 
@@ -57,7 +56,7 @@ class Process(Protocol):
         """The exit status, negative for a signal. Raises: subprocess.TimeoutExpired."""
 
     def send_signal(self, sig: int) -> None:
-        """Nothing, if the process has ended."""
+        """Send a signal. Does nothing if the process has ended."""
 
 
 Start = Callable[[list[str], IO[bytes], Mapping[str, str]], Process]
@@ -69,19 +68,19 @@ def make_sweep(
     parallel: int,
     threads: int | None = None,
 ) -> Sweep:
-    """The sweep that this process conducts, with what it settles once for all its jobs.
+    """Describe this process's sweep, with the settings common to all its jobs.
 
     Args:
-      root: the sweep's folder, which this process owns.
-      parallel: jobs at once. threads: of each job; None: the cores are shared, and a single job at
-        a time takes what it likes.
+      root: the sweep's folder, owned by this process.
+      parallel: jobs at once. threads: of each job. None: the cores are shared; a single job at a
+        time chooses for itself.
     """
     environment = settle(root, parallel, threads)
     return Sweep(root, config_dir, parallel, environment, owner.describe_process(os.getpid()))
 
 
 def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
-    """Environment variables that every job of a sweep gets, so that all of them compute alike."""
+    """Environment variables for every job of a sweep, so all of them compute alike."""
     kernels = decide_kernels(root)
     shared = threads or (max(1, cores() // parallel) if parallel > 1 else None)
     return kernels | (dict.fromkeys(THREADS, str(shared)) if shared else {})
@@ -92,13 +91,13 @@ def settle(root: Path, parallel: int, threads: int | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def conducting(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int]]:
-    """A block in which jobs run. What an earlier sweep of the folder wrote of its jobs is removed.
+    """Run jobs inside this block. An earlier sweep's files about its jobs are removed.
 
     The caller owns the sweep's folder (`owner.owned`).
 
     Args:
-      line: what to print of a job that has ended.
-    Yields: the signals that have come.
+      line: the text to print about an ended job.
+    Yields: the signals received.
     """
     jobs = sweep.root / "jobs"
     jobs.mkdir(parents=True, exist_ok=True)
@@ -110,8 +109,8 @@ def conducting(sweep: Sweep, line: Callable[[RunJob], str]) -> Iterator[list[int
 
 @contextlib.contextmanager
 def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
-    """SIGINT, SIGTERM and SIGHUP go to the running jobs of this machine, which save and end; no
-    other one starts. A third ends it all."""
+    """Send SIGINT, SIGTERM and SIGHUP to the running jobs of this machine: they save and end, and
+    no other one starts. A third signal ends it all."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -149,7 +148,7 @@ def signals_to_jobs(jobs: Path) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def watching(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
-    """Prints one line for each job that ends while the block runs; a thread reads the jobs' files,
+    """Print one line for each job ending while the block runs. A thread reads the jobs' files,
     wherever the jobs are."""
     over = threading.Event()
     told: set[int] = set()
@@ -157,7 +156,7 @@ def watching(jobs: Path, line: Callable[[RunJob], str]) -> Iterator[None]:
     def watch() -> None:
         last = False
         while not last:
-            last = over.wait(0.5)  # looked at before the files, so that the last jobs are seen
+            last = over.wait(0.5)  # looked at before the files, so the last jobs are seen
             for job in read_jobs(jobs):
                 if job.status in ENDED and job.number not in told:
                     told.add(job.number)
@@ -200,11 +199,12 @@ def summed_up(done: Sequence[RunJob], total: int, began: float) -> str:
 
 
 def do_job(job: RunJob, sweep: Sweep, start: Start | None = None, *, devices: int = 1) -> RunJob:
-    """One job in a process of its own; what became of it, which its file tells as well.
+    """Run one job in a process of its own. Returns the job with its outcome; its file holds the
+    same.
 
-    A run that is finished is not repeated: the caller has made sure that it is one of these
-    settings. A run with a checkpoint goes on from it, if `resume=auto` is among the overrides. One
-    without a checkpoint is set aside and begins again.
+    A finished run is not repeated: the caller has made sure of its settings. A run with a
+    checkpoint goes on from it, if `resume=auto` is among the overrides. One without a checkpoint is
+    set aside and begins again.
 
     Args:
       start: starts the process; by default as a new one of Python. devices: GPUs of the job.
@@ -257,24 +257,24 @@ def _words(job: RunJob, sweep: Sweep) -> list[str]:
 
 
 def start_process(words: list[str], log: IO[bytes], environment: Mapping[str, str]) -> Process:
-    """`rlkit WORDS` as a new process, which prints to a file."""
+    """`rlkit WORDS` as a new process, printing to a file."""
     return subprocess.Popen(
         [sys.executable, "-m", "rlkit", *words],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
         env=os.environ | environment | tied(),
-        # what is typed at the terminal reaches the sweep alone, which passes it on once
+        # a signal typed at the terminal reaches the sweep alone; it passes the signal on once
         process_group=0,
     )
 
 
 def wait_for(process: Process, sweep: Sweep) -> int:
-    """The exit status of a job. It is told of a signal that came to the sweep while it was started,
-    and killed once the sweep is gone.
+    """Wait for a job, and return its exit status. The job is told of a signal sent to the sweep
+    during its start, and is killed once the sweep is gone.
 
-    The sweep's own process is looked for where a launcher has put this one beside it: it does not
-    tie a job to itself then.
+    A launcher may put this process beside the sweep's own. Then jobs are not tied to the sweep, so
+    its process is looked for.
     """
     passed = False
     while True:
@@ -291,8 +291,7 @@ def wait_for(process: Process, sweep: Sweep) -> int:
 
 
 def _missed_signal(stop: Path, pid: int) -> int:
-    """The signal that was passed on to the other jobs before this one was known; 0 if there is
-    none."""
+    """The signal sent to the other jobs before this one was known; 0 if there is none."""
     try:
         said = json.loads(stop.read_text())
         return 0 if pid in said["told"] else int(said["signal"])
@@ -301,16 +300,16 @@ def _missed_signal(stop: Path, pid: int) -> int:
 
 
 def why(code: int, log: Path, begin: int = 0) -> str:
-    """The end of a job in a few words: rlkit's own sentence where there is one, else the last line.
+    """The end of a job in a few words: rlkit's own sentence if there is one, else the last line.
 
     Args:
-      begin: where its log begins in the file, behind those of earlier attempts, in bytes.
+      begin: the position of its log in the file in bytes, behind the logs of earlier attempts.
     """
     text = log.read_bytes()[begin:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("rlkit: ")]
     last = lines[-1] if lines else "it printed nothing"
-    if code in (1, 2) and len(own) > 1:  # the first one tells what runs
+    if code in (1, 2) and len(own) > 1:  # the first one names the run
         last = own[-1]
     how = f"signal {-code}" if code < 0 else f"exit {code}"
     return f"{how}: {last.removeprefix('rlkit: ')[:200]}"

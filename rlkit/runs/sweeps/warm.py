@@ -1,11 +1,11 @@
-"""One process that has imported what a run needs, and forks a job each time that it is asked to.
+"""Keep one process that has a run's imports done, and fork it for each job.
 
     sweep ── command line, environment, log ──▶ server ──fork──▶ keeper ──fork──▶ job
       ◀──────── process id of the job, then its exit status ───────┘
 
-A job is `python -m rlkit WORDS` without the five seconds that a new process takes to import torch,
+A job is `python -m rlkit WORDS` without the five seconds a new process takes to import torch,
 transformers and Lightning. The server itself computes nothing and has no thread, so its copies
-begin as a new process does. The keeper waits for one job. Each of them ends with its parent, so no
+begin like a new process. The keeper waits for one job. Each of them ends with its parent, so no
 process is left when the sweep is gone.
 """
 
@@ -67,7 +67,7 @@ class WarmJob:
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Nothing, if the process has ended."""
+        """Send a signal. Does nothing if the process has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
@@ -77,8 +77,8 @@ class WarmServer:
     """The server of a sweep, seen from the sweep. Several threads may use it.
 
     Args:
-      environment: of the server and of all jobs, beside that of this process.
-      imports: further modules that the server imports for its jobs.
+      environment: of the server and of all jobs, added to this process's.
+      imports: further modules for the server to import for its jobs.
     """
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str] = ()):
@@ -91,8 +91,8 @@ class WarmServer:
         """Start the server's process."""
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # Asking the driver through NVML how many GPUs there are does not make the server use
-            # one, so that its copies still can.
+            # Counting the GPUs through the driver's NVML does not make the server use one, so its
+            # copies still can.
             nvml = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno()), *self.imports],
@@ -100,13 +100,13 @@ class WarmServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=os.environ | nvml | self.environment | tied(),
-                process_group=0,  # what is typed at the terminal reaches the sweep alone
+                process_group=0,  # a signal typed at the terminal reaches the sweep alone
             )
 
     def start(self, words: list[str], log: IO[bytes], environment: Mapping[str, str]) -> WarmJob:
-        """`rlkit WORDS` as a process that prints to a file. A server that is gone is replaced.
+        """`rlkit WORDS` as a process printing to a file. A missing server is replaced.
 
-        Raises: OSError where no process can be started.
+        Raises: OSError if no process can be started.
         """
         request = json.dumps({"words": words, "environment": dict(environment)}).encode()
         for _ in range(2):
@@ -121,14 +121,14 @@ class WarmServer:
         raise OSError("the process that starts the jobs has ended; is there memory left?")
 
     def replace(self) -> None:
-        """Start another server in place of one that is gone."""
+        """Start another server in place of a missing one."""
         with self.lock:
             if self.process.poll() is not None:
                 self.link.close()
                 self.begin()
 
     def close(self) -> None:
-        """End the server; jobs that run end with it."""
+        """End the server, and running jobs with it."""
         self.link.close()
         self.process.wait()
 
@@ -154,7 +154,7 @@ def serve_jobs() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
     for name in (*IMPORTS, *sys.argv[2:]):
-        with contextlib.suppress(ImportError):  # the job says what is missing
+        with contextlib.suppress(ImportError):  # the job reports the missing module
             importlib.import_module(name)
     server = os.getpid()
     while True:
