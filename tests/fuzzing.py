@@ -670,13 +670,14 @@ def faults_of(case: Case, status: int, out: str, errors: str) -> list[str]:
     if status in (1, 2) and not silent:
         if len(lines) > LINES:
             found.append(f"{len(lines)} lines")
-        if not any(line.startswith("rlkit: ") for line in lines) and "not written" not in out:
+        told = any(line.startswith("rlkit: ") for line in lines)
+        if not told and "not written" not in out and "not ready: " not in out:
             found.append("no sentence")
     if any(len(line) > 3000 for line in lines):
         found.append("a line too long to read")
     if status == 0 and case.wrong and "warning" not in out + errors:
         found.append("a wrong input was taken without a word")
-    if status == 0 and case.words[0] == "train" and not silent:
+    if status == 0 and case.words[:1] == ["train"] and "--help" not in case.words and not silent:
         finite = [word for word in out.split() if word in ("nan", "inf", "-inf")]
         if "after" not in out and "nothing to do" not in out:
             found.append("it ended with 0 and did not train")

@@ -365,7 +365,11 @@ def _refusal(
         if "Cannot merge DictConfig with ListConfig" in said:
             said = f"{key} holds values by name and takes no list; set {key}.NAME=VALUE"
         return ConfigError(f"'{text}' cannot be read: {said}")
-    return ConfigError(one_sentence(error))
+    unread = (
+        f"a YAML file of the config cannot be read ({type(error).__name__}); look for a key that is"
+        " no text, such as null"
+    )
+    return ConfigError(one_sentence(error) or unread)
 
 
 def _keep_declared(full: DictConfig, accepted: Sequence[str]) -> None:
