@@ -12,8 +12,8 @@ def python_tool(*, sandbox: Sandbox | None = None) -> Callable[[str], str]:
 
     Args:
       sandbox: limits, and the required isolation.
-      Returns: a tool that gives the printed text, then the value of the last expression. If the
-        code fails, it raises ValueError with a sentence for the policy.
+    Returns: a tool that gives the printed text, then the value of the last expression. If the code
+      fails, it raises ValueError with a sentence for the policy.
     """
 
     def python(code: str) -> str:

@@ -259,8 +259,8 @@ def text_arguments(
 
     Args:
       load: reads the text for a parameter that is no string; raises ValueError if it cannot.
-      Raises: ValueError if the tool does not have exactly one required parameter. A tool without
-        any takes a call without text.
+    Raises: ValueError if the tool does not have exactly one required parameter. A tool without any
+      takes a call without text.
     """
     signature = _signature(tool) or inspect.Signature()
     parameters = signature.parameters

@@ -53,7 +53,7 @@ def save_rollouts(path: Path | str, rollouts: Sequence[Rollout]) -> None:
     Args:
       path: ends in .jsonl or .jsonl.gz, for the format. An existing file is replaced.
       rollouts: metadata and arguments must be JSON types; tuples in them come back as lists.
-      Raises: ConfigError for another ending, TypeError for a value that JSON does not know.
+    Raises: ConfigError for another ending, TypeError for a value that JSON does not know.
     """
     write_atomic(Path(path), _json_lines(Path(path), rollouts))
 

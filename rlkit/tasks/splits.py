@@ -94,7 +94,7 @@ def in_order(
 
     Args:
       source: of the tasks, for the message.
-      Raises: DataError if there is no task; ConfigError for max_samples below 1.
+    Raises: DataError if there is no task; ConfigError for max_samples below 1.
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(
