@@ -45,8 +45,7 @@ def calculator(expression: str) -> str:
         expression: The expression.
     """
     # The policy reads the docstring above, so it is short. Every ValueError holds a sentence for
-    # the
-    # policy.
+    # the policy.
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(
             f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
