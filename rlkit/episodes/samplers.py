@@ -187,7 +187,7 @@ def choose_tasks(
     Args: parts: the part of each draw, in order. state: None at the start of a run. seed: the
       run's.
     Raises: DataError if the tasks are not those of the state; ConfigError if a weight is no number
-    of at least 0.
+      of at least 0.
     """
     import torch
 

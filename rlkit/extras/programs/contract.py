@@ -27,7 +27,7 @@ class Ask(Protocol):
             their schemas.
           limit: tokens of the reply, if fewer than the run's.
         Raises: RequestRefused if the episode is at its limit of replies, or the context leaves no
-        room.
+          room.
         """
         ...
 
