@@ -16,7 +16,7 @@ from rlkit.runs.reading import ReadRun, read_run, series
 from rlkit.system.shards import recorded
 from rlkit.types import Rollout, Task
 
-READ = 12  # steps whose rollouts are read, spread evenly over the run
+READ = 12  # steps with rollouts to read, spread evenly over the run
 NONE = "none"
 
 
@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
     cause     one word, for rows and tests
     title     the cause as a sentence
-    evidence  the sentence that shows it, with its numbers
+    evidence  the sentence with its numbers
     advice    the remedy in words
     remedy    the same as overrides of the run; empty if no setting mends it
     """
