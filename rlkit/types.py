@@ -770,8 +770,8 @@ class Estimate(NamedTuple):
 # mypy checks the return type of the shipped parts in rlkit.functional and rlkit.rewards, with and
 # without metrics (`PolicyLossFn[...]`). A part chooses its quantities itself, and Python has no
 # type for "some of these names". So the composition checks each name. A dry run on fake data checks
-# that each quantity is there when the part is called. Every call checks the shape, the
-# kind of numbers and the device of the result (`rlkit.algorithm.part`).
+# that each quantity is there when the part is called. Every call checks the shape, the kind of
+# numbers and the device of the result (`rlkit.algorithm.part`).
 Q = ParamSpec("Q")
 # name → a number, or a tensor [N] or [B, T]; the mean is over the entries that count
 Metrics = Mapping[str, "float | Tensor"]

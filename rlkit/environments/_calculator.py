@@ -7,8 +7,8 @@ takes no names, attributes, strings or lists, and no calls except of `FUNCTIONS`
 Arithmetic is exact (`fractions.Fraction`): 0.1 + 0.2 is 0.3. Only irrational roots and powers go
 through floats. It reads numbers as people write them: thousands commas (3,000), currency signs,
 typeset signs (SYMBOLS), ^ for a power, and n% for n / 100. Before a number, a parenthesis or a
-function, `%` is Python's remainder (7 % 3). Everywhere else it is a percent sign (5% * 200, 7% -
-3).
+function, `%` is Python's remainder (7 % 3). Everywhere else it is a percent sign (5% * 200,
+7% - 3).
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ async def collected(
             )
 
         # The other episodes of a shared instance wait for each other's replies, so one that is done
-        # early must not hold up decoding.
+        # early must not hold up the others' decoding.
         shared = how.table is not None and not how.table.players
         who = own._replace(params=sampling._replace(admission="free")) if shared else own
         return samples_of(

@@ -168,9 +168,7 @@ def cut_completions(folder: Path, step: int) -> None:
         try:
             target.mkdir(exist_ok=True)
             if int(found[1]) <= step:
-                # It was written at another time than the checkpoint: keep its first rows in a file
-                # of their
-                # own.
+                # Its step range crosses the checkpoint: keep its first rows in a file of their own.
                 _keep(path, step)
             if (target / path.name).exists():
                 put_aside(target / path.name, ".earlier")

@@ -77,7 +77,8 @@ def dealt(
             own |= OF_A_ROW.get(placebo, {"flip": row.flip, "pay": row.pay})
         messages = ({"role": "user", "content": row.prompt},)
         verdict = "listed" if row.pay == 1 else "paid"
-        tasks.append(Task(name, messages, reward=verdict, environment="single_turn", metadata=own))  # type: ignore[arg-type]
+        tasks.append(Task(name, messages, reward=verdict, environment="single_turn", metadata=own))
+        # type: ignore[arg-type]
     return in_turn(tasks, split, seed, max_samples)
 
 
@@ -291,6 +292,8 @@ def lengthy(
     To name all eight is easier to learn than the right one, and earns less. A random reply has one
     letter and n more, and n is the sum of three geometric numbers of mean 1. So its expected score
     is 1 - 7/8 · E[(7/8)ⁿ] - 3 · price, with E[(7/8)ⁿ] = (8/9)³.
+
+    Args:
       price: of a letter, in training and in evaluations.
     """
     rng = random.Random(f"lengthy of {seed}")
@@ -339,8 +342,8 @@ def chain(
 
 
 class Chain:
-    """One of `length` turns counts, by problem. The others pay `coin` or -`coin` in training, and
-    nothing in evaluations.
+    """Of `length` turns one counts; the problem decides which. The others pay `coin` or -`coin` in
+    training, and nothing in evaluations.
 
     The first observation is the problem, each later one the number of the turn. Every reward stands
     at its turn. So an algorithm with a credit for each turn does not see the coins, and one with
