@@ -77,8 +77,7 @@ def dealt(
             own |= OF_A_ROW.get(placebo, {"flip": row.flip, "pay": row.pay})
         messages = ({"role": "user", "content": row.prompt},)
         verdict = "listed" if row.pay == 1 else "paid"
-        tasks.append(Task(name, messages, reward=verdict, environment="single_turn", metadata=own))
-        # type: ignore[arg-type]
+        tasks.append(Task(name, messages, reward=verdict, environment="single_turn", metadata=own))  # type: ignore[arg-type]
     return in_turn(tasks, split, seed, max_samples)
 
 

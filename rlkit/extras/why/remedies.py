@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rlkit.extras.why.evidence import NONE, Evidence, Finding
 
 FACTOR = 3.0  # of the learning rate, each way
-UNTRIED = ("reward", "task", "seed", "model")  # groups behind the measure itself
+UNTRIED = ("reward", "task", "seed", "model")  # a change of these groups would change the measure
 
 
 class Remedy(NamedTuple):
