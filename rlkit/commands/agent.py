@@ -416,7 +416,7 @@ def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | N
     """Compose the config of a command that talks to a model. Return it with the checkpoint of
     run=FOLDER; the run's model then replaces the config's.
 
-    Raises: ConfigError if there is no run there, or if a model is named beside it.
+    Raises: ConfigError if the run does not exist, or if a model is named beside it.
     """
     from rlkit.config.compose import compose
     from rlkit.config.schema import check

@@ -19,7 +19,8 @@ ENTRIES = {
 
 
 def command(name: str, arguments: Arguments) -> int:
-    """Print the requested config, without secrets. Raises: ConfigError if it cannot be composed."""
+    """Prints what was asked for, secrets left out. Raises ConfigError for what cannot be
+    composed."""
     if name not in ENTRIES:
         raise ConfigError(f"rlkit {name} has no config to print; there are: {', '.join(ENTRIES)}")
     composed = compose(

@@ -190,7 +190,7 @@ def note_start(folder: Path, composed: Composed, identity: str) -> None:
     config = composed.config
     overrides = [str(text) for text in composed.full.hydra.overrides.task]
     with refusing(folder):
-        # of a process without time to write config.yaml
+        # from a process that ended before it wrote config.yaml
         if not identity and (folder / "run.json").exists():
             set_aside(folder, "run.json")
         said = runs.write_start(
