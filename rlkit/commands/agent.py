@@ -413,7 +413,7 @@ def command(arguments: Arguments) -> int:
 
 
 def composed(arguments: Arguments, entry: str) -> tuple[dict[str, Any], Path | None]:
-    """Compose the config of a command that talks to a model. Return it with the checkpoint of
+    """Compose the config of a command with a model. Return it with the checkpoint of
     run=FOLDER; the run's model then replaces the config's.
 
     Raises: ConfigError if the run does not exist, or if a model is named beside it.

@@ -122,7 +122,7 @@ def backward(learner: Any, batch: Any, rows: Any) -> tuple[float, float, list[st
 
 
 def not_finite(tensors: Mapping[str, Any], what: str) -> list[str]:
-    """Write a sentence that names the first tensor with nan or infinity."""
+    """Name the first tensor with nan or infinity in a sentence."""
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     return [f"{what} of {bad[0]} and {len(bad) - 1} more: not finite"] if bad else []
 
